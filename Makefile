@@ -1,0 +1,60 @@
+# The two commands that matter: `make serve` and `make test`. Both set up what they need.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do command -v $$p && break; done)
+ARGS ?=
+BIN := .venv/bin
+PROTOS := $(wildcard protos/*.proto)
+
+.PHONY: help serve test check protos bench dev clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make serve [ARGS="--port 8000 --workers 2"]   set up, fetch the demo model, serve it'
+	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
+	@echo 'make check                                    types, lint, protos'
+	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
+	@echo 'make protos                                   regenerate protos/*_pb2*'
+	@echo 'make dev                                      set up only'
+
+.venv/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "headrace needs Python 3.11 or newer; say make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.serve: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert]'
+	@touch $@
+
+.venv/.dev: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,dev]'
+	@touch $@ .venv/.serve
+
+# Tools that cannot follow an editable install see the packages under their real names through these links.
+.links/headrace:
+	@mkdir -p .links/protos/headrace
+	@ln -sfn .. .links/headrace
+	@ln -sfn ../../../protos .links/protos/headrace/protos
+
+serve: .venv/.serve
+	@exec $(BIN)/headrace serve $(ARGS)
+
+test: .venv/.dev .links/headrace
+	$(BIN)/pytest $(ARGS)
+
+check: .venv/.dev .links/headrace
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+
+protos: .venv/.dev
+	@rm -rf .make/protos && mkdir -p .make/protos
+	$(BIN)/python -m grpc_tools.protoc -Iheadrace/protos=protos --python_out=.make/protos --pyi_out=.make/protos \
+	    --grpc_python_out=.make/protos $(addprefix headrace/,$(PROTOS))
+	@cp .make/protos/headrace/protos/* protos/
+
+bench: .venv/.dev
+	$(BIN)/python -m benchmarks
+
+dev: .venv/.dev .links/headrace
+
+clean:
+	rm -rf .venv .links .make build dist *.egg-info

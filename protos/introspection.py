@@ -1,0 +1,40 @@
+"""What every headrace server answers besides its own services: grpc.health.v1 and reflection (v1 and v1alpha)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+# The v1 protocol has the messages of v1alpha, byte for byte, under another service name.
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+
+
+def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> health.aio.HealthServicer:
+    """Add health and reflection for the named services; the caller sets the serving status on what is returned.
+
+    Until it does, every service (and "", the whole server) is NOT_SERVING.
+    """
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1]
+    reflection.enable_server_reflection(names, server)
+    reflector = reflection.aio.ReflectionServicer(names)
+    handler = grpc.stream_stream_rpc_method_handler(
+        reflector.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler}),)
+    )
+    return servicer
+
+
+async def set_serving(servicer: health.aio.HealthServicer, service_names: Sequence[str], serving: bool) -> None:
+    """Set the health of the named services and of the server as a whole."""
+    serving_status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for name in ("", *service_names):
+        await servicer.set(name, serving_status)

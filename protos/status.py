@@ -1,0 +1,178 @@
+"""The one table between a domain error, a gRPC status with its details, and an HTTP status with an OpenAI error.
+
+Every failure that leaves a headrace process is a `StatusError`. On gRPC it becomes a status with google.rpc details
+(ErrorInfo always; BadRequest when a field is at fault; RetryInfo when waiting helps); on HTTP, the gateway reads the
+same row for status code, error type and error code.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import NoReturn, cast
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "headrace"
+_DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_CHARS = 1000
+
+
+class Reason(enum.Enum):
+    """Why a request failed. The name is the `reason` of the ErrorInfo."""
+
+    INVALID_FIELD = enum.auto()
+    CONTEXT_TOO_LONG = enum.auto()
+    UNSUPPORTED = enum.auto()
+    UNAUTHENTICATED = enum.auto()
+    PERMISSION_DENIED = enum.auto()
+    MODEL_NOT_FOUND = enum.auto()
+    NOT_FOUND = enum.auto()
+    QUOTA = enum.auto()
+    QUEUE_FULL = enum.auto()
+    TOO_LARGE_FOR_CACHE = enum.auto()
+    NO_CAPACITY = enum.auto()
+    DRAINING = enum.auto()
+    WORKER_LOST = enum.auto()
+    DEADLINE = enum.auto()
+    CANCELLED = enum.auto()
+    INTERNAL = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRow:
+    """What a reason looks like on each wire."""
+
+    grpc_code: grpc.StatusCode
+    http_status: int
+    openai_type: str
+    openai_code: str | None
+
+
+_Code = grpc.StatusCode
+TABLE: dict[Reason, StatusRow] = {
+    Reason.INVALID_FIELD: StatusRow(_Code.INVALID_ARGUMENT, 400, "invalid_request_error", None),
+    Reason.CONTEXT_TOO_LONG: StatusRow(_Code.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded"),
+    Reason.UNSUPPORTED: StatusRow(_Code.UNIMPLEMENTED, 400, "invalid_request_error", "unsupported"),
+    Reason.UNAUTHENTICATED: StatusRow(_Code.UNAUTHENTICATED, 401, "authentication_error", "invalid_api_key"),
+    Reason.PERMISSION_DENIED: StatusRow(_Code.PERMISSION_DENIED, 403, "permission_error", "permission_denied"),
+    Reason.MODEL_NOT_FOUND: StatusRow(_Code.NOT_FOUND, 404, "invalid_request_error", "model_not_found"),
+    Reason.NOT_FOUND: StatusRow(_Code.NOT_FOUND, 404, "invalid_request_error", "not_found"),
+    Reason.QUOTA: StatusRow(_Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_exceeded"),
+    Reason.QUEUE_FULL: StatusRow(_Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "queue_full"),
+    Reason.TOO_LARGE_FOR_CACHE: StatusRow(
+        _Code.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded"
+    ),
+    Reason.NO_CAPACITY: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "no_capacity"),
+    Reason.DRAINING: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "draining"),
+    Reason.WORKER_LOST: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "worker_lost"),
+    Reason.DEADLINE: StatusRow(_Code.DEADLINE_EXCEEDED, 504, "timeout_error", "deadline_exceeded"),
+    Reason.CANCELLED: StatusRow(_Code.CANCELLED, 499, "invalid_request_error", "cancelled"),
+    Reason.INTERNAL: StatusRow(_Code.INTERNAL, 500, "server_error", "internal_error"),
+}
+
+# What a status without an ErrorInfo of ours means: the transport's own, or a foreign server's.
+_REASON_OF_BARE_CODE: dict[grpc.StatusCode, Reason] = {
+    _Code.INVALID_ARGUMENT: Reason.INVALID_FIELD,
+    _Code.OUT_OF_RANGE: Reason.INVALID_FIELD,
+    _Code.UNIMPLEMENTED: Reason.UNSUPPORTED,
+    _Code.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
+    _Code.PERMISSION_DENIED: Reason.PERMISSION_DENIED,
+    _Code.NOT_FOUND: Reason.NOT_FOUND,
+    _Code.RESOURCE_EXHAUSTED: Reason.QUEUE_FULL,
+    _Code.UNAVAILABLE: Reason.WORKER_LOST,
+    _Code.DEADLINE_EXCEEDED: Reason.DEADLINE,
+    _Code.CANCELLED: Reason.CANCELLED,
+}
+
+
+class StatusError(Exception):
+    """A failure that the caller is told about.
+
+    `field` is the request field at fault, by the name that the caller used. `retry_after_s` says after how many
+    seconds the same request may succeed.
+    """
+
+    def __init__(
+        self, reason: Reason, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = message[: MAX_MESSAGE_CHARS - 1] + "…"
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+    @property
+    def row(self) -> StatusRow:
+        """The row of the table for this error."""
+        return TABLE[self.reason]
+
+    def to_status(self) -> status_pb2.Status:
+        """The google.rpc.Status, details included."""
+        packed = [_packed(error_details_pb2.ErrorInfo(reason=self.reason.name, domain=DOMAIN))]
+        if self.field is not None:
+            violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
+            packed.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+        if self.retry_after_s is not None:
+            nanos = math.ceil(self.retry_after_s * 1e9)
+            delay = Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+            packed.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+        return status_pb2.Status(code=self.row.grpc_code.value[0], message=self.message, details=packed)
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """The metadata in which gRPC carries the details."""
+        return ((_DETAILS_KEY, self.to_status().SerializeToString()),)
+
+
+def _packed(message: Message) -> AnyMessage:
+    box = AnyMessage()
+    box.Pack(message)
+    return box
+
+
+async def abort(context: grpc.aio.ServicerContext, error: StatusError) -> NoReturn:  # type: ignore[type-arg]
+    """End the call with the error's status and details."""
+    await context.abort(error.row.grpc_code, error.message, error.trailing_metadata())
+    raise AssertionError("abort returned")
+
+
+def error_of(rpc_error: grpc.RpcError) -> StatusError:
+    """The domain error that a failed call stands for: the exact one if the server sent ours, else by its code."""
+    code: grpc.StatusCode = rpc_error.code()
+    message = rpc_error.details() or code.name
+    for metadatum in rpc_error.trailing_metadata() or ():
+        key, value = cast("tuple[str, str | bytes]", metadatum)
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            parsed = _error_of_details(value)
+            if parsed is not None:
+                return parsed
+    return StatusError(_REASON_OF_BARE_CODE.get(code, Reason.INTERNAL), message)
+
+
+def _error_of_details(raw: bytes) -> StatusError | None:
+    status = status_pb2.Status.FromString(raw)
+    reason: Reason | None = None
+    field: str | None = None
+    retry_after_s: float | None = None
+    for box in status.details:
+        if box.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            box.Unpack(info)
+            if info.domain == DOMAIN and info.reason in Reason.__members__:
+                reason = Reason[info.reason]
+        elif box.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            box.Unpack(bad)
+            field = bad.field_violations[0].field if bad.field_violations else None
+        elif box.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            box.Unpack(retry)
+            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return None if reason is None else StatusError(reason, status.message, field=field, retry_after_s=retry_after_s)
