@@ -1,0 +1,113 @@
+"""The tokenizer bundle that a worker hands out: an uncompressed tar of a model's tokenizer files (pure, no I/O).
+
+Only members with the names below are looked at, whatever else the archive holds, and nothing is written to disk.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+FILE_NAMES = frozenset(
+    {
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "openvino_detokenizer.bin",
+        "openvino_detokenizer.xml",
+        "openvino_tokenizer.bin",
+        "openvino_tokenizer.xml",
+        "special_tokens_map.json",
+        "tokenizer_config.json",
+    }
+)
+MAX_BUNDLE_BYTES = 256 * 1024 * 1024
+MAX_MEMBERS = 64
+
+# Variables of a chat template that are texts of special tokens.
+_SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class BundleError(Exception):
+    """A bundle that cannot be used; the message says which file and why."""
+
+
+def read_bundle(raw: bytes) -> dict[str, bytes]:
+    """Content of the bundle's known files, by name. Raises `BundleError` if it is no tar archive or too large."""
+    if len(raw) > MAX_BUNDLE_BYTES:
+        raise BundleError(f"the tokenizer bundle has {len(raw)} bytes; at most {MAX_BUNDLE_BYTES} are taken")
+    files: dict[str, bytes] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
+            for position, member in enumerate(archive):
+                if position >= MAX_MEMBERS:
+                    raise BundleError(f"the tokenizer bundle has more than {MAX_MEMBERS} members")
+                if member.name not in FILE_NAMES or not member.isreg():
+                    continue
+                content = archive.extractfile(member)
+                assert content is not None
+                files[member.name] = content.read()
+    except tarfile.TarError as error:
+        raise BundleError(f"the tokenizer bundle is not a tar archive: {error}") from error
+    return files
+
+
+def json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The object in a JSON file of the bundle; empty if there is no such file. Raises `BundleError`."""
+    raw = files.get(name)
+    if raw is None:
+        return {}
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleError(f"{name} in the tokenizer bundle is not a JSON object: {error}") from error
+
+
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Texts of special tokens by their name in templates (`bos_token`, ...), of those the bundle's JSON files give."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        config = json_file(files, name)
+        for key in _SPECIAL_TOKEN_NAMES:
+            value = config.get(key)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                found[key] = value
+    return found
+
+
+def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Chat templates by name; the one to use is `default`. Empty if the bundle's files have none.
+
+    `chat_template.jinja` goes before `chat_template` of tokenizer_config.json, which is a text or a list of
+    `{"name", "template"}`.
+    """
+    named: dict[str, str] = {}
+    value = json_file(files, "tokenizer_config.json").get("chat_template")
+    if isinstance(value, str):
+        named["default"] = value
+    elif isinstance(value, list):
+        for entry in value:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                named[str(entry.get("name", "default"))] = entry["template"]
+    elif isinstance(value, dict):
+        named.update({str(name): source for name, source in value.items() if isinstance(source, str)})
+    if "chat_template.jinja" in files:
+        try:
+            named["default"] = files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise BundleError(f"chat_template.jinja in the tokenizer bundle is not UTF-8: {error}") from error
+    return named
