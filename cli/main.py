@@ -1,0 +1,66 @@
+"""The `headrace` command. Each subcommand's module is imported only when it is called, so that --help is quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import click
+
+
+class _Subcommand(NamedTuple):
+    target: str
+    summary: str
+
+
+# name -> where its click.Command lives, and its line in --help
+_SUBCOMMANDS = {
+    "pull": _Subcommand("headrace.cli.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
+    "serve": _Subcommand("headrace.cli.serve:serve", "Serve a model on this host: workers, router and gateway."),
+    "status": _Subcommand("headrace.cli.status:status", "Show the processes that serve on this host."),
+    "chat": _Subcommand("headrace.cli.chat:chat", "Chat with a served model in the terminal."),
+    "worker": _Subcommand("headrace.cli.roles:worker", "Run one worker (see headrace worker --help)."),
+    "router": _Subcommand("headrace.cli.roles:router", "Run one router (see headrace router --help)."),
+    "gateway": _Subcommand("headrace.cli.roles:gateway", "Run one gateway (see headrace gateway --help)."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = _SUBCOMMANDS.get(cmd_name)
+        if found is None:
+            return None
+        module, _, attribute = found.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, found.summary) for name, found in _SUBCOMMANDS.items()])
+
+
+def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"headrace {version('headrace')}")
+        ctx.exit()
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
+)
+def cli() -> None:
+    """headrace serves large language models on CPU servers."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console command; ends the process with the command's exit status."""
+    sys.exit(cli.main(args=None if argv is None else list(argv), prog_name="headrace", auto_envvar_prefix="HEADRACE"))

@@ -1,0 +1,240 @@
+"""The user's cache of models: where it is, what a complete model directory has, and how one comes into being.
+
+    CACHE/models/NAME/          a complete model directory with headrace.json, or a link to one elsewhere
+    CACHE/models/.NAME.XXXX/    one being built; renamed into place when complete
+    CACHE/downloads/            parts of downloads, kept to be resumed
+    CACHE/locks/                one lock a model
+
+CACHE is $HEADRACE_CACHE, $XDG_CACHE_HOME/headrace or ~/.cache/headrace. This module imports nothing slow: `headrace
+serve` uses it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.errors import CommandError
+
+REQUIRED_FILES = (
+    "openvino_model.xml",
+    "openvino_model.bin",
+    "openvino_tokenizer.xml",
+    "openvino_tokenizer.bin",
+    "openvino_detokenizer.xml",
+    "openvino_detokenizer.bin",
+)
+OPTIONAL_FILES = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+MANIFEST_NAME = "headrace.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of a model directory as it was when the model was pulled. `sha256` is hex."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Where a pulled model came from: headrace.json. `source` has "kind" and what identifies the source exactly."""
+
+    name: str
+    source: dict[str, str]
+    headrace_version: str
+    files: tuple[FileRecord, ...]
+
+
+def cache_directory() -> Path:
+    """The cache folder; it need not exist."""
+    own = os.environ.get("HEADRACE_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).absolute() if shared else Path.home() / ".cache") / "headrace"
+
+
+def downloads_directory() -> Path:
+    """The folder for downloads under way; made if missing."""
+    return _made(cache_directory() / "downloads")
+
+
+def model_directory(name: str) -> Path:
+    """Where the model of that name is or would be. OWNER/NAME lies in OWNER--NAME."""
+    if not is_model_name(name):
+        raise CommandError(
+            f"{name!r} cannot be the name of a model (letters, digits, '.', '_', '-' and at most one '/'); "
+            "--name gives it another"
+        )
+    return cache_directory() / "models" / name.replace("/", "--")
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a model can have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def cached_names() -> list[str]:
+    """Names of the models in the cache, sorted."""
+    folder = cache_directory() / "models"
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name.replace("--", "/", 1) for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def check_model_directory(directory: Path) -> None:
+    """Raise CommandError naming what is wrong unless every needed file is there, with the size it was pulled with."""
+    if not directory.is_dir():
+        raise CommandError(f"there is no model directory {directory}")
+    missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
+    if missing:
+        raise CommandError(
+            f"{directory} is not a complete model directory: missing {', '.join(missing)}; "
+            "an OpenVINO export (optimum-cli export openvino) or headrace pull makes all of them"
+        )
+    empty = [name for name in REQUIRED_FILES if (directory / name).stat().st_size == 0]
+    if empty:
+        raise CommandError(f"{directory} is not a usable model directory: {', '.join(empty)} is empty")
+    _check_sizes(directory)
+
+
+def _check_sizes(directory: Path) -> None:
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return
+    for record in manifest.files:
+        path = directory / record.name
+        found = path.stat().st_size if path.is_file() else None
+        if found != record.num_bytes:
+            now = "is missing" if found is None else f"has {found} bytes instead of {record.num_bytes}"
+            raise CommandError(f"{path} {now}: the model in the cache is damaged; {_remedy(manifest)} mends it")
+
+
+def _remedy(manifest: Manifest) -> str:
+    source = manifest.source
+    original = source.get("path") or source.get("repository") or source.get("name") or manifest.name
+    renamed = f" --name {manifest.name}" if source.get("name", manifest.name) != manifest.name else ""
+    return f"headrace pull --force {original}{renamed}"
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a pulled model, or None where there is none that can be read."""
+    try:
+        raw = json.loads((directory / MANIFEST_NAME).read_text())
+        files = tuple(FileRecord(**record) for record in raw["files"])
+        return Manifest(raw["name"], dict(raw["source"]), raw["headrace_version"], files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_manifest(directory: Path, name: str, source: dict[str, str], version: str) -> Manifest:
+    """Record source and checksums of all files of the directory in headrace.json."""
+    files = tuple(
+        FileRecord(path.name, path.stat().st_size, sha256_of(path))
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path.name != MANIFEST_NAME
+    )
+    manifest = Manifest(name, source, version, files)
+    (directory / MANIFEST_NAME).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+    return manifest
+
+
+def sha256_of(path: Path, on_bytes: Callable[[int], Any] = lambda _num_bytes: None) -> str:
+    """SHA-256 of a file, hex. `on_bytes` hears how many bytes each piece had."""
+    from hashlib import sha256
+
+    digest = sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_HASH_CHUNK_BYTES):
+            digest.update(piece)
+            on_bytes(len(piece))
+    return digest.hexdigest()
+
+
+@contextmanager
+def model_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the model's lock: one pull of a model at a time. `on_wait` is called when another one holds it."""
+    folder = _made(cache_directory() / "locks")
+    with (folder / f"{name.replace('/', '--')}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def building(name: str) -> Iterator[Path]:
+    """An empty directory to build the model in; it becomes the model's directory if the block ends well.
+
+    The caller holds the model's lock. What an interrupted build left is removed first.
+    """
+    target = model_directory(name)
+    folder = _made(target.parent)
+    for leftover in folder.glob(f".{target.name}.*"):
+        _remove(leftover)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder))
+    try:
+        yield fresh
+        fresh.chmod(0o755)
+        _put_into_place(fresh, target)
+    finally:
+        _remove(fresh)
+
+
+def link_model(name: str, directory: Path) -> None:
+    """Make the name stand for a model directory elsewhere. The caller holds the model's lock."""
+    target = model_directory(name)
+    link = _made(target.parent) / f".{target.name}.link"
+    _remove(link)
+    link.symlink_to(directory.absolute(), target_is_directory=True)
+    _put_into_place(link, target)
+
+
+def _put_into_place(fresh: Path, target: Path) -> None:
+    """Rename over the target. A directory that is there is moved aside first: rename cannot replace a full one."""
+    if target.is_symlink() or not target.exists():
+        if target.is_symlink() and not fresh.is_symlink():
+            target.unlink()
+        fresh.rename(target)
+        return
+    aside = target.with_name(f".{target.name}.old")
+    _remove(aside)
+    target.rename(aside)
+    fresh.rename(target)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"the cache folder {folder} cannot be made ({error.strerror}); set HEADRACE_CACHE") from None
+    return folder
