@@ -1,0 +1,238 @@
+"""Which worker gets a request: the one with the least expected milliseconds.
+
+Everything is counted in milliseconds of expected time, the one unit in which a cached prefix, a queue and a slow host
+can be weighed against each other:
+
+    cost_ms = queue_ms      waiting for a place in the batch
+            + backlog_ms    prompts ahead of this one that are still to be computed there
+            + prefill_ms    the part of this prompt that is not cached there
+            + decode_ms     generating the answer, in a batch that this request makes larger by one
+            + eviction_ms   cached blocks that must give way, times the chance that somebody wanted them
+            + pressure_ms   blocks that are missing altogether: somebody is preempted and computed again
+
+Decided per request: there is no global switch between affinity and balance. A worker whose rates are not known yet is
+taken to be as fast as the best of the others (it has to be tried to be learned); when nobody's are known, the stated
+priors hold. Costs that differ by less than the noise are a tie, broken at random, so that several routers with the same
+picture do not run in step.
+
+Pure: the same request, candidates, time and random numbers give the same Placement.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+
+class Priors(msgspec.Struct, frozen=True, gc=False):
+    """What is assumed where nothing is known yet. Each is stated with its unit."""
+
+    prefill_tokens_per_s: float = 1000.0
+    decode_step_ms: float = 30.0
+    # Tokens of an answer, unless max_tokens is lower.
+    answer_tokens: int = 128
+    # A decode step takes twice the time of an idle one at this many sequences.
+    batch_for_double_step: float = 32.0
+    # Chance that a cached block that gives way would have been used again.
+    reuse_chance: float = 0.1
+    # A request goes to its session's worker if that costs at most this much more than the best.
+    session_slack_ms: float = 250.0
+    # Costs that differ by less are equal.
+    noise_ms: float = 1.0
+
+
+class LoadReport(msgspec.Struct, frozen=True, gc=False):
+    """A worker's latest report; units as in worker.proto. All zero before the first one."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncached_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+    max_num_seqs: int = 0
+    received_at_s: float = 0.0
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A worker that serves the request's model, as this router sees it.
+
+    `num_booked_requests`, `num_booked_tokens` (uncached) and `num_booked_blocks` are of requests that this router
+    placed there and that the latest report does not show yet.
+    """
+
+    worker_id: str
+    load: LoadReport
+    block_size: int
+    takes_requests: bool = True
+    num_booked_requests: int = 0
+    num_booked_tokens: int = 0
+    num_booked_blocks: int = 0
+
+
+class RequestFacts(msgspec.Struct, frozen=True, gc=False):
+    """What placement needs to know of a request. `num_prompt_tokens` counts resumed tokens too."""
+
+    num_prompt_tokens: int
+    max_new_tokens: int | None = None
+    session_worker_id: str | None = None
+
+
+class CostTerms(msgspec.Struct, frozen=True, gc=False):
+    """The terms of a worker's cost for one request, each in milliseconds."""
+
+    queue_ms: float
+    backlog_ms: float
+    prefill_ms: float
+    decode_ms: float
+    eviction_ms: float
+    pressure_ms: float
+    total_ms: float
+
+
+class PlacementReason(enum.Enum):
+    """What decided. The value is the label in metrics."""
+
+    ONLY = "only"  # there was no other worker to choose
+    PREFIX = "prefix"  # the cheapest, and none has more of the prompt cached
+    LOAD = "load"  # the cheapest although another one has more cached, or nobody has anything
+    SESSION = "session"  # the worker of the session, near enough to the cheapest
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """A decision with its grounds: `cost` of the chosen worker and `costs` of all that were weighed."""
+
+    worker_id: str
+    reason: PlacementReason
+    predicted_cached_tokens: int
+    cost: CostTerms
+    costs: dict[str, CostTerms]
+
+
+class Rates(msgspec.Struct, frozen=True, gc=False):
+    """Rates that stand for those of a worker that has not learned its own."""
+
+    prefill_tokens_per_s: float
+    decode_step_ms: float
+
+
+def place(
+    request: RequestFacts,
+    candidates: Sequence[Candidate],
+    cached_blocks: Mapping[str, int],
+    now_s: float,
+    rng: random.Random,
+    *,
+    excluded: Collection[str] = (),
+    priors: Priors = Priors(),  # noqa: B008  frozen
+) -> Placement | None:
+    """Choose a worker, or None if no candidate takes requests and is not excluded.
+
+    `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found there.
+    `excluded` names the workers that failed for this request. Times are on the clock of `LoadReport.received_at_s`.
+    """
+    open_to = [c for c in candidates if c.takes_requests and c.worker_id not in excluded]
+    if not open_to:
+        return None
+    substitutes = _substitutes(open_to, priors)
+    cached_tokens = {c.worker_id: _cached_tokens(request, c, cached_blocks[c.worker_id]) for c in open_to}
+    costs = {c.worker_id: cost(request, c, cached_tokens[c.worker_id], now_s, substitutes, priors) for c in open_to}
+    worker_id, reason = _choose(request, costs, cached_tokens, rng, priors)
+    return Placement(worker_id, reason, cached_tokens[worker_id], costs[worker_id], costs)
+
+
+def cost(
+    request: RequestFacts,
+    candidate: Candidate,
+    num_cached_tokens: int,
+    now_s: float,
+    substitutes: Rates,
+    priors: Priors,
+) -> CostTerms:
+    """What this request is expected to cost at this candidate, term by term."""
+    load = candidate.load
+    ms_per_token = 1000.0 / (load.prefill_tokens_per_s or substitutes.prefill_tokens_per_s)
+    answer = priors.answer_tokens
+    if request.max_new_tokens is not None and request.max_new_tokens < answer:
+        answer = request.max_new_tokens
+    miss = request.num_prompt_tokens - num_cached_tokens
+
+    # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
+    double = priors.batch_for_double_step
+    batch = load.num_running + candidate.num_booked_requests
+    step_ms = load.decode_step_ms or substitutes.decode_step_ms
+    step_ms *= (double + batch + 1) / (double + (load.num_running or 1))
+
+    # Places come free as answers end; those in the batch are half through on average.
+    overhang = batch + load.num_waiting + 1 - load.max_num_seqs if load.max_num_seqs else 0
+    queue_ms = overhang / load.max_num_seqs * priors.answer_tokens * 0.5 * step_ms if overhang > 0 else 0.0
+
+    # What was reported has been worked on since.
+    backlog_ms = load.num_uncached_tokens * ms_per_token - (now_s - load.received_at_s) * 1000.0
+    if backlog_ms < 0.0:
+        backlog_ms = 0.0
+    backlog_ms += candidate.num_booked_tokens * ms_per_token
+
+    prefill_ms = miss * ms_per_token
+    decode_ms = answer * step_ms
+
+    eviction_ms = pressure_ms = 0.0
+    if load.num_blocks:
+        size = candidate.block_size
+        needed = (miss + answer + size - 1) // size
+        free = load.num_free_blocks - candidate.num_booked_blocks
+        empty = free - load.num_cached_blocks  # at least: cached blocks that are in use are not among the free
+        displaced = needed - (empty if empty > 0 else 0)
+        if displaced > 0:
+            eviction_ms = displaced * size * ms_per_token * priors.reuse_chance
+        short = needed - (free if free > 0 else 0)
+        if short > 0:
+            pressure_ms = short * size * ms_per_token + short / needed * priors.answer_tokens * step_ms
+    total_ms = queue_ms + backlog_ms + prefill_ms + decode_ms + eviction_ms + pressure_ms
+    return CostTerms(queue_ms, backlog_ms, prefill_ms, decode_ms, eviction_ms, pressure_ms, total_ms)
+
+
+def _cached_tokens(request: RequestFacts, candidate: Candidate, num_blocks: int) -> int:
+    """Tokens of the prompt that need no computing; the last one always does, for its logits."""
+    return min(num_blocks * candidate.block_size, max(request.num_prompt_tokens - 1, 0))
+
+
+def _substitutes(candidates: Sequence[Candidate], priors: Priors) -> Rates:
+    """The best known rates among the candidates, or the priors."""
+    best_prefill = 0.0
+    best_step = float("inf")
+    for candidate in candidates:
+        load = candidate.load
+        if load.prefill_tokens_per_s > best_prefill:
+            best_prefill = load.prefill_tokens_per_s
+        if 0.0 < load.decode_step_ms < best_step:
+            best_step = load.decode_step_ms
+    return Rates(
+        best_prefill or priors.prefill_tokens_per_s,
+        best_step if best_step != float("inf") else priors.decode_step_ms,
+    )
+
+
+def _choose(
+    request: RequestFacts,
+    costs: Mapping[str, CostTerms],
+    cached_tokens: Mapping[str, int],
+    rng: random.Random,
+    priors: Priors,
+) -> tuple[str, PlacementReason]:
+    if len(costs) == 1:
+        return next(iter(costs)), PlacementReason.ONLY
+    best_ms = min(terms.total_ms for terms in costs.values())
+    session = request.session_worker_id
+    if session is not None and session in costs and costs[session].total_ms <= best_ms + priors.session_slack_ms:
+        return session, PlacementReason.SESSION
+    ties = [worker_id for worker_id, terms in costs.items() if terms.total_ms <= best_ms + priors.noise_ms]
+    worker_id = ties[0] if len(ties) == 1 else rng.choice(ties)
+    most_cached = max(cached_tokens.values())
+    is_longest = cached_tokens[worker_id] == most_cached > 0
+    return worker_id, PlacementReason.PREFIX if is_longest else PlacementReason.LOAD

@@ -1,0 +1,169 @@
+"""Placement: tables of who wins and why, and properties of the cost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.router.policy import Candidate, LoadReport, Placement, PlacementReason, Priors, RequestFacts, place
+
+IDLE = LoadReport(
+    num_blocks=1000, num_free_blocks=1000, prefill_tokens_per_s=1000.0, decode_step_ms=20.0, max_num_seqs=8
+)
+
+
+def load(**changes: Any) -> LoadReport:
+    return LoadReport(**{name: changes.get(name, getattr(IDLE, name)) for name in IDLE.__struct_fields__})
+
+
+def candidate(worker_id: str, report: LoadReport = IDLE, **changes: Any) -> Candidate:
+    return Candidate(worker_id, report, 16, **changes)
+
+
+def placed(
+    *candidates: Candidate, request: RequestFacts | None = None, seed: int = 0, **cached_blocks: int
+) -> Placement:
+    blocks = {c.worker_id: cached_blocks.get(c.worker_id, 0) for c in candidates}
+    facts = request or RequestFacts(num_prompt_tokens=320, max_new_tokens=16)
+    placement = place(facts, candidates, blocks, 0.0, random.Random(seed))
+    assert placement is not None
+    return placement
+
+
+def test_the_longest_prefix_wins_among_equals() -> None:
+    placement = placed(candidate("a"), candidate("b"), candidate("c"), a=3, b=10)
+    assert (placement.worker_id, placement.reason) == ("b", PlacementReason.PREFIX)
+    assert placement.predicted_cached_tokens == 160
+
+
+@pytest.mark.parametrize(
+    ("burden", "term"),
+    [
+        (load(num_uncached_tokens=5000), "backlog_ms"),
+        (load(num_running=8, num_waiting=8), "queue_ms"),
+        (load(num_running=7, decode_step_ms=80.0), "decode_ms"),
+        (load(num_free_blocks=1), "pressure_ms"),
+        (load(num_free_blocks=900, num_cached_blocks=900, prefill_tokens_per_s=1001), "eviction_ms"),
+    ],
+)
+def test_each_kind_of_load_turns_a_cold_request_away(burden: LoadReport, term: str) -> None:
+    placement = placed(candidate("busy", burden), candidate("idle"))
+    assert (placement.worker_id, placement.reason) == ("idle", PlacementReason.LOAD)
+    assert getattr(placement.costs["busy"], term) > getattr(placement.costs["idle"], term)
+
+
+def test_a_prefix_outweighs_a_shorter_backlog_and_yields_to_a_longer_one() -> None:
+    short, long = load(num_uncached_tokens=100), load(num_uncached_tokens=300)
+    assert placed(candidate("warm", short), candidate("cold"), warm=15).worker_id == "warm"
+    placement = placed(candidate("warm", long), candidate("cold"), warm=15)
+    assert (placement.worker_id, placement.reason) == ("cold", PlacementReason.LOAD)
+
+
+def test_a_slow_host_loses_to_a_fast_one() -> None:
+    slow = load(prefill_tokens_per_s=100.0)
+    assert placed(candidate("slow", slow), candidate("fast")).worker_id == "fast"
+
+
+def test_booked_requests_count_before_the_worker_reports_them() -> None:
+    booked = candidate("a", num_booked_requests=1, num_booked_tokens=320)
+    assert placed(booked, candidate("b")).worker_id == "b"
+
+
+def test_a_worker_without_known_rates_is_taken_for_the_best_known() -> None:
+    unknown = load(prefill_tokens_per_s=0.0, decode_step_ms=0.0)
+    placement = placed(candidate("new", unknown), candidate("old"))
+    assert placement.costs["new"] == placement.costs["old"]
+    slower = load(prefill_tokens_per_s=500.0)
+    assert placed(candidate("new", unknown), candidate("old", slower), candidate("older")).worker_id != "old"
+
+
+def test_the_priors_hold_when_no_rate_is_known() -> None:
+    unknown = load(prefill_tokens_per_s=0.0, decode_step_ms=0.0)
+    placement = placed(candidate("a", unknown), request=RequestFacts(500, 0))
+    assert placement.cost.prefill_ms == pytest.approx(500 / Priors().prefill_tokens_per_s * 1000)
+
+
+def test_ties_are_broken_at_random() -> None:
+    winners = {placed(candidate("a"), candidate("b"), candidate("c"), seed=seed).worker_id for seed in range(50)}
+    assert winners == {"a", "b", "c"}
+
+
+def test_a_session_stays_with_its_worker_while_load_allows() -> None:
+    request = RequestFacts(320, 16, session_worker_id="a")
+    near = placed(candidate("a", load(num_uncached_tokens=100)), candidate("b"), request=request)
+    assert (near.worker_id, near.reason) == ("a", PlacementReason.SESSION)
+    far = placed(candidate("a", load(num_uncached_tokens=10_000)), candidate("b"), request=request)
+    assert (far.worker_id, far.reason) == ("b", PlacementReason.LOAD)
+    gone = placed(candidate("b"), candidate("c"), request=request)
+    assert gone.reason is PlacementReason.LOAD
+
+
+def test_reported_backlog_is_worked_off_as_time_passes() -> None:
+    report = load(num_uncached_tokens=1000)
+    later = place(RequestFacts(16, 16), [candidate("a", report)], {"a": 0}, 0.4, random.Random(0))
+    assert later is not None
+    assert later.cost.backlog_ms == pytest.approx(600.0)
+
+
+def test_workers_that_take_no_requests_or_failed_are_left_out() -> None:
+    closed, failed, last = candidate("a", takes_requests=False), candidate("b"), candidate("c")
+    blocks = {"a": 20, "b": 20, "c": 0}
+    facts = RequestFacts(320, 16)
+    placement = place(facts, [closed, failed, last], blocks, 0.0, random.Random(0), excluded={"b"})
+    assert placement is not None
+    assert (placement.worker_id, placement.reason) == ("c", PlacementReason.ONLY)
+    assert placement.costs.keys() == {"c"}
+    assert place(facts, [closed, failed], blocks, 0.0, random.Random(0), excluded={"b"}) is None
+    assert place(facts, [], {}, 0.0, random.Random(0)) is None
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+    assert placed(candidate("a"), a=20).predicted_cached_tokens == 319
+
+
+LOADS = st.builds(
+    LoadReport,
+    num_running=st.integers(0, 64),
+    num_waiting=st.integers(0, 64),
+    num_uncached_tokens=st.integers(0, 10**6),
+    num_blocks=st.integers(0, 10**4),
+    num_free_blocks=st.integers(0, 10**4),
+    num_cached_blocks=st.integers(0, 10**4),
+    prefill_tokens_per_s=st.just(0.0) | st.floats(0.1, 1e5),
+    decode_step_ms=st.floats(0, 1e3),
+    max_num_seqs=st.integers(0, 64),
+)
+
+
+@given(
+    st.lists(st.tuples(LOADS, st.integers(0, 20)), min_size=1, max_size=6),
+    st.integers(1, 320),
+    st.none() | st.integers(0, 500),
+    st.integers(0, 2**32),
+)
+def test_the_chosen_one_is_the_cheapest_up_to_noise_and_terms_add_up(
+    fleet: list[tuple[LoadReport, int]], num_prompt_tokens: int, max_new_tokens: int | None, seed: int
+) -> None:
+    candidates = [candidate(str(number), report) for number, (report, _) in enumerate(fleet)]
+    blocks = {str(number): cached for number, (_, cached) in enumerate(fleet)}
+    facts = RequestFacts(num_prompt_tokens, max_new_tokens)
+    placement = place(facts, candidates, blocks, 0.0, random.Random(seed))
+    assert placement is not None
+    assert placement == place(facts, candidates, blocks, 0.0, random.Random(seed))
+    best = min(terms.total_ms for terms in placement.costs.values())
+    assert placement.cost.total_ms <= best + Priors().noise_ms
+    for terms in placement.costs.values():
+        parts = [getattr(terms, name) for name in terms.__struct_fields__ if name != "total_ms"]
+        assert all(part >= 0 for part in parts)
+        assert terms.total_ms == pytest.approx(sum(parts))
+    assert placement.predicted_cached_tokens < num_prompt_tokens
+
+
+@given(LOADS, st.integers(0, 19))
+def test_one_more_cached_block_never_costs_more(report: LoadReport, blocks: int) -> None:
+    less, more = (placed(candidate("a", report), a=number).cost.total_ms for number in (blocks, blocks + 1))
+    assert more <= less
