@@ -1,0 +1,64 @@
+"""Lines of many processes on one stream, each behind its process's name, without ever holding anyone up."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from typing import BinaryIO
+
+_MAX_WAITING_LINES = 10_000
+_COLOURS = (b"\x1b[36m", b"\x1b[33m", b"\x1b[32m", b"\x1b[35m", b"\x1b[34m")
+
+
+class LogSink:
+    """Writes `NAME | LINE` from a thread of its own.
+
+    A reader that does not keep up costs lines, which are counted and reported, and never time.
+    """
+
+    def __init__(self, stream: BinaryIO, *, colour: bool = False) -> None:
+        self._stream = stream
+        self._colour = colour
+        self._seen: dict[str, bytes] = {}
+        self._num_dropped = 0
+        self._queue: queue.Queue[bytes | None] = queue.Queue(_MAX_WAITING_LINES)
+        self._thread = threading.Thread(target=self._write_all, name="log-sink", daemon=True)
+        self._thread.start()
+
+    def line(self, name: str, text: bytes | str) -> None:
+        """Add one line, given without its end."""
+        raw = text.encode() if isinstance(text, str) else text
+        entry = self._prefix(name) + raw + b"\n"
+        if self._num_dropped:
+            entry = self._prefix("serve") + b"%d lines were dropped\n" % self._num_dropped + entry
+        try:
+            self._queue.put_nowait(entry)
+            self._num_dropped = 0
+        except queue.Full:
+            self._num_dropped += 1
+
+    def close(self, timeout_s: float) -> None:
+        """Write what waits, for so long at most."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def _prefix(self, name: str) -> bytes:
+        prefix = self._seen.get(name)
+        if prefix is None:
+            prefix = f"{name} | ".encode()
+            if self._colour:
+                prefix = _COLOURS[len(self._seen) % len(_COLOURS)] + prefix + b"\x1b[0m"
+            self._seen[name] = prefix
+        return prefix
+
+    def _write_all(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            # Nobody may be reading any more; the processes go on all the same.
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write(entry)
+                if self._queue.empty():
+                    self._stream.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()

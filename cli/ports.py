@@ -1,0 +1,60 @@
+"""Check and choose the ports to listen on, before anything is started."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from headrace.cli.errors import CommandError
+
+_FREE_PAIR_TRIES = 50
+_MAX_PORT = 65535
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Raise CommandError, naming the remedy, unless a server can listen there. `flag` is the option that chose it."""
+    error = _bind_error(host, port)
+    if error is None:
+        return
+    if error.errno == errno.EADDRINUSE:
+        raise CommandError(
+            f"port {port} on {host} is already in use; stop what listens there or choose another port with {flag}"
+        )
+    if error.errno == errno.EACCES:
+        raise CommandError(f"this user may not listen on port {port}; choose one from 1024 on with {flag}")
+    raise CommandError(
+        f"{host} is no address of this machine ({error.strerror}); choose one with --host, such as 127.0.0.1 or 0.0.0.0"
+    )
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server can listen there."""
+    return 0 < port <= _MAX_PORT and _bind_error(host, port) is None
+
+
+def free_port(host: str) -> int:
+    """A port that is free, and so is the one above it if that can be found."""
+    port = 0
+    for _ in range(_FREE_PAIR_TRIES):
+        with _socket_for(host) as listener:
+            listener.bind((host, 0))
+            port = listener.getsockname()[1]
+        if is_free(host, port + 1):
+            break
+    return port
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    try:
+        with _socket_for(host) as listener:
+            # As servers do: without it, connections that ended lately would look like a server.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+    except OSError as error:
+        return error
+    return None
+
+
+def _socket_for(host: str) -> socket.socket:
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    return socket.socket(family, socket.SOCK_STREAM)

@@ -1,0 +1,141 @@
+"""What a running `headrace serve` leaves for `headrace status` and `headrace chat` to find.
+
+    RUNTIME/serve-PORT.json     its processes; replaced as a whole at each change
+    RUNTIME/PORT/*.sock         the sockets between them
+
+RUNTIME is $XDG_RUNTIME_DIR/headrace or /tmp/headrace-UID, readable by its user only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headrace.cli.errors import CommandError
+
+# A socket's path may have 107 bytes; the longest name in the directory is worker-NNN.sock.
+_MAX_SOCKET_DIRECTORY_BYTES = 90
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """One process as its supervisor sees it. `started_s` is Unix time; `pid` is None while there is none."""
+
+    name: str
+    role: str
+    pid: int | None
+    address: str
+    state: str
+    restarts: int
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRecord:
+    """One `headrace serve`. `start_ticks` tells its process from a later one with the same pid."""
+
+    pid: int
+    start_ticks: int
+    url: str
+    host: str
+    port: int
+    grpc_port: int
+    model: str
+    router_address: str
+    socket_directory: str
+    processes: tuple[ProcessRecord, ...]
+
+
+def runtime_directory() -> Path:
+    """The directory for records and sockets; made if missing. Raises CommandError if it is not the user's alone."""
+    shared = os.environ.get("XDG_RUNTIME_DIR")
+    if shared and os.path.isdir(shared) and os.access(shared, os.W_OK):
+        directory = Path(shared).absolute() / "headrace"
+    else:
+        directory = Path("/tmp") / f"headrace-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise CommandError(
+            f"{directory} must be a directory that belongs to this user alone (mode 0700); "
+            "mend or remove it, or set XDG_RUNTIME_DIR"
+        )
+    return directory
+
+
+def own_start_ticks() -> int:
+    """Start time of this process in clock ticks since boot."""
+    ticks = _start_ticks(os.getpid())
+    assert ticks is not None
+    return ticks
+
+
+def make_socket_directory(port: int) -> Path:
+    """An empty directory for the sockets of the serve on that port, with a path short enough for them."""
+    directory = runtime_directory() / str(port)
+    if len(os.fsencode(directory)) > _MAX_SOCKET_DIRECTORY_BYTES or _in_use(directory):
+        return Path(tempfile.mkdtemp(prefix="headrace-", dir="/tmp"))
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def _in_use(directory: Path) -> bool:
+    return any(record.socket_directory == str(directory) for record in running_serves())
+
+
+class RunState:
+    """The record of this process's own serve: written at each change, removed at the end."""
+
+    def __init__(self, port: int) -> None:
+        directory = runtime_directory()
+        self._path = directory / f"serve-{port}.json"
+        # Another host address may serve on the same port.
+        if self._path.exists() and _live(_read(self._path)):
+            self._path = directory / f"serve-{port}-{os.getpid()}.json"
+
+    def write(self, record: ServeRecord) -> None:
+        """Replace the record. Readers see the old or the new one."""
+        fresh = self._path.with_suffix(f".{os.getpid()}.tmp")
+        fresh.write_text(json.dumps(asdict(record)))
+        fresh.replace(self._path)
+
+    def remove(self, record: ServeRecord) -> None:
+        """Take away the record and the sockets."""
+        self._path.unlink(missing_ok=True)
+        shutil.rmtree(record.socket_directory, ignore_errors=True)
+
+
+def running_serves(port: int | None = None) -> list[ServeRecord]:
+    """Records of the serves of this user that are alive, by port; of one port only if given."""
+    records = (_read(path) for path in sorted(runtime_directory().glob("serve-*.json")))
+    live = [record for record in records if record is not None and _live(record)]
+    return sorted((record for record in live if port in (None, record.port)), key=lambda record: record.port)
+
+
+def _read(path: Path) -> ServeRecord | None:
+    try:
+        raw = json.loads(path.read_text())
+        raw["processes"] = tuple(ProcessRecord(**process) for process in raw["processes"])
+        return ServeRecord(**raw)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _live(record: ServeRecord | None) -> bool:
+    return record is not None and _start_ticks(record.pid) == record.start_ticks
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat (proc(5)); the name in field 2 may contain anything, so count from its end."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None

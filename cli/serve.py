@@ -1,0 +1,248 @@
+"""`headrace serve`: a model on this host, ready in seconds, kept running until told to stop.
+
+The ports are checked first, then the model is found (or pulled), then all processes start at once. Standard output gets
+one line, `ready: URL`; everything else goes to standard error. Nothing slow is imported here: the time to ready counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from headrace.cli.catalogue import CATALOGUE, DEFAULT_MODEL
+from headrace.cli.errors import EXIT_FAILED, CommandError
+from headrace.cli.http_probe import http_status
+from headrace.cli.log_sink import LogSink
+from headrace.cli.model_cache import (
+    cached_names,
+    check_model_directory,
+    is_model_name,
+    model_directory,
+    read_manifest,
+)
+from headrace.cli.plan import ServeOptions, base_url, check_threads, processes_of, router_address
+from headrace.cli.ports import check_port, free_port, is_free
+from headrace.cli.run_state import (
+    ProcessRecord,
+    RunState,
+    ServeRecord,
+    make_socket_directory,
+    own_start_ticks,
+)
+from headrace.cli.supervisor import Supervisor
+
+_POLL_UNTIL_READY_S = 0.03
+_POLL_WHEN_READY_S = 0.5
+_PATIENCE_S = 15.0
+_LOG_FLUSH_S = 1.0
+
+
+def find_model(model: str) -> tuple[Path, str]:
+    """Directory and name of what MODEL means, pulled or converted if need be. Raises CommandError."""
+    path = Path(model).expanduser()
+    if is_model_name(model) and model_directory(model).exists():
+        directory = model_directory(model)
+        check_model_directory(directory)
+        return directory, model
+    if path.suffix == ".gguf" or (model in CATALOGUE and not path.is_dir()):
+        # Imported here: a start with everything in the cache does not pay for it.
+        from headrace.cli.pull import pull_model, source_of
+
+        source = source_of(model)
+        return pull_model(source), source.name
+    if path.is_dir():
+        check_model_directory(path)
+        manifest = read_manifest(path)
+        return path.absolute(), manifest.name if manifest is not None else path.resolve().name
+    known = ", ".join(sorted({*CATALOGUE, *cached_names()}))
+    fetch = f"; headrace pull {model} fetches it from the hub" if model.count("/") == 1 and is_model_name(model) else ""
+    raise CommandError(
+        f"there is no model {model!r}: it is neither one of {known}, nor a directory, nor a .gguf file{fetch}"
+    )
+
+
+def choose_grpc_port(host: str, port: int, asked: int | None, log: LogSink) -> int:
+    """The port of the gRPC edge; 0 for none. Raises CommandError if the one asked for is not free."""
+    if asked is not None:
+        if asked == port:
+            raise CommandError(f"--grpc-port and --port are both {port}; choose another --grpc-port")
+        if asked:
+            check_port(host, asked, "--grpc-port")
+        return asked
+    if is_free(host, port + 1):
+        return port + 1
+    log.line("serve", f"no gRPC edge: port {port + 1} is not free; choose one with --grpc-port")
+    return 0
+
+
+@dataclass(slots=True)
+class Serving:
+    """One run of `headrace serve`: its supervisor, its record for others, and what it tells the user."""
+
+    options: ServeOptions
+    log: LogSink
+    begun_s: float
+    supervisor: Supervisor = field(init=False)
+    state: RunState = field(init=False)
+    num_stop_signals: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        specs = processes_of(self.options, sys.executable)
+        self.supervisor = Supervisor(specs, self.log, on_change=self._write_record)
+        self.state = RunState(self.options.port)
+
+    async def run(self) -> int:
+        """Serve until a signal or a refusal; the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_stop_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._on_stop_signal)
+        watcher = asyncio.create_task(self._watch_readiness())
+        try:
+            await self.supervisor.run()
+        finally:
+            watcher.cancel()
+            self.state.remove(self._record())
+        if self.supervisor.failure is not None:
+            raise CommandError(self.supervisor.failure)
+        return EXIT_FAILED if self.num_stop_signals > 1 else 0
+
+    def _on_stop_signal(self) -> None:
+        self.num_stop_signals += 1
+        if self.num_stop_signals == 1:
+            self.log.line("serve", "stopping; once more kills")
+            self.supervisor.stop()
+        else:
+            self.supervisor.kill()
+
+    async def _watch_readiness(self) -> None:
+        """Announce the first readiness on standard output, and tell of later losses and recoveries in the log."""
+        host, port = self.options.host, self.options.port
+        since_s, announced, told = self.begun_s, False, False
+        while True:
+            ready = await http_status(host, port, "/health/ready") == 200
+            waited_s = time.monotonic() - since_s
+            if ready and not announced:
+                self._announce(waited_s)
+                announced, told = True, False
+            elif ready and told:
+                self.log.line("serve", f"ready again after {waited_s:.1f} s")
+                told = False
+            elif not ready and announced and not told:
+                self.log.line("serve", "not ready: no model can be asked for at the moment")
+                told, since_s = True, time.monotonic()
+            elif not ready and not announced and not told and waited_s > _PATIENCE_S:
+                self.log.line("serve", f"not ready yet after {waited_s:.0f} s; the logs above tell what it waits for")
+                told = True
+            await asyncio.sleep(_POLL_WHEN_READY_S if ready else _POLL_UNTIL_READY_S)
+
+    def _announce(self, waited_s: float) -> None:
+        url = base_url(self.options.host, self.options.port)
+        print(f"ready: {url}/v1", flush=True)
+        self.log.line("serve", f"{self.options.model_name} is ready after {waited_s:.1f} s; try:")
+        body = f'{{"model":"{self.options.model_name}","messages":[{{"role":"user","content":"Hello!"}}]}}'
+        self.log.line("serve", f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+        self.log.line("serve", f"  headrace chat --url {url}")
+        if self.options.grpc_port:
+            self.log.line("serve", f"gRPC on {self.options.host}:{self.options.grpc_port}; Ctrl-C stops")
+
+    def _write_record(self) -> None:
+        self.state.write(self._record())
+
+    def _record(self) -> ServeRecord:
+        options = self.options
+        return ServeRecord(
+            pid=os.getpid(),
+            start_ticks=own_start_ticks(),
+            url=base_url(options.host, options.port),
+            host=options.host,
+            port=options.port,
+            grpc_port=options.grpc_port,
+            model=options.model_name,
+            router_address=router_address(options),
+            socket_directory=str(options.socket_directory),
+            processes=tuple(
+                ProcessRecord(
+                    name=process.spec.name,
+                    role=process.spec.role,
+                    pid=process.pid,
+                    address=process.spec.address,
+                    state=process.state.value,
+                    restarts=process.num_restarts,
+                    started_s=process.started_s,
+                )
+                for process in self.supervisor.processes
+            ),
+        )
+
+
+@click.command()
+@click.argument("model", default=DEFAULT_MODEL)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="HTTP port; 0 for any.")
+@click.option(
+    "--grpc-port", type=click.IntRange(0, 65535), help="Port of the gRPC edge; 0 for none.  [default: port + 1 if free]"
+)
+@click.option("--workers", type=click.IntRange(1, 256), default=1, show_default=True, help="Number of workers.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: CPUs / workers]")
+@click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GB.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Largest step of each worker, in tokens.")
+@click.option("--name", help="Name of the model in requests, if not its own.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of all processes.")
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    grpc_port: int | None,
+    workers: int,
+    threads: int | None,
+    kv_cache_gb: float | None,
+    max_num_seqs: int | None,
+    max_num_batched_tokens: int | None,
+    name: str | None,
+    log_level: str | None,
+) -> None:
+    """Serve MODEL on this host.
+
+    MODEL is a name in the cache or the catalogue (pulled if missing), a directory with an OpenVINO model, or a
+    GGUF file.
+    """
+    begun_s = time.monotonic()
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    check_threads(threads, workers, len(cpus))
+    log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty())
+    try:
+        if port:
+            check_port(host, port, "--port")
+        else:
+            port = free_port(host)
+        chosen_grpc_port = choose_grpc_port(host, port, grpc_port, log)
+        directory, found_name = find_model(model)
+        options = ServeOptions(
+            model_directory=directory,
+            model_name=name or found_name,
+            host=host,
+            port=port,
+            grpc_port=chosen_grpc_port,
+            num_workers=workers,
+            cpus=cpus,
+            socket_directory=make_socket_directory(port),
+            num_threads=threads,
+            kv_cache_gb=kv_cache_gb,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            log_level=log_level,
+        )
+        status = asyncio.run(Serving(options, log, begun_s).run())
+    finally:
+        log.close(_LOG_FLUSH_S)
+    sys.exit(status)
