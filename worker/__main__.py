@@ -1,0 +1,241 @@
+"""`python -m headrace.worker`: flags, pinning, loading, serving, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import grpc
+import uvloop
+from grpc_health.v1 import health
+
+from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.inference_pb2 import SamplingParams
+from headrace.protos.introspection import add_introspection, set_serving
+from headrace.worker.admission import ModelLimits
+from headrace.worker.block_pool import BlockPool
+from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.engine import Engine
+from headrace.worker.engine_thread import EngineThread
+from headrace.worker.kv_cache import KVCacheManager
+from headrace.worker.mailbox import Mailbox
+from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
+from headrace.worker.model_dir import ModelDir, read_model_dir
+from headrace.worker.numa import pin
+from headrace.worker.registration import Registration
+from headrace.worker.sampler import BatchSampler
+from headrace.worker.scheduler import Scheduler
+from headrace.worker.service import SERVICE_NAMES, InferenceService, WorkerService
+from headrace.worker.watch import WatchHub
+
+log = logging.getLogger("headrace.worker")
+
+STOP_S = 2.0
+MESSAGE_BYTES = 16 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+SERVER_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    # Two servers on one port would each get some of the calls; better that the second cannot start.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to serve."""
+
+    engine: Engine
+    card: worker_pb2.ModelCard
+    tokenizer_bundle: bytes
+
+
+def load_model(config: WorkerConfig) -> LoadedModel:
+    """Pin, read, compile, allocate."""
+    threads = pin(config.threads)
+    model_dir = read_model_dir(config.model_dir)
+    start = time.monotonic()
+    # Not before the affinity mask is set: OpenVINO maps its threads when it is imported.
+    from headrace.worker.model_runner import OpenVINOModelRunner
+
+    runner = OpenVINOModelRunner(
+        config.model_dir, threads=threads, kv_precision=config.kv_precision, execution_mode=config.execution_mode
+    )
+    budget = kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes())
+    num_blocks = budget // runner.block_bytes
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"a KV cache of {budget / GIB:.3f} GiB holds no block of {runner.block_bytes / GIB:.3f} GiB; "
+            "ask for more with --kv-cache-gb, or free memory"
+        )
+    runner.allocate(num_blocks)
+    log.info(
+        "%s loaded in %.1f s: %d threads, KV cache %.2f GiB of %s, %d blocks of %d tokens",
+        config.name,
+        time.monotonic() - start,
+        threads,
+        num_blocks * runner.block_bytes / GIB,
+        runner.kv_precision,
+        num_blocks,
+        runner.block_size,
+    )
+    pool = BlockPool(num_blocks, runner.block_size)
+    scheduler = Scheduler(KVCacheManager(pool), config.max_num_seqs, config.max_num_batched_tokens)
+    engine = Engine(scheduler, runner, BatchSampler())
+    card = model_card(config, pool, model_dir, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size)
+    return LoadedModel(engine, card, model_dir.tokenizer_bundle)
+
+
+def model_card(
+    config: WorkerConfig, pool: BlockPool, model_dir: ModelDir, *, kv_precision: str, vocab_size: int
+) -> worker_pb2.ModelCard:
+    """The card of the loaded model. A context longer than the whole KV cache is not promised."""
+    longest = config.max_context_tokens or model_dir.max_context_tokens
+    sampling = {name: int(value) if name == "top_k" else value for name, value in model_dir.sampling.items()}
+    return worker_pb2.ModelCard(
+        name=config.name,
+        fingerprint=model_dir.fingerprint,
+        tokenizer_sha256=model_dir.tokenizer_sha256,
+        max_context_tokens=min(longest, pool.num_blocks * pool.block_size),
+        vocab_size=vocab_size,
+        block_size=pool.block_size,
+        eos_token_ids=model_dir.eos_token_ids,
+        default_sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+        created_s=model_dir.created_s,
+        kv_precision=kv_precision,
+    )
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Bind, load the model and serve it until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    try:
+        server.add_insecure_port(config.listen)
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot listen on {config.listen}; is it in use? Choose another --listen") from error
+    loading = asyncio.create_task(asyncio.to_thread(load_model, config))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        return
+    model = loading.result()
+    hub = WatchHub(time.time_ns(), config.max_num_seqs)
+    mailbox = Mailbox(config.max_num_seqs + config.max_num_waiting, hub.publish)
+    health = add_services(server, config, model, mailbox, hub)
+    if config.metrics:
+        _serve_metrics(config.metrics, hub)
+    thread = EngineThread(model.engine, mailbox)
+    thread.start()
+    await server.start()
+    await set_serving(health, SERVICE_NAMES, True)
+    registrations = [
+        Registration(router, config.worker_id, config.advertise, CHANNEL_OPTIONS) for router in config.routers
+    ]
+    log.info("listening on %s", config.listen)
+    await stopping
+    hub.drain()
+    await set_serving(health, SERVICE_NAMES, False)
+    await asyncio.gather(*(registration.close() for registration in registrations))
+    await mailbox.wait_until_empty(STOP_S)
+    await server.stop(0.2)
+    mailbox.stop()
+    thread.join(1.0)
+
+
+def add_services(
+    server: grpc.aio.Server, config: WorkerConfig, model: LoadedModel, mailbox: Mailbox, hub: WatchHub
+) -> health.aio.HealthServicer:
+    """Let the server answer for the model; gives the health to be set."""
+    card = model.card
+    limits = ModelLimits(
+        card.name, card.fingerprint, card.vocab_size, card.max_context_tokens, frozenset(card.eos_token_ids)
+    )
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(mailbox, hub, limits), server)
+    described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
+    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub)
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
+    return add_introspection(server, SERVICE_NAMES)
+
+
+def _serve_metrics(address: str, hub: WatchHub) -> None:
+    from prometheus_client import start_http_server
+
+    from headrace.worker.metrics import registry_of
+
+    host, _, port = address.rpartition(":")
+    try:
+        start_http_server(int(port), host or "0.0.0.0", registry=registry_of(hub))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot serve metrics on {address}: {error}; choose another --metrics") from error
+
+
+@click.command(context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True})
+@click.option("--model", "model_dir", required=True, type=click.Path(path_type=Path), help="Model directory.")
+@click.option("--name", help="Name of the model in requests; by default the directory's.")
+@click.option("--worker-id", help="Stable name of this worker; by default host and listen address.")
+@click.option("--listen", default="127.0.0.1:50061", help="host:port or unix:/path to serve gRPC on.")
+@click.option("--advertise", help="Address at which routers reach this worker; by default the listen address.")
+@click.option("--router", "routers", multiple=True, help="Router to register with; may be given several times.")
+@click.option("--threads", type=click.IntRange(1), help="Cores to compute with; by default all usable ones.")
+@click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="Size of the KV cache in GiB.")
+@click.option(
+    "--kv-cache-share",
+    type=click.FloatRange(0, 0.95, min_open=True),
+    default=0.4,
+    help="Part of the available memory to use for it when no size is given.",
+)
+@click.option("--kv-precision", type=click.Choice(["u8", "bf16", "f16", "f32"]), default="u8")
+@click.option("--execution-mode", type=click.Choice(["performance", "accuracy"]), default="performance")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Most requests in the running batch.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=256, help="Most tokens in a step.")
+@click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Most requests waiting.")
+@click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most; by default the model's.")
+@click.option("--metrics", help="host:port to serve Prometheus metrics on.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+def main(log_level: str, kv_cache_gb: float | None, **options: object) -> None:
+    """Serve one model on the cores of one NUMA node."""
+    logging.basicConfig(level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    listen = str(options["listen"])
+    model_dir = Path(str(options.pop("model_dir")))
+    config = WorkerConfig(
+        **{
+            **options,
+            "model_dir": model_dir,
+            "name": options["name"] or model_dir.resolve().name,
+            "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
+            "advertise": options["advertise"] or listen,
+            "kv_cache_bytes": None if kv_cache_gb is None else int(kv_cache_gb * GIB),
+        }  # type: ignore[arg-type]
+    )
+    try:
+        uvloop.run(serve(config))
+    except (ConfigurationError, ValueError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.stderr.flush()
+        os._exit(2)
+    sys.stderr.flush()
+    # The model's memory goes with the process; taking it apart first only makes stopping slower.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The arrays that OpenVINO's PagedAttention operator takes, made from a scheduled step. Pure.
+
+For two sequences, the first with 40 cached tokens and 1 new one, the second with 0 and 3 (block size 32):
+
+    input_ids             [ t40 | u0 u1 u2 ]      all new tokens of the step, flattened
+    position_ids          [ 40  | 0  1  2  ]
+    past_lens             [ 40, 0 ]               tokens already in the cache
+    subsequence_begins    [ 0, 1, 4 ]
+    block_indices         [ 7 3 | 12 ]            block tables as far as the step reaches
+    block_indices_begins  [ 0, 2, 3 ]
+    max_context_len       41                      largest past + new
+    sampled_tokens_indices [ 0, 3 ]               rows whose logits are wanted
+
+Source of the layout: the operator's description in OpenVINO's paged_attention_extension.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.request import Request
+from headrace.worker.scheduler import Scheduled
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Inputs of one step; names, shapes and types are the operator's. `sampled` are the requests of the rows whose
+    logits are computed, in that order."""
+
+    input_ids: LongArray
+    position_ids: LongArray
+    past_lens: IntArray
+    subsequence_begins: IntArray
+    block_indices: IntArray
+    block_indices_begins: IntArray
+    max_context_len: IntArray
+    sampled_tokens_indices: LongArray
+    sampled: Sequence[Request]
+
+
+def build_batch(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
+    """The step's arrays. Every request has blocks for its computed and scheduled tokens."""
+    input_ids, block_indices = array("I"), array("i")
+    past_lens, subsequence_begins, block_indices_begins = [], [0], [0]
+    sampled_indices, sampled = [], []
+    max_context_len = 0
+    for request, num_tokens in scheduled:
+        past = request.num_computed_tokens
+        end = past + num_tokens
+        if num_tokens == 1:
+            input_ids.append(request.token_ids[past])
+        else:
+            input_ids.extend(request.token_ids[past:end])
+        num_blocks = -(-end // block_size)
+        table = request.block_table
+        block_indices.extend(table if len(table) == num_blocks else table[:num_blocks])
+        past_lens.append(past)
+        subsequence_begins.append(len(input_ids))
+        block_indices_begins.append(len(block_indices))
+        max_context_len = max(max_context_len, end)
+        if end == len(request.token_ids):
+            sampled_indices.append(len(input_ids) - 1)
+            sampled.append(request)
+    past_array = np.array(past_lens, np.int32)
+    begins = np.array(subsequence_begins, np.int32)
+    return Batch(
+        input_ids=np.frombuffer(input_ids, np.uint32).astype(np.int64),
+        position_ids=_positions(past_array, begins),
+        past_lens=past_array,
+        subsequence_begins=begins,
+        block_indices=np.frombuffer(block_indices, np.int32),
+        block_indices_begins=np.array(block_indices_begins, np.int32),
+        max_context_len=np.array(max_context_len, np.int32),
+        sampled_tokens_indices=np.array(sampled_indices, np.int64),
+        sampled=sampled,
+    )
+
+
+def _positions(past_lens: IntArray, begins: IntArray) -> LongArray:
+    """Position of each token in its sequence: its offset from its sequence's first new token, plus what is past."""
+    if begins[-1] == len(past_lens):
+        return past_lens.astype(np.int64)
+    offsets: LongArray = np.arange(begins[-1], dtype=np.int64)
+    offsets += np.repeat(past_lens.astype(np.int64) - begins[:-1], np.diff(begins))
+    return offsets

@@ -1,0 +1,166 @@
+"""The KV blocks of a worker: who holds them, what they contain, which to give up first.
+
+A block is in exactly one of three conditions:
+
+    referenced   ref_count > 0: in the block table of one or more requests
+    cached       ref_count = 0 and findable by its hash: reusable as it is, given up only when needed
+    free         ref_count = 0 and nothing of value in it
+
+Cached and free blocks stand in one queue, the least valuable at the front: free ones first, then cached ones in the
+order in which they were last released. It is a doubly linked list in two arrays, so taking the front, and taking a
+cached block out of the middle on a hit, are both O(1) whatever the size of the pool. Slot `num_blocks` is the sentinel:
+
+    sentinel <-> 7 <-> 3 <-> 12 <-> sentinel       next(sentinel) is taken first
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens each. Not thread-safe: the engine thread owns it.
+
+    What became findable and what was lost is collected for `take_events`: a hash that was both since has no event.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs a block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_evictions = 0
+        self._num_unreferenced = num_blocks
+        self._ref_count = array("i", bytes(4 * num_blocks))
+        self._next = array("i", [*range(1, num_blocks + 1), 0])
+        self._previous = array("i", [num_blocks, *range(num_blocks)])
+        self._block_of_hash: dict[int, int] = {}
+        self._content: dict[int, tuple[int, int, bytes]] = {}
+        self._stored: dict[int, None] = {}
+        self._evicted: dict[int, None] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be taken: free and cached ones."""
+        return self._num_unreferenced
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found by their hash, referenced or not."""
+        return len(self._block_of_hash)
+
+    def find(self, block_hash: int, parent_hash: int, token_bytes: bytes) -> int | None:
+        """The block with this hash, parent and content, or None. Content decides: a hash alone proves nothing."""
+        block = self._block_of_hash.get(block_hash)
+        if block is None or self._content[block] != (block_hash, parent_hash, token_bytes):
+            return None
+        return block
+
+    def is_referenced(self, block: int) -> bool:
+        """Whether any request holds the block."""
+        return self._ref_count[block] > 0
+
+    def take(self, count: int) -> list[int]:
+        """Take `count` blocks for one holder, the least valuable first; what was cached in them is forgotten.
+
+        The caller has seen that `num_free_blocks` is enough.
+        """
+        assert 0 <= count <= self._num_unreferenced, "taking more blocks than there are"
+        taken = []
+        sentinel = self.num_blocks
+        for _ in range(count):
+            block = self._next[sentinel]
+            self._unlink(block)
+            if block in self._content:
+                self._forget(block)
+                self.num_evictions += 1
+            self._ref_count[block] = 1
+            taken.append(block)
+        self._num_unreferenced -= count
+        return taken
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add a holder to each of these blocks, cached or referenced."""
+        for block in blocks:
+            if self._ref_count[block] == 0:
+                assert block in self._content, "holding a block that nobody has and nobody can find"
+                self._unlink(block)
+                self._num_unreferenced -= 1
+            self._ref_count[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Take one holder off each block. Give the last block of a sequence first: it is then given up first."""
+        for block in blocks:
+            assert self._ref_count[block] > 0, "releasing a block that nobody holds"
+            self._ref_count[block] -= 1
+            if self._ref_count[block] == 0:
+                self._num_unreferenced += 1
+                self._link(block, at_front=block not in self._content)
+
+    def make_findable(self, block: int, block_hash: int, parent_hash: int, token_bytes: bytes) -> bool:
+        """Let a full, computed, referenced block be found. False if another block already stands for the hash."""
+        assert self._ref_count[block] > 0, "only a held block can become findable"
+        if block_hash in self._block_of_hash or block in self._content:
+            return False
+        self._block_of_hash[block_hash] = block
+        self._content[block] = (block_hash, parent_hash, token_bytes)
+        if block_hash in self._evicted:
+            del self._evicted[block_hash]
+        else:
+            self._stored[block_hash] = None
+        return True
+
+    def forget_all(self) -> None:
+        """Make no block findable: their content is no longer to be trusted."""
+        for block in list(self._content):
+            self._forget(block)
+
+    def take_events(self) -> tuple[list[int], list[int]]:
+        """Hashes that became findable and that were lost since the last call, each in one list at most."""
+        stored, evicted = list(self._stored), list(self._evicted)
+        self._stored.clear()
+        self._evicted.clear()
+        return stored, evicted
+
+    def findable_hashes(self) -> frozenset[int]:
+        """All hashes that can be found now."""
+        return frozenset(self._block_of_hash)
+
+    def check(self) -> None:
+        """Assert that every block is accounted for exactly once. O(num_blocks): for tests."""
+        queue = []
+        block = self._next[self.num_blocks]
+        while block != self.num_blocks:
+            queue.append(block)
+            assert self._previous[self._next[block]] == block, "the queue is broken"
+            block = self._next[block]
+        assert len(queue) == len(set(queue)) == self._num_unreferenced, "a block is queued twice or lost"
+        assert all(self._ref_count[block] == 0 for block in queue), "a held block is queued"
+        held = sum(1 for count in self._ref_count if count > 0)
+        assert held + len(queue) == self.num_blocks, "free + referenced != total"
+        assert all(count >= 0 for count in self._ref_count), "a negative reference count"
+        assert len(self._content) == len(self._block_of_hash), "a findable block without content"
+        for block_hash, block in self._block_of_hash.items():
+            assert self._content[block][0] == block_hash, "a hash leads to the wrong block"
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._content.pop(block)[0]
+        del self._block_of_hash[block_hash]
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._evicted[block_hash] = None
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._previous[block], self._next[block]
+        self._next[before] = after
+        self._previous[after] = before
+
+    def _link(self, block: int, *, at_front: bool) -> None:
+        sentinel = self.num_blocks
+        before = sentinel if at_front else self._previous[sentinel]
+        after = self._next[before]
+        self._next[before] = self._previous[after] = block
+        self._previous[block] = before
+        self._next[block] = after

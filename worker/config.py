@@ -1,0 +1,32 @@
+"""What a worker was asked to be, settled once at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ConfigurationError(Exception):
+    """What was asked cannot be done as asked. The text says what is wrong and what to change; exit status 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything a worker is told. `None` means: find a good value."""
+
+    model_dir: Path
+    name: str
+    worker_id: str
+    listen: str
+    advertise: str
+    routers: tuple[str, ...] = ()
+    threads: int | None = None
+    kv_cache_bytes: int | None = None
+    kv_cache_share: float = 0.4
+    kv_precision: str = "u8"
+    execution_mode: str = "performance"
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 256
+    max_num_waiting: int = 1024
+    max_context_tokens: int | None = None
+    metrics: str | None = None

@@ -1,0 +1,102 @@
+"""The heartbeat: schedule, build the batch, run the model, sample, account for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.batch import Batch, build_batch
+from headrace.worker.request import Request, RequestOutput
+from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner(Protocol):
+    """Computes a step. The real one is OpenVINO; tests have one that stores token ids."""
+
+    def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Logits `[len(batch.sampled), vocab_size]`, valid until the next call. Updates the KV cache."""
+        ...
+
+
+class Sampler(Protocol):
+    """Chooses tokens."""
+
+    def sample(self, requests: Sequence[Request], logits: npt.NDArray[np.float32]) -> list[Sampled]:
+        """The next token of each request from its row of `logits`, which may be overwritten."""
+        ...
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals of the engine's time, in seconds."""
+
+    num_steps: int = 0
+    infer_s: float = 0.0
+    overhead_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepRates:
+    """Moving averages of what steps cost, for load reports. 0 while unknown."""
+
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+    weight: float = 0.1
+
+    def observe(self, output: SchedulerOutput, seconds: float) -> None:
+        """Learn from a step: one where all computed a single token, or one that was mostly prompts."""
+        if output.num_tokens == len(output.scheduled):
+            self.decode_step_ms = self._mixed(self.decode_step_ms, 1000 * seconds)
+        elif output.num_tokens >= 4 * len(output.scheduled):
+            self.prefill_tokens_per_s = self._mixed(self.prefill_tokens_per_s, output.num_tokens / seconds)
+
+    def _mixed(self, old: float, new: float) -> float:
+        return new if old == 0.0 else old + self.weight * (new - old)
+
+
+@dataclass(slots=True)
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread calls everything."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    sampler: Sampler
+    stats: EngineStats = field(default_factory=EngineStats)
+    rates: StepRates = field(default_factory=StepRates)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step and give what it gave to each request. Whatever goes wrong in it ends its requests and
+        leaves the engine as good as before."""
+        start = time.perf_counter()
+        output = self.scheduler.schedule()
+        if not output.scheduled:
+            return []
+        try:
+            batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size)
+            infer_start = time.perf_counter()
+            logits = self.runner.execute(batch)
+            infer_s = time.perf_counter() - infer_start
+            outputs = self.scheduler.update(output, self.sampler.sample(batch.sampled, logits))
+        except Exception as error:
+            log.exception("a step of %d requests failed", len(output.scheduled))
+            return self.scheduler.fail([request for request, _ in output.scheduled], _step_error(error))
+        self.rates.observe(output, infer_s)
+        self.stats.num_steps += 1
+        self.stats.infer_s += infer_s
+        self.stats.overhead_s += time.perf_counter() - start - infer_s
+        return outputs
+
+
+def _step_error(error: Exception) -> StatusError:
+    if isinstance(error, MemoryError):
+        return StatusError(Reason.NO_CAPACITY, "the worker ran out of memory in a step", retry_after_s=1.0)
+    return StatusError(Reason.INTERNAL, f"a step of the engine failed: {type(error).__name__}")

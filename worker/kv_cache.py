@@ -1,0 +1,89 @@
+"""Which blocks hold the keys and values of which request: prefix matching, growing, sharing, freeing."""
+
+from __future__ import annotations
+
+from headrace.protos.block_hash import next_hash, token_bytes_of
+from headrace.worker.block_pool import BlockPool
+from headrace.worker.request import Request
+
+
+class KVCacheManager:
+    """Gives requests their blocks. Owns the pool; the engine thread owns both.
+
+    A request's `block_table` has one holder's share of each of its blocks, from `reuse` or `reserve` until `free`.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.block_size = pool.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that this many tokens fill or begin."""
+        return -(-num_tokens // self.block_size)
+
+    def reuse(self, request: Request) -> int:
+        """Put findable blocks behind the request's computed tokens, as far as they match; give the tokens gained.
+
+        Called each time the request is about to compute, so that what others have computed meanwhile is used too. At
+        least one token is left to compute, for it is its logits that are wanted.
+        """
+        size = self.block_size
+        if request.num_computed_tokens != len(request.block_table) * size:
+            return 0
+        last_reusable = (request.num_tokens - 1) // size
+        found: list[int] = []
+        for index in range(len(request.block_table), last_reusable):
+            block_hash = self.hash_of(request, index)
+            block = self.pool.find(block_hash, self._parent_of(request, index), self._content_of(request, index))
+            if block is None:
+                break
+            found.append(block)
+        if found:
+            self.pool.hold(found)
+            request.block_table.extend(found)
+            request.num_computed_tokens += len(found) * size
+            request.num_findable_blocks = len(request.block_table)
+        return len(found) * size
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Make the block table long enough for `num_tokens` tokens. False, and nothing done, if blocks are short."""
+        missing = self.num_blocks_for(num_tokens) - len(request.block_table)
+        if missing <= 0:
+            return True
+        if missing > self.pool.num_free_blocks:
+            return False
+        request.block_table.extend(self.pool.take(missing))
+        return True
+
+    def publish(self, request: Request) -> None:
+        """Let the blocks that the request's computed tokens have filled be found by others."""
+        full = request.num_computed_tokens // self.block_size
+        for index in range(request.num_findable_blocks, full):
+            self.pool.make_findable(
+                request.block_table[index],
+                self.hash_of(request, index),
+                self._parent_of(request, index),
+                self._content_of(request, index),
+            )
+        request.num_findable_blocks = max(full, request.num_findable_blocks)
+
+    def free(self, request: Request) -> None:
+        """Give all blocks of the request back and set it to nothing computed."""
+        self.pool.release(reversed(request.block_table))
+        del request.block_table[:]
+        request.num_computed_tokens = 0
+        request.num_findable_blocks = 0
+
+    def hash_of(self, request: Request, index: int) -> int:
+        """Chained hash of the request's block `index`, all of whose tokens are known."""
+        hashes = request.block_hashes
+        while len(hashes) <= index:
+            parent = hashes[-1] if hashes else request.root_hash
+            hashes.append(next_hash(parent, self._content_of(request, len(hashes))))
+        return hashes[index]
+
+    def _parent_of(self, request: Request, index: int) -> int:
+        return self.hash_of(request, index - 1) if index else request.root_hash
+
+    def _content_of(self, request: Request, index: int) -> bytes:
+        return token_bytes_of(request.token_ids[index * self.block_size : (index + 1) * self.block_size])

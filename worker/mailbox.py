@@ -1,0 +1,161 @@
+"""Where the asyncio side and the engine thread meet: requests and cancellations one way, outputs the other.
+
+    asyncio:  submit, cancel  --> [ deque, condition ] -->  take           engine thread
+    asyncio:  streams  <-- one call_soon_threadsafe a step <-- deliver     engine thread
+
+The engine thread crosses to asyncio once per step, however many requests the step served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.request import Request, RequestOutput
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """The engine's state after a step; fields are those of the messages Load and Counters, and what changed in the
+    prefix cache."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncached_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+    counters: dict[str, int] = {}
+    stored: Sequence[int] = ()
+    evicted: Sequence[int] = ()
+
+
+class Command(NamedTuple):
+    """What asyncio wants of the engine: take a request in, or drop it."""
+
+    request: Request
+    is_cancel: bool
+
+
+class OutputStream:
+    """The outputs of one request, for one reader on the event loop. Bounded by the request's own max_tokens."""
+
+    def __init__(self, request: Request, close: Callable[[OutputStream], None]) -> None:
+        self.request = request
+        self.has_ended = False
+        self._close = close
+        self._pending: list[RequestOutput] = []
+        self._wakeup: asyncio.Future[None] | None = None
+
+    def push(self, output: RequestOutput) -> None:
+        """Add an output and wake the reader."""
+        self._pending.append(output)
+        self.has_ended = output.is_last
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+    async def next(self) -> list[RequestOutput]:
+        """All outputs since the last call, at least one. A slow reader gets many at once."""
+        if not self._pending:
+            self._wakeup = asyncio.get_running_loop().create_future()
+            try:
+                await self._wakeup
+            finally:
+                self._wakeup = None
+        pending, self._pending = self._pending, []
+        return pending
+
+    def close(self) -> None:
+        """The reader is done; a request that has not ended is cancelled."""
+        self._close(self)
+
+
+class Mailbox:
+    """Connects one engine thread with one event loop. At most `capacity` requests are in it at a time."""
+
+    def __init__(self, capacity: int, on_report: Callable[[LoadReport], None]) -> None:
+        self._capacity = capacity
+        self._on_report = on_report
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[Request, OutputStream] = {}
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+        self._commands: deque[Command] = deque()
+        self._arrived = threading.Condition()
+        self._stopping = False
+        self.retry_after_s = 1.0
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def submit(self, request: Request) -> OutputStream:
+        """Hand a request to the engine. StatusError QUEUE_FULL when too many are in it already."""
+        if len(self._streams) >= self._capacity:
+            raise StatusError(
+                Reason.QUEUE_FULL,
+                f"the worker has {len(self._streams)} requests already, as many as it takes; try again later",
+                retry_after_s=self.retry_after_s,
+            )
+        stream = self._streams[request] = OutputStream(request, self._closed)
+        self._nobody.clear()
+        self._send(Command(request, is_cancel=False))
+        return stream
+
+    async def wait_until_empty(self, timeout_s: float | None) -> bool:
+        """Wait until no request is left, for a time at most; tell whether none is."""
+        try:
+            await asyncio.wait_for(self._nobody.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Let `take` answer None from now on."""
+        with self._arrived:
+            self._stopping = True
+            self._arrived.notify()
+
+    def take(self, *, block: bool) -> list[Command] | None:
+        """Engine thread: the commands since the last call, waiting for one if `block`. None: stop."""
+        with self._arrived:
+            while block and not self._commands and not self._stopping:
+                self._arrived.wait()
+            if self._stopping:
+                return None
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands
+
+    def deliver(self, outputs: Sequence[RequestOutput], report: LoadReport | None) -> None:
+        """Engine thread: pass a step's outputs and the state after it to the event loop."""
+        self._loop.call_soon_threadsafe(self._arrive, outputs, report)
+
+    def _arrive(self, outputs: Sequence[RequestOutput], report: LoadReport | None) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request)
+            if stream is not None:
+                stream.push(output)
+        if report is not None:
+            self._on_report(report)
+
+    def _send(self, command: Command) -> None:
+        with self._arrived:
+            self._commands.append(command)
+            self._arrived.notify()
+
+    def _closed(self, stream: OutputStream) -> None:
+        if self._streams.pop(stream.request, None) is None:
+            return
+        if not self._streams:
+            self._nobody.set()
+        if not stream.has_ended:
+            self._send(Command(stream.request, is_cancel=True))

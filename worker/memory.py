@@ -1,0 +1,84 @@
+"""How much memory the KV cache may take: what is really available to this process, cgroup limits included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.worker.config import ConfigurationError
+
+GIB = 1 << 30
+# A cgroup v1 hierarchy without a limit reports a number near 2^63.
+_NO_LIMIT = 1 << 60
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process can still take: the kernel's MemAvailable, or what the tightest cgroup leaves.
+
+    Reads cgroup v2 (memory.max, memory.current less reclaimable file pages) and v1. `root` is "/" but in tests.
+    """
+    available = _mem_available(root / "proc/meminfo")
+    for limit, used in _cgroup_limits(root):
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def kv_cache_budget(asked: int | None, share: float, available: int) -> int:
+    """Bytes for the KV cache: what was asked for if it is there, else a share of what is available."""
+    if asked is None:
+        return int(available * share)
+    if asked > available:
+        raise ConfigurationError(
+            f"a KV cache of {asked / GIB:.1f} GiB was asked for (--kv-cache-gb) but only {available / GIB:.1f} GiB of "
+            f"memory are available to this process; ask for less, or leave it out to use {share:.0%} of what there is"
+        )
+    return asked
+
+
+def _mem_available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigurationError(f"{meminfo} has no MemAvailable; give the size of the KV cache with --kv-cache-gb")
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, memory in use that cannot be reclaimed) of this process's cgroup and all above it."""
+    found = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = (
+                root / "sys/fs/cgroup/memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        directory = base / path.lstrip("/")
+        # Inside a container the path of the host may be named; then the container's own root is what there is.
+        for place in (directory, *directory.parents) if directory.is_dir() else (base,):
+            if limit := _limit_of(place, *names):
+                found.append(limit)
+            if place == base:
+                break
+    return found
+
+
+def _limit_of(place: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> tuple[int, int] | None:
+    try:
+        raw = (place / limit_name).read_text().strip()
+        if raw == "max" or int(raw) >= _NO_LIMIT:
+            return None
+        used = int((place / usage_name).read_text())
+        for line in (place / "memory.stat").read_text().splitlines():
+            name, value = line.split()
+            if name == reclaimable_name:
+                used -= int(value)
+        return int(raw), max(used, 0)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,143 @@
+"""The one place where OpenVINO computes: a model with PagedAttention, its KV cache tensors, and a step.
+
+stateful IR --(paged_attention_transformation)--> inputs of batch.Batch + key_cache.N, value_cache.N
+            --(gather before the vocabulary projection)--> logits of the sampled rows only
+            --(compile)--> the cache's layout and precision, read from the compiled inputs
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+from openvino import opset13
+from openvino._offline_transformations import paged_attention_transformation
+
+from headrace.worker.batch import Batch
+from headrace.worker.config import ConfigurationError
+
+KV_PRECISIONS = {"u8": ov.Type.u8, "bf16": ov.Type.bf16, "f16": ov.Type.f16, "f32": ov.Type.f32}
+_SAMPLED = "sampled_tokens_indices"
+_STEP_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "max_context_len",
+    _SAMPLED,
+)
+
+
+class OpenVINOModelRunner:
+    """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `vocab_size` and `kv_precision` are
+    read from it; `allocate` must come before `execute`."""
+
+    def __init__(self, model_dir: Path, *, threads: int, kv_precision: str, execution_mode: str) -> None:
+        core = ov.Core()
+        model = _read(core, model_dir / "openvino_model.xml")
+        _make_paged(model, model_dir)
+        _project_only_sampled(model)
+        self._compiled = core.compile_model(
+            model,
+            "CPU",
+            {
+                "PERFORMANCE_HINT": "LATENCY",
+                "NUM_STREAMS": "1",
+                "INFERENCE_NUM_THREADS": threads,
+                "EXECUTION_MODE_HINT": execution_mode.upper(),
+                "KV_CACHE_PRECISION": KV_PRECISIONS[kv_precision],
+                # By token, a token's cache entry does not depend on its neighbours: any chunking gives the same bits.
+                "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
+            },
+        )
+        self._infer = self._compiled.create_infer_request()
+        self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]
+        self._inputs: tuple[ov.Tensor, ...] = ()
+        self._cache_tensors: list[ov.Tensor] = []
+        key = next(port for port in self._caches if port.any_name.startswith("key_cache."))
+        value = next(port for port in self._caches if port.any_name.startswith("value_cache."))
+        self.block_size = _dims(value)[1]
+        self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.size for port in self._caches)
+        self.kv_precision = str(key.element_type.get_type_name())
+        self.vocab_size = int(self._compiled.outputs[0].partial_shape[2].get_length())
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes. Pages are touched as they come into use."""
+        for port in self._caches:
+            try:
+                tensor = ov.Tensor(port.element_type, ov.Shape([num_blocks, *_dims(port)]))
+            except (RuntimeError, MemoryError) as error:
+                size_gib = num_blocks * self.block_bytes / (1 << 30)
+                raise ConfigurationError(
+                    f"no memory for a KV cache of {size_gib:.1f} GiB; ask for less with --kv-cache-gb"
+                ) from error
+            self._infer.set_tensor(port.any_name, tensor)
+            self._cache_tensors.append(tensor)
+
+    def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Logits `[len(batch.sampled), vocab_size]`, a view that the next call overwrites."""
+        # The tensors share the arrays' memory and must live until the step is over.
+        self._inputs = tuple(ov.Tensor(getattr(batch, name), shared_memory=True) for name in _STEP_INPUTS)
+        for name, tensor in zip(_STEP_INPUTS, self._inputs, strict=True):
+            self._infer.set_tensor(name, tensor)
+        self._infer.infer()
+        logits: npt.NDArray[np.float32] = self._infer.get_output_tensor(0).data
+        return logits.reshape(-1, self.vocab_size)
+
+
+def _dims(port: ov.Output) -> list[int]:
+    """Dimensions of a cache input behind the number of blocks: heads, tokens, head size with what quantising adds."""
+    return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]
+
+
+def _read(core: ov.Core, path: Path) -> ov.Model:
+    try:
+        return core.read_model(path)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{path} (or its .bin) is corrupt or incomplete: {_reason(error)}; pull the model again"
+        ) from error
+
+
+def _make_paged(model: ov.Model, model_dir: Path) -> None:
+    cannot = f"the model in {model_dir} cannot be paged"
+    if not model.get_variables():
+        raise ConfigurationError(
+            f"{cannot}: it has no KV cache state, so it is no stateful text-generation model; export it with "
+            "optimum-intel (task text-generation-with-past), or pull a GGUF of it"
+        )
+    try:
+        paged_attention_transformation(model)
+    except RuntimeError as error:
+        raise ConfigurationError(f"{cannot}: {_reason(error)}") from error
+    unknown = [
+        name for name in (port.any_name for port in model.inputs) if name not in _STEP_INPUTS and "_cache." not in name
+    ]
+    if unknown:
+        raise ConfigurationError(f"{cannot}: it wants inputs that are not tokens: {', '.join(unknown)}")
+    if not any("_cache." in port.any_name for port in model.inputs):
+        raise ConfigurationError(f"{cannot}: no attention of it was recognised")
+
+
+def _project_only_sampled(model: ov.Model) -> None:
+    """Let only the rows named by a new input reach the last matrix product, the one with the vocabulary."""
+    node = model.get_results()[0]
+    while node.get_type_name() != "MatMul":
+        node = node.input_value(0).get_node()
+    rows = opset13.parameter([-1], dtype=np.int64, name=_SAMPLED)
+    rows.output(0).get_tensor().set_names({_SAMPLED})
+    picked = opset13.gather(node.input_value(0), rows, opset13.constant(np.int64(0)))
+    node.input(0).replace_source_output(picked.output(0))
+    model.add_parameters([rows])
+    model.validate_nodes_and_infer_types()
+
+
+def _reason(error: Exception) -> str:
+    """The last line of an OpenVINO error, which is the one that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

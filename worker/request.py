@@ -1,0 +1,164 @@
+"""A request as the engine sees it: tokens in, tokens out, and how far its KV cache has come.
+
+There are no prefill and decode phases. A request has tokens (its prompt and what was generated so far) and
+`num_computed_tokens` of them are in the KV cache; the engine lets the second number catch up with the first, and each
+time it has, one more token is sampled:
+
+    tokens    p p p p p p p p p p p p g g g
+    computed  c c c c c c c c . . . . . . .
+              |- 8 computed -| 7 to compute, then one more is sampled
+
+Chunked prefill, prefix hits (start with more computed), preemption (start again with 0 computed and the generated
+tokens kept) and resumption after a failure (start with generated tokens) are all this one thing.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headrace.protos.status import StatusError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; fields and ranges are those of the message of the same name.
+
+    `max_tokens` is never absent here: the service has capped it by the context. `stop_token_ids` includes the model's
+    end-of-sequence tokens unless the caller ignores them.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always chosen."""
+        return self.temperature == 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen, so that the row needs more than an argmax."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+            or (self.min_tokens and self.stop_token_ids)
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an argmax over the raw logits is all that is needed."""
+        return self.is_greedy and self.num_logprobs is None and not self.changes_logits
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended without an error."""
+
+    STOP = enum.auto()
+    LENGTH = enum.auto()
+
+
+class RequestState(enum.Enum):
+    """Where a request is. Only the scheduler moves it."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Request:
+    """One sequence. Made by the service, then owned by the engine thread alone.
+
+    `token_ids` are prompt and generated tokens together; `block_table[i]` is the KV block of tokens
+    `[i * block_size, (i + 1) * block_size)`; `block_hashes[i]` is the chained hash of that block's tokens, for as many
+    full blocks as were needed so far.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    root_hash: int
+    resume_token_ids: Sequence[int] = ()
+    priority: int = 0
+    arrival_s: float = 0.0
+
+    state: RequestState = RequestState.WAITING
+    token_ids: array[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_table: array[int] = field(default_factory=lambda: array("i"))
+    block_hashes: list[int] = field(default_factory=list)
+    num_findable_blocks: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = array("I", self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids.extend(self.resume_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Generated tokens so far, resumed ones included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose keys and values are still to be computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """The model's opinion at one position: natural logarithms, best first, rank from 1."""
+
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What one step gave to one request. With `finish` or `error` set it is the request's last.
+
+    `start_pos` is the position of the first of `token_ids` among the generated tokens.
+    """
+
+    request: Request
+    start_pos: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: StatusError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish is not None or self.error is not None

@@ -1,0 +1,275 @@
+"""What the next step computes, and what its outcome means for the requests.
+
+Requests stand in two lists in order of rank (priority, then arrival): `waiting` and `running`. A step
+
+1. admits waiting requests while the batch and the cache have room,
+2. shares the token budget: one token for each request that has caught up; of what is left, a quarter for the
+   first in rank, so that the longest prompt goes on, and the rest by shortest remaining, so that short prompts do
+   not stand behind long ones,
+3. reserves blocks in order of rank, taking them from the last in rank when the pool is short.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.kv_cache import KVCacheManager
+from headrace.worker.request import FinishReason, Request, RequestOutput, RequestState, TokenLogprobs
+
+# Part of the budget for catching up that is kept for the first in rank.
+FIRST_IN_RANK_SHARE = 4
+
+
+NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits are not numbers for this request")
+
+
+class Scheduled(NamedTuple):
+    """A request and how many of its next tokens the step computes."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The content of one step, in the order of the batch. Requests that catch up in it are sampled."""
+
+    scheduled: Sequence[Scheduled]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Totals since the start."""
+
+    requests_admitted: int = 0
+    requests_finished: int = 0
+    requests_cancelled: int = 0
+    requests_failed: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    tokens_generated: int = 0
+    preemptions: int = 0
+
+
+class Sampled(NamedTuple):
+    """The token chosen for a request; `token_id` is -1 when its logits were not numbers."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def rank(request: Request) -> tuple[int, float]:
+    """Order among requests: higher priority first, then earlier arrival."""
+    return (-request.priority, request.arrival_s)
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Owns the requests of a worker from `add` until their last output; the engine thread owns it."""
+
+    kv_cache: KVCacheManager
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), which must be at least 1: every running request computes a token in each step"
+            )
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Take a request in. The service has seen that it fits the pool when it is alone."""
+        assert self.kv_cache.num_blocks_for(request.num_tokens) <= self.kv_cache.pool.num_blocks
+        self.stats.requests_admitted += 1
+        bisect.insort(self.waiting, request, key=rank)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request whose caller has gone. Nothing happens if it has ended already."""
+        if request.state is not RequestState.FINISHED:
+            self.stats.requests_cancelled += 1
+            self._end(request)
+
+    def fail(self, requests: Iterable[Request], error: StatusError) -> list[RequestOutput]:
+        """End the requests that have not ended yet with an error."""
+        outputs = []
+        for request in requests:
+            if request.state is not RequestState.FINISHED:
+                self.stats.requests_failed += 1
+                outputs.append(RequestOutput(request, request.num_generated_tokens, (), error=error))
+                self._end(request)
+        return outputs
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step. Empty when nothing can be computed."""
+        self._admit()
+        wanted = self._share_budget()
+        scheduled = self._reserve(wanted)
+        return SchedulerOutput(scheduled, sum(num_tokens for _, num_tokens in scheduled))
+
+    def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
+        """Account for a computed step. `sampled` has one entry for each request that caught up, in batch order."""
+        outputs = []
+        next_sampled = iter(sampled)
+        for request, num_tokens in output.scheduled:
+            self._count_prompt_tokens(request, num_tokens)
+            request.num_computed_tokens += num_tokens
+            if request.num_computed_tokens < request.num_tokens:
+                self.kv_cache.publish(request)
+                continue
+            outputs.append(self._append(request, next(next_sampled)))
+        return outputs
+
+    def check(self) -> None:
+        """Assert that requests and blocks agree. For tests."""
+        self.kv_cache.pool.check()
+        size = self.kv_cache.block_size
+        assert len(self.running) <= self.max_num_seqs
+        held: dict[int, int] = {}
+        for request in self.running:
+            assert request.state is RequestState.RUNNING
+            assert request.num_computed_tokens <= min(len(request.block_table) * size, request.num_tokens)
+            for block in request.block_table:
+                held[block] = held.get(block, 0) + 1
+        for request in self.waiting:
+            assert request.state is RequestState.WAITING
+            assert not request.block_table, "a waiting request holds blocks"
+        assert len(held) == self.kv_cache.pool.num_blocks - self.kv_cache.pool.num_free_blocks, (
+            "a block without an owner"
+        )
+        for requests in (self.running, self.waiting):
+            assert requests == sorted(requests, key=rank)
+
+    def _admit(self) -> None:
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return
+        kv_cache = self.kv_cache
+        promised = sum(self._num_missing_blocks(request) for request in self.running)
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            gained = kv_cache.reuse(request)
+            promised += self._num_missing_blocks(request)
+            if promised > kv_cache.pool.num_free_blocks and self.running:
+                kv_cache.free(request)
+                return
+            del self.waiting[0]
+            self._count_cached_tokens(request, gained)
+            request.state = RequestState.RUNNING
+            bisect.insort(self.running, request, key=rank)
+
+    def _num_missing_blocks(self, request: Request) -> int:
+        return self.kv_cache.num_blocks_for(request.num_tokens + 1) - len(request.block_table)
+
+    def _count_cached_tokens(self, request: Request, gained: int) -> None:
+        if request.num_preemptions == 0:
+            request.num_cached_tokens += gained
+            self.stats.prompt_tokens_cached += gained
+
+    def _share_budget(self) -> dict[Request, int]:
+        """Tokens that each running request should compute. Requests may wait for a block that another computes."""
+        wanted: dict[Request, int] = {}
+        behind: list[Request] = []
+        for request in self.running:
+            if request.num_uncomputed_tokens == 1:
+                wanted[request] = 1
+            else:
+                behind.append(request)
+        if behind:
+            self._share_among(behind, self.max_num_batched_tokens - len(wanted), wanted)
+        return wanted
+
+    def _share_among(self, behind: list[Request], budget: int, wanted: dict[Request, int]) -> None:
+        for request in behind:
+            self._count_cached_tokens(request, self.kv_cache.reuse(request))
+        first = behind[0]
+        for_first = min(first.num_uncomputed_tokens, max(budget // FIRST_IN_RANK_SHARE, 1))
+        left = budget - for_first
+        begun: set[int] = set()
+        for request in sorted(behind, key=lambda request: request.num_uncomputed_tokens):
+            floor = for_first if request is first else 0
+            num_tokens = min(request.num_uncomputed_tokens, floor + left)
+            if num_tokens > 0 and self._begin_blocks(request, num_tokens, begun):
+                wanted[request] = num_tokens
+                left -= num_tokens - floor
+
+    def _begin_blocks(self, request: Request, num_tokens: int, begun: set[int]) -> bool:
+        """Note the full blocks that the tokens touch. False if the next one is another's work in this step: after
+        the step it can be found instead of being computed twice."""
+        size = self.kv_cache.block_size
+        start = request.num_computed_tokens
+        index = start // size
+        num_full = request.num_tokens // size
+        if start % size == 0 and index < num_full and self.kv_cache.hash_of(request, index) in begun:
+            return False
+        for touched in range(index, min(num_full, -(-(start + num_tokens) // size))):
+            begun.add(self.kv_cache.hash_of(request, touched))
+        return True
+
+    def _reserve(self, wanted: dict[Request, int]) -> list[Scheduled]:
+        scheduled: list[Scheduled] = []
+        for request in self.running.copy():
+            num_tokens = wanted.get(request, 0)
+            if num_tokens == 0 or request.state is not RequestState.RUNNING:
+                continue
+            while not self.kv_cache.reserve(request, request.num_computed_tokens + num_tokens):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                scheduled.append(Scheduled(request, num_tokens))
+        return scheduled
+
+    def _preempt(self, request: Request) -> None:
+        """Take the blocks of the last in rank. It keeps its tokens and is computed again when there is room."""
+        assert len(self.running) > 1, "a request that is alone does not fit the pool"
+        self.running.remove(request)
+        self.kv_cache.free(request)
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        bisect.insort(self.waiting, request, key=rank)
+
+    def _count_prompt_tokens(self, request: Request, num_tokens: int) -> None:
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        if left > 0:
+            self.stats.prompt_tokens_computed += min(left, num_tokens)
+
+    def _append(self, request: Request, sampled: Sampled) -> RequestOutput:
+        """Add the sampled token and see whether it was the last."""
+        if sampled.token_id < 0:
+            return self.fail([request], NOT_A_NUMBER)[0]
+        start_pos = request.num_generated_tokens
+        token_id = sampled.token_id
+        request.token_ids.append(token_id)
+        self.kv_cache.publish(request)
+        self.stats.tokens_generated += 1
+        sampling = request.sampling
+        finish, stop_token_id = None, None
+        if token_id in sampling.stop_token_ids:
+            finish, stop_token_id = FinishReason.STOP, token_id
+        elif start_pos + 1 >= sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            self.stats.requests_finished += 1
+            self._end(request)
+        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        return RequestOutput(request, start_pos, (token_id,), logprobs, finish, stop_token_id)
+
+    def _end(self, request: Request) -> None:
+        (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
+        self.kv_cache.free(request)
+        request.state = RequestState.FINISHED

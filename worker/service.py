@@ -1,0 +1,181 @@
+"""The worker's gRPC services: Inference over the mailbox, Worker over the watch hub and the model directory."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.status import Reason, StatusError, abort
+from headrace.worker.admission import ModelLimits, admit, already_finished
+from headrace.worker.mailbox import Mailbox, OutputStream
+from headrace.worker.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from headrace.worker.watch import WatchHub
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAMES = ("headrace.v1.Inference", "headrace.v1.Worker")
+CHUNK_BYTES = 1 << 20
+DEFAULT_HEARTBEAT_S = 0.5
+MIN_HEARTBEAT_S = 0.05
+DRAINING_RETRY_S = 1.0
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+_REASON_ON_WIRE = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Generate: one stream per request, from admission to its one finish or status."""
+
+    def __init__(self, mailbox: Mailbox, hub: WatchHub, limits: ModelLimits) -> None:
+        self._mailbox = mailbox
+        self._hub = hub
+        self._limits = limits
+        self._unnamed = itertools.count()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """See the proto."""
+        try:
+            admitted = self._admit(request)
+            ended = already_finished(admitted)
+            if ended is not None:
+                yield _finished_at_once(admitted, *ended)
+                return
+            stream = self._mailbox.submit(admitted)
+        except StatusError as error:
+            await abort(context, error)
+        try:
+            async for response in _responses(stream):
+                yield response
+        except StatusError as error:
+            await abort(context, error)
+        finally:
+            stream.close()
+
+    def _admit(self, message: inference_pb2.GenerateRequest) -> Request:
+        if self._hub.draining:
+            raise StatusError(
+                Reason.DRAINING, "the worker ends its work and takes no new requests", retry_after_s=DRAINING_RETRY_S
+            )
+        request_id = message.request_id or f"unnamed-{next(self._unnamed)}"
+        return admit(message, self._limits, request_id=request_id, arrival_s=time.monotonic())
+
+
+async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    """Messages of one request, the last one with its finish. Raises the request's StatusError if it failed."""
+    request = stream.request
+    is_first = True
+    while True:
+        outputs = await stream.next()
+        last = outputs[-1]
+        if len(outputs) > 1 or last.error is None:
+            response = _response_of(request, outputs)
+            if is_first:
+                response.num_cached_tokens = request.num_cached_tokens
+                is_first = False
+            yield response
+        if last.error is not None:
+            raise last.error
+        if last.finish is not None:
+            return
+
+
+def _response_of(request: Request, outputs: Sequence[RequestOutput]) -> inference_pb2.GenerateResponse:
+    """One message for one or more successive outputs."""
+    last = outputs[-1]
+    if len(outputs) == 1:
+        response = inference_pb2.GenerateResponse(start_pos=last.start_pos, token_ids=last.token_ids)
+    else:
+        token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        response = inference_pb2.GenerateResponse(start_pos=outputs[0].start_pos, token_ids=token_ids)
+    if request.sampling.num_logprobs is not None:
+        response.logprobs.extend(_logprobs_of(entry) for output in outputs for entry in output.logprobs)
+    if last.finish is not None:
+        response.finish.CopyFrom(_finish_of(request, last.finish, last.stop_token_id))
+    return response
+
+
+def _logprobs_of(entry: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        logprob=entry.logprob, rank=entry.rank, top_token_ids=entry.top_token_ids, top_logprobs=entry.top_logprobs
+    )
+
+
+def _finish_of(request: Request, reason: FinishReason, stop_token_id: int | None) -> inference_pb2.Finish:
+    return inference_pb2.Finish(
+        reason=_REASON_ON_WIRE[reason],
+        stop_token_id=stop_token_id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_generated_tokens=request.num_generated_tokens,
+    )
+
+
+def _finished_at_once(
+    request: Request, reason: FinishReason, stop_token_id: int | None
+) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        start_pos=request.num_generated_tokens,
+        num_cached_tokens=0,
+        finish=_finish_of(request, reason, stop_token_id),
+    )
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Card, tokenizer, watch, drain."""
+
+    def __init__(
+        self, card: worker_pb2.GetModelCardResponse, tokenizer_bundle: bytes, mailbox: Mailbox, hub: WatchHub
+    ) -> None:
+        self._card = card
+        self._bundle = tokenizer_bundle
+        self._mailbox = mailbox
+        self._hub = hub
+
+    async def GetModelCard(
+        self, request: worker_pb2.GetModelCardRequest, context: Context
+    ) -> worker_pb2.GetModelCardResponse:
+        """See the proto."""
+        return self._card
+
+    async def GetTokenizer(
+        self, request: worker_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
+        """See the proto."""
+        if request.sha256 != self._card.card.tokenizer_sha256:
+            message = f"no tokenizer bundle {request.sha256[:64]!r} here"
+            await abort(context, StatusError(Reason.NOT_FOUND, message, field="sha256"))
+        for start in range(0, len(self._bundle), CHUNK_BYTES):
+            yield worker_pb2.GetTokenizerResponse(chunk=self._bundle[start : start + CHUNK_BYTES])
+
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """See the proto."""
+        heartbeat_s = request.heartbeat_ms / 1000 or DEFAULT_HEARTBEAT_S
+        if heartbeat_s < MIN_HEARTBEAT_S:
+            message = f"heartbeat_ms must be 0 or at least {MIN_HEARTBEAT_S * 1000:.0f}, not {request.heartbeat_ms}"
+            await abort(context, StatusError(Reason.INVALID_FIELD, message, field="heartbeat_ms"))
+        async for response in self._hub.watch(heartbeat_s):
+            yield response
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        """See the proto."""
+        self._hub.drain()
+        log.info("draining: %d requests are still running", self._mailbox.num_open)
+        remaining_s = context.time_remaining()
+        # Answer before the deadline rather than at it, or nobody hears the answer.
+        await self._mailbox.wait_until_empty(None if remaining_s is None else max(remaining_s - 0.1, 0.0))
+        return worker_pb2.DrainResponse(num_running=self._mailbox.num_open)
