@@ -1,0 +1,300 @@
+"""The fleet as one router sees it: members and their links, the index over all of them, and the decision.
+
+Everything here but the links' own tasks is synchronous: a placement is decided and booked without an await in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from headrace.protos import inference_pb2, router_pb2, worker_pb2
+from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.status import Reason, StatusError
+from headrace.router.links import HEARTBEAT_MS, Booking, LinkState, WorkerLink
+from headrace.router.policy import Placement, RequestFacts, place
+from headrace.router.prefix_index import PrefixIndex
+from headrace.router.registry import Registry
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_MAX_SESSIONS = 65_536
+# Models whose workers are all gone are remembered, so that a restart of the last one is a wait and not a 404.
+_MAX_REMEMBERED_MODELS = 256
+_REMEMBER_MODEL_S = 600.0
+# A member that was not reached for so long since it became one counts no more when a model is said to be unknown.
+_SETTLE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Bounds and times of a fleet; times in seconds."""
+
+    max_index_entries: int = 4_000_000
+    max_predicted_blocks: int = 500_000
+    prediction_ttl_s: float = 30.0
+    heartbeat_ms: int = HEARTBEAT_MS
+
+
+class RoutedRequest:
+    """What placement needs of a request; the hashes of its blocks are computed once for each fingerprint."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest, tokens: array[int], num_generated: int) -> None:
+        """`tokens` are the prompt and the `num_generated` tokens behind it that were delivered."""
+        self.tokens = tokens
+        self.session = (request.model, request.session_key) if request.session_key else None
+        self.max_new_tokens: int | None = None
+        if request.sampling.HasField("max_tokens"):
+            self.max_new_tokens = max(request.sampling.max_tokens - num_generated, 0)
+        self._adapter = request.adapter
+        self._cache_salt = request.cache_salt
+        self._hashes: dict[tuple[str, int], list[int]] = {}
+
+    def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
+        """Hashes of the full blocks, as workers with this card compute them."""
+        key = (card.fingerprint, card.block_size)
+        if key not in self._hashes:
+            root = root_hash(card.fingerprint, self._adapter, self._cache_salt)
+            self._hashes[key] = block_hashes(root, self.tokens, card.block_size)
+        return self._hashes[key]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRequest:
+    """A request at its worker. Whoever holds it releases the booking, once."""
+
+    link: WorkerLink
+    card: worker_pb2.ModelCard
+    booking: Booking
+    placement: Placement
+
+
+class Fleet:
+    """Members, links, index, sessions; see the module. `start` and `close` frame its life on one event loop."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        config: FleetConfig = FleetConfig(),  # noqa: B008  frozen
+        *,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
+        self._registry = registry
+        self._config = config
+        self._rng = rng or random.Random()
+        self._clock = clock
+        self._started_at_s = clock()
+        self._links: dict[str, WorkerLink] = {}
+        self._retiring: set[WorkerLink] = set()
+        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._remembered: OrderedDict[str, tuple[worker_pb2.ModelCard, float]] = OrderedDict()
+        self._changed = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Link the members of the fixed list, and keep time."""
+        self._sync()
+        self._ticker = asyncio.create_task(self._tick(), name="fleet")
+
+    async def close(self) -> None:
+        """Close all links; running calls fail."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in (*self._links.values(), *self._retiring)))
+
+    # -- membership -------------------------------------------------------------------------------------------------
+
+    def register(self, worker_id: str, address: str) -> float:
+        """Add a worker or renew its lease; seconds that the lease lasts. Raises StatusError, see Registry."""
+        self._registry.register(worker_id, address, self._clock())
+        self._sync()
+        self._links[address].nudge()
+        return self._registry.lease_s
+
+    def deregister(self, worker_id: str, address: str) -> None:
+        """A worker goes away: it gets no new requests, and those it has may end."""
+        self._registry.deregister(worker_id, address)
+        self._sync()
+
+    def _sync(self) -> None:
+        members = self._registry.members()
+        for address, member in members.items():
+            if address not in self._links:
+                link = WorkerLink(
+                    address,
+                    self.index,
+                    self._on_change,
+                    heartbeat_ms=self._config.heartbeat_ms,
+                    clock=self._clock,
+                )
+                self._links[address] = link
+                link.start()
+            self._links[address].registered_id = member.worker_id
+        for address in self._links.keys() - members.keys():
+            link = self._links.pop(address)
+            link.retire()
+            self._retiring.add(link)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = self._clock()
+            self._registry.expire(now_s)
+            self._sync()
+            self.index.expire(now_s)
+            for link in [link for link in self._retiring if link.num_in_flight == 0]:
+                self._retiring.discard(link)
+                await link.close()
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_ready(self) -> int:
+        """Workers that take requests."""
+        return sum(link.is_ready for link in self._links.values())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests booked on workers."""
+        return sum(link.num_in_flight for link in (*self._links.values(), *self._retiring))
+
+    def links(self) -> list[WorkerLink]:
+        """The links of all members, by name of the worker."""
+        return sorted(self._links.values(), key=lambda link: (link.worker_id, link.address))
+
+    def workers(self) -> list[router_pb2.WorkerInfo]:
+        """All members, reachable or not, by name."""
+        return [link.info() for link in self.links()]
+
+    def models(self) -> dict[str, worker_pb2.ModelCard]:
+        """Model name -> card, for the models that a live worker serves; sorted."""
+        live = {
+            link.card.name: link.card
+            for link in self.links()
+            if link.card is not None and link.state is not LinkState.UNREACHABLE
+        }
+        return dict(sorted(live.items()))
+
+    def resolve(self, model: str) -> worker_pb2.ModelCard | None:
+        """The card of the model that a request means ("" is the only one there is), or None while that is open.
+
+        Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD when "" could be several.
+        """
+        live = self.models()
+        now_s = self._clock()
+        known = {
+            name: card for name, (card, seen_at_s) in self._remembered.items() if now_s - seen_at_s < _REMEMBER_MODEL_S
+        }
+        known |= live
+        if model:
+            if model in known:
+                return known[model]
+        else:
+            choice = live or known
+            if len(choice) > 1:
+                names = ", ".join(sorted(choice))
+                raise StatusError(
+                    Reason.INVALID_FIELD, f"model is empty and there are several: name one of {names}", field="model"
+                )
+            if choice:
+                return next(iter(choice.values()))
+        if not self._links or not known or any(self._is_settling(link, now_s) for link in self._links.values()):
+            return None
+        names = ", ".join(sorted(known))
+        raise StatusError(Reason.MODEL_NOT_FOUND, f"no model {model!r} here; there is {names}", field="model")
+
+    def check(self) -> None:
+        """Assert the invariants of the index and of all bookings. For tests."""
+        self.index.check()
+        for link in (*self._links.values(), *self._retiring):
+            link.check()
+
+    def _is_settling(self, link: WorkerLink, now_s: float) -> bool:
+        return link.card is None and now_s - link.created_at_s < _SETTLE_S
+
+    # -- the decision -----------------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        request: RoutedRequest,
+        card: worker_pb2.ModelCard,
+        excluded: Collection[WorkerLink],
+        *,
+        same_weights: bool,
+    ) -> PlacedRequest | None:
+        """Choose a ready worker of the card's model, book the request there, and predict its blocks; None if there is none.
+
+        With `same_weights` only workers with the card's very fingerprint count: others would continue an answer
+        differently.
+        """
+        links = {
+            link.address: (link, link.card)
+            for link in self._links.values()
+            if link.is_ready
+            and link.card is not None
+            and link.card.name == card.name
+            and (not same_weights or link.card.fingerprint == card.fingerprint)
+            and link not in excluded
+        }
+        if not links:
+            return None
+        cached_blocks: dict[str, int] = {}
+        by_chain: dict[tuple[str, int], list[str]] = {}
+        for address, (_, its_card) in links.items():
+            by_chain.setdefault((its_card.fingerprint, its_card.block_size), []).append(address)
+        for addresses in by_chain.values():
+            cached_blocks |= self.index.match(request.hashes(links[addresses[0]][1]), addresses)
+        now_s = self._clock()
+        session_worker = self._sessions.get(request.session) if request.session else None
+        facts = RequestFacts(len(request.tokens), request.max_new_tokens, session_worker)
+        placement = place(facts, [link.candidate() for link, _ in links.values()], cached_blocks, now_s, self._rng)
+        assert placement is not None, "every one of them takes requests"
+        return self._settle_on(request, *links[placement.worker_id], placement, cached_blocks[placement.worker_id])
+
+    def _settle_on(
+        self,
+        request: RoutedRequest,
+        link: WorkerLink,
+        card: worker_pb2.ModelCard,
+        placement: Placement,
+        num_cached_blocks: int,
+    ) -> PlacedRequest:
+        num_tokens = len(request.tokens) - placement.predicted_cached_tokens
+        hashes = request.hashes(card)
+        booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks)
+        self.index.predict(link.address, hashes[num_cached_blocks:], self._clock())
+        if request.session:
+            self._sessions[request.session] = link.address
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > _MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return PlacedRequest(link, card, booking, placement)
+
+    # -- waiting for a change ---------------------------------------------------------------------------------------
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return at the next change of any worker's state, or when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    def _on_change(self) -> None:
+        now_s = self._clock()
+        for link in self._links.values():
+            if link.card is not None and link.is_ready:
+                self._remembered[link.card.name] = (link.card, now_s)
+                self._remembered.move_to_end(link.card.name)
+        while len(self._remembered) > _MAX_REMEMBERED_MODELS:
+            self._remembered.popitem(last=False)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,439 @@
+"""One link for each worker: a channel, the worker's card, and a Watch that keeps index and load up to date.
+
+    UNREACHABLE --card, then first report--> READY <--report says so--> DRAINING
+         ^                                   |  ^
+         |                     silent, or a  |  | heard again
+         |                     call failed   v  |
+         +------silent for too long------- SUSPECT
+         +------the Watch broke, from any state
+
+A link reconnects for as long as it lives. The pause between attempts is a fiftieth of the time that the worker has been
+away, at least 50 ms and at most 1 s: a worker that restarts on its address is back within a moment, one that stays away
+costs little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeAlias
+
+import grpc
+
+from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
+from headrace.router.policy import Candidate, LoadReport
+from headrace.router.prefix_index import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # else a second server on the same port is no error
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+CHANNEL_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # in spite of its name, how long one attempt to connect may take
+)
+
+HEARTBEAT_MS = 500
+# Heartbeats of silence after which a worker gets no new requests, and after which its running ones move on.
+_SUSPECT_HEARTBEATS = 3
+_LOST_HEARTBEATS = 6
+_CARD_TIMEOUT_S = 2.0
+_MIN_PAUSE_S = 0.05
+_MAX_PAUSE_S = 1.0
+# A timer that fires this late says that the router itself stood still, and nothing about the worker.
+_STALL_S = 0.25
+# A report may have been made before a request arrived that was placed this long before the report came in.
+_BOOKING_GRACE_S = 0.05
+# Hashes applied in one go; the event loop runs in between.
+_SLICE = 4096
+
+
+class LinkState(enum.Enum):
+    """Whether a worker takes requests; the values are those of the protocol."""
+
+    UNREACHABLE = router_pb2.WORKER_STATE_UNREACHABLE
+    READY = router_pb2.WORKER_STATE_READY
+    DRAINING = router_pb2.WORKER_STATE_DRAINING
+    SUSPECT = router_pb2.WORKER_STATE_SUSPECT
+
+
+class Abandonable(Protocol):
+    """A running call to a worker that can be given up from outside."""
+
+    def abandon(self, why: str) -> None:
+        """End the call; whoever reads it learns that the worker was lost."""
+
+
+class Booking:
+    """The load of one request that was placed on a worker, until it is released."""
+
+    __slots__ = ("at_s", "is_pending", "num_blocks", "num_tokens")
+
+    def __init__(self, num_tokens: int, num_blocks: int, at_s: float) -> None:
+        self.num_tokens = num_tokens
+        self.num_blocks = num_blocks
+        self.at_s = at_s
+        self.is_pending = True  # the worker's reports do not show it yet
+
+
+# Quoted: the class takes no parameters while running.
+_Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]"
+
+
+class _OutOfStepError(Exception):
+    """The worker's reports do not fit what went before: watch again."""
+
+
+class WorkerLink:
+    """What the router knows of one worker, and its connection.
+
+    Owns the worker's part of the index (under `address`). `on_change` is called whenever the state is another.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        index: PrefixIndex,
+        on_change: Callable[[], None],
+        *,
+        heartbeat_ms: int = HEARTBEAT_MS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self.registered_id = ""
+        self.card: worker_pb2.ModelCard | None = None
+        self.epoch = 0
+        self.state = LinkState.UNREACHABLE
+        self.detail = "not reached yet"
+        self.incarnation = 0  # counts how often the worker became ready
+        self.created_at_s = clock()
+        self.load = LoadReport()
+        self.load_message = worker_pb2.Load()
+        self.num_in_flight = 0
+        self._own_id = ""
+        self._heartbeat_ms = heartbeat_ms
+        self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
+        self._lost_after_s = _LOST_HEARTBEATS * heartbeat_ms / 1000
+        self._index = index
+        self._on_change = on_change
+        self._clock = clock
+        self._away_since_s = self.created_at_s
+        self._heard_at_s = self.created_at_s
+        self._pending: dict[Booking, None] = {}
+        self._pending_tokens = 0
+        self._pending_blocks = 0
+        self._candidate: Candidate | None = None
+        self._calls: set[Abandonable] = set()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._gave_up = False
+        index.add_worker(address)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        # Without serializers, requests and responses are the bytes as they are on the wire.
+        self.generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
+            "/headrace.v1.Inference/Generate"
+        )
+        self.get_tokenizer: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
+            "/headrace.v1.Worker/GetTokenizer"
+        )
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's own name; until it was reached the one it registered with, or else its address."""
+        return self._own_id or self.registered_id or self.address
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker takes requests."""
+        return self.state is LinkState.READY
+
+    def info(self) -> router_pb2.WorkerInfo:
+        """What ListWorkers says of this worker."""
+        age_ms = (self._clock() - self.load.received_at_s) * 1000 if self.load.received_at_s else 0
+        return router_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            address=self.address,
+            state=self.state.value,
+            model=self.card.name if self.card else "",
+            load=self.load_message,
+            report_age_ms=int(age_ms),
+            num_in_flight=self.num_in_flight,
+            detail=self.detail,
+        )
+
+    def candidate(self) -> Candidate:
+        """This worker for the policy. It has a card."""
+        if self._candidate is None:
+            assert self.card is not None, "a worker without a card is no candidate"
+            self._candidate = Candidate(
+                worker_id=self.address,
+                load=self.load,
+                block_size=self.card.block_size,
+                takes_requests=self.is_ready,
+                num_booked_requests=len(self._pending),
+                num_booked_tokens=self._pending_tokens,
+                num_booked_blocks=self._pending_blocks,
+            )
+        return self._candidate
+
+    # -- bookings ---------------------------------------------------------------------------------------------------
+
+    def book(self, num_tokens: int, num_blocks: int) -> Booking:
+        """Count a request's uncached tokens and its new blocks as load of this worker, until reports show them."""
+        booking = Booking(num_tokens, num_blocks, self._clock())
+        self.num_in_flight += 1
+        self._pending[booking] = None
+        self._pending_tokens += num_tokens
+        self._pending_blocks += num_blocks
+        self._candidate = None
+        return booking
+
+    def settle(self, booking: Booking) -> None:
+        """The worker's reports show this request from now on. No effect when they did before."""
+        if booking.is_pending:
+            booking.is_pending = False
+            del self._pending[booking]
+            self._pending_tokens -= booking.num_tokens
+            self._pending_blocks -= booking.num_blocks
+            self._candidate = None
+
+    def release(self, booking: Booking) -> None:
+        """The request is no longer there. Once for each booking."""
+        self.settle(booking)
+        self.num_in_flight -= 1
+        assert self.num_in_flight >= 0, "released more than was booked"
+
+    def check(self) -> None:
+        """Assert that the sums are those of the bookings."""
+        assert len(self._pending) <= self.num_in_flight
+        assert self._pending_tokens == sum(booking.num_tokens for booking in self._pending)
+        assert self._pending_blocks == sum(booking.num_blocks for booking in self._pending)
+
+    @contextlib.contextmanager
+    def running(self, call: Abandonable) -> Iterator[None]:
+        """While inside, the call is abandoned if the worker falls silent for too long."""
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def suspect(self, why: str) -> None:
+        """A call failed in a way that speaks against the worker: no new requests until it is heard again."""
+        if self.state is LinkState.READY:
+            self._enter(LinkState.SUSPECT, why)
+
+    def draining(self) -> None:
+        """The worker refused a request because it drains; its next report says the same."""
+        if self.state is LinkState.READY:
+            self._enter(LinkState.DRAINING, "the worker drains")
+
+    def start(self) -> None:
+        """Connect, and keep connected."""
+        assert self._task is None, "started twice"
+        self._task = asyncio.create_task(self._run(), name=f"link {self.address}")
+
+    def nudge(self) -> None:
+        """Try again now: something says that the worker is there."""
+        if self.state is LinkState.UNREACHABLE:
+            self._wake.set()
+
+    def retire(self) -> None:
+        """Watch no more and take no new requests; running ones may end. Leaves nothing in the index."""
+        if self._task is not None:
+            self._task.cancel()
+        self._enter(LinkState.UNREACHABLE, "retired")
+        self._index.remove_worker(self.address)
+
+    async def close(self) -> None:
+        """Close the channel; calls that still run fail."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    def _enter(self, state: LinkState, detail: str) -> None:
+        self.detail = detail
+        if state is self.state:
+            return
+        change = f"{self.state.name} -> {state.name}" + (f": {detail}" if detail else "")
+        log.info("worker %s at %s: %s", self.worker_id, self.address, change)
+        if state is LinkState.UNREACHABLE:
+            self._away_since_s = self._clock()
+        if state is LinkState.READY:
+            self.incarnation += 1
+        self.state = state
+        self._candidate = None
+        self._on_change()
+
+    # -- the watch --------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._session()
+            except grpc.aio.AioRpcError as error:
+                self._enter(LinkState.UNREACHABLE, f"{error.code().name}: {error.details()}")
+            except _OutOfStepError as error:
+                self._enter(LinkState.UNREACHABLE, str(error))
+            pause_s = min(max((self._clock() - self._away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause_s)
+            self._wake.clear()
+
+    async def _session(self) -> None:
+        """Fetch the card, then watch until the worker is another one, falls silent or breaks off."""
+        answer = await self._stub.GetModelCard(worker_pb2.GetModelCardRequest(), timeout=_CARD_TIMEOUT_S)
+        if not answer.card.name or not answer.card.block_size:
+            raise _OutOfStepError("its model card has no name or no block size")
+        self.card, self._own_id, self.epoch = answer.card, answer.worker_id, answer.epoch
+        self._candidate = None
+        while True:
+            watch = self._stub.Watch(worker_pb2.WatchRequest(heartbeat_ms=self._heartbeat_ms))
+            silence = _SilenceTimer(self, watch)
+            try:
+                await self._follow(watch)
+            finally:
+                silence.stop()
+                watch.cancel()
+
+    async def _follow(self, watch: _Watch) -> None:
+        """Apply one watch; return when it has a gap, and so should be started again."""
+        expected = 0
+        while True:
+            try:
+                message = await watch.read()
+            except asyncio.CancelledError:
+                if self._gave_up:
+                    raise _OutOfStepError(f"silent for {self._lost_after_s:g} s") from None
+                raise
+            if message is grpc.aio.EOF:
+                raise _OutOfStepError("it ended the watch")
+            assert isinstance(message, worker_pb2.WatchResponse)
+            self._heard_at_s = self._clock()
+            if message.epoch != self.epoch:
+                raise _OutOfStepError("it restarted")
+            if message.sequence != expected:
+                log.warning("worker %s: report %d came instead of %d", self.worker_id, message.sequence, expected)
+                if expected == 0:
+                    raise _OutOfStepError("its watch does not start with report 0")
+                return
+            if expected == 0 and not message.kv_events.reset:
+                raise _OutOfStepError("its watch does not start with a snapshot")
+            expected += 1
+            await self._apply(message)
+
+    async def _apply(self, message: worker_pb2.WatchResponse) -> None:
+        events = message.kv_events
+        if events.reset:
+            self._index.reset(self.address)
+        for change, hashes in ((self._index.evict, events.evicted), (self._index.store, events.stored)):
+            await self._in_slices(change, hashes)
+        self._take_load(message.load)
+        if message.load.draining:
+            self._enter(LinkState.DRAINING, "the worker drains")
+        else:
+            self._enter(LinkState.READY, "")
+
+    async def _in_slices(self, change: Callable[[str, Sequence[int]], None], hashes: Sequence[int]) -> None:
+        for start in range(0, len(hashes), _SLICE):
+            if start:
+                await asyncio.sleep(0)
+            change(self.address, hashes[start : start + _SLICE])
+
+    def _take_load(self, load: worker_pb2.Load) -> None:
+        now_s = self._clock()
+        self.load_message = load
+        self.load = LoadReport(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_uncached_tokens=load.num_uncached_tokens,
+            num_blocks=load.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            num_cached_blocks=load.num_cached_blocks,
+            prefill_tokens_per_s=_rate(load.prefill_tokens_per_s),
+            decode_step_ms=_rate(load.decode_step_ms),
+            max_num_seqs=load.max_num_seqs,
+            received_at_s=now_s,
+        )
+        self._candidate = None
+        shown = []
+        for booking in self._pending:  # oldest first
+            if booking.at_s > now_s - _BOOKING_GRACE_S:
+                break
+            shown.append(booking)
+        for booking in shown:
+            self.settle(booking)
+
+    def _judge_silence(self) -> float | None:
+        """Act on how long the worker has been silent; seconds until to look again, or None when it is given up."""
+        silent_s = self._clock() - self._heard_at_s
+        if silent_s < self._suspect_after_s:
+            return self._suspect_after_s - silent_s
+        if silent_s < self._lost_after_s:
+            self.suspect(f"silent for {silent_s:.1f} s")
+            return self._lost_after_s - silent_s
+        why = f"silent for {silent_s:.1f} s"
+        self._enter(LinkState.UNREACHABLE, why)
+        for call in list(self._calls):
+            call.abandon(f"worker {self.worker_id} is {why}")
+        self._gave_up = True
+        return None
+
+
+class _SilenceTimer:
+    """Looks at a link's silence in time, without cost for each message, and cancels the watch when it is given up."""
+
+    def __init__(self, link: WorkerLink, watch: _Watch) -> None:
+        self._link = link
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        link._gave_up = False
+        link._heard_at_s = link._clock()
+        self._arm(link._suspect_after_s)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._handle.cancel()
+
+    def _arm(self, delay_s: float) -> None:
+        self._handle = self._loop.call_at(self._loop.time() + delay_s, self._look, self._loop.time() + delay_s)
+
+    def _look(self, due_s: float) -> None:
+        if self._loop.time() - due_s > _STALL_S:
+            self._arm(self._link._heartbeat_ms / 1000)  # what the worker said meanwhile is still unread
+            return
+        again_s = self._link._judge_silence()
+        if again_s is None:
+            self._watch.cancel()
+        else:
+            self._arm(again_s)
+
+
+def _rate(value: float) -> float:
+    """A rate that can be divided by: what is no sensible number counts as unknown (0)."""
+    return value if math.isfinite(value) and value > 1e-6 else 0.0

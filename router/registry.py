@@ -1,0 +1,77 @@
+"""Who belongs to the fleet: a fixed list of addresses, and workers that registered and renew their lease.
+
+Pure: time is handed in. Whether a member can be reached is the business of its link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.protos.status import Reason, StatusError
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker that should be linked. `worker_id` is empty for an address of the fixed list that never registered."""
+
+    address: str
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    address: str
+    ends_at_s: float
+
+
+class Registry:
+    """The members of the fleet.
+
+    `lease_s` is how long a registration lasts; `max_members` bounds the registered ones.
+    """
+
+    def __init__(self, static_addresses: Iterable[str] = (), *, lease_s: float = 6.0, max_members: int = 1024) -> None:
+        self.lease_s = lease_s
+        self._static = tuple(dict.fromkeys(static_addresses))
+        self._max_members = max_members
+        self._leases: dict[str, _Lease] = {}
+
+    def register(self, worker_id: str, address: str, now_s: float) -> None:
+        """Grant or renew the lease of a worker. The newest registration of a name or of an address holds.
+
+        Raises StatusError: INVALID_FIELD for an empty name or address, QUEUE_FULL when there are too many members.
+        """
+        for field, value in (("worker_id", worker_id), ("address", address)):
+            if not value:
+                problem = f"{field} is empty: name the worker and say where it listens"
+                raise StatusError(Reason.INVALID_FIELD, problem, field=field)
+        for other_id, lease in list(self._leases.items()):
+            if lease.address == address and other_id != worker_id:
+                del self._leases[other_id]
+        if worker_id not in self._leases and len(self._leases) >= self._max_members:
+            raise StatusError(
+                Reason.QUEUE_FULL,
+                f"this router has {self._max_members} workers, as many as it takes; register with another one",
+                retry_after_s=self.lease_s,
+            )
+        self._leases[worker_id] = _Lease(address, now_s + self.lease_s)
+
+    def deregister(self, worker_id: str, address: str) -> None:
+        """End a lease, if it is still the one of this address."""
+        lease = self._leases.get(worker_id)
+        if lease is not None and lease.address == address:
+            del self._leases[worker_id]
+
+    def expire(self, now_s: float) -> None:
+        """End the leases that were not renewed in time."""
+        for worker_id, lease in list(self._leases.items()):
+            if lease.ends_at_s <= now_s:
+                del self._leases[worker_id]
+
+    def members(self) -> dict[str, Member]:
+        """Address -> member, one for each address."""
+        members = {address: Member(address, "") for address in self._static}
+        for worker_id, lease in self._leases.items():
+            members[lease.address] = Member(lease.address, worker_id)
+        return members
