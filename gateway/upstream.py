@@ -1,0 +1,274 @@
+"""The gateway's view of what is behind it: one or more routers, or a single worker.
+
+Calls go to the first address that works. A generation whose transport fails is resumed, through the next address or
+the same one, behind the tokens that were already delivered: whoever iterates over `generate` sees a pause, never a
+gap or a repeat.
+
+    attempt 0   t0 t1 t2 |x            the router dies
+    attempt 1            | t3 t4 ...   resume_token_ids = [t0, t1, t2], start_pos = 3
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc
+
+from headrace.gateway.bundle import MAX_BUNDLE_BYTES, BundleError
+from headrace.protos.inference_pb2 import FINISH_REASON_LENGTH, Finish, GenerateRequest, GenerateResponse
+from headrace.protos.inference_pb2_grpc import InferenceStub
+from headrace.protos.router_pb2 import ListModelsRequest, ListWorkersRequest, RouterGetTokenizerRequest, WorkerInfo
+from headrace.protos.router_pb2_grpc import RouterStub
+from headrace.protos.status import Reason, StatusError, error_of
+from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest, ModelCard
+from headrace.protos.worker_pb2_grpc import WorkerStub
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),
+    # A router that was restarted is found again at once, not after a backoff of minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+LIST_TIMEOUT_S = 5.0
+TOKENIZER_TIMEOUT_S = 60.0
+GENERATE_TIMEOUT_S = 3600.0
+
+# Attempts that bring no token, before a generation is given up, and all attempts of one generation.
+MAX_FRUITLESS_ATTEMPTS = 12
+MAX_ATTEMPTS = 32
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.5
+
+_DETAILS_KEY = "grpc-status-details-bin"
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    """One address. `is_worker` is learned: a worker does not know the Router service."""
+
+    address: str
+    channel: grpc.aio.Channel
+    inference: Any
+    router: Any
+    worker: Any
+    is_worker: bool = field(default=False)
+
+
+@dataclass(slots=True)
+class Retries:
+    """How often a generation was attempted, and whether and when it is attempted again (pure)."""
+
+    num_addresses: int
+    attempt: int = 0
+    fruitless: int = 0
+
+    def after(self, failure: StatusError, lost: bool, progress: bool, started: bool) -> float | None:
+        """Seconds to wait before the next attempt; None to give up.
+
+        `lost` means that the transport failed. `progress` means that this attempt brought tokens, `started` that the
+        client has any. A refusal for want of room is final for a client that has nothing yet, and is waited out for
+        one in the middle of an answer.
+        """
+        crowded = failure.reason in (Reason.NO_CAPACITY, Reason.QUEUE_FULL)
+        if not (lost or failure.reason is Reason.DRAINING or (crowded and started)):
+            return None
+        self.attempt += 1
+        self.fruitless = 1 if progress else self.fruitless + 1
+        if self.fruitless >= MAX_FRUITLESS_ATTEMPTS or self.attempt >= MAX_ATTEMPTS:
+            return None
+        rounds, position = divmod(self.fruitless, self.num_addresses)
+        if position:  # an address that has not been asked in this round
+            return 0.0
+        return min(FIRST_BACKOFF_S * 2.0 ** (rounds - 1), MAX_BACKOFF_S)
+
+
+class Upstream:
+    """Client of the routers, or of the worker, at some addresses. Made and used in one event loop."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        assert addresses, "no address"
+        self._endpoints = [_endpoint(address) for address in addresses]
+        self._current = 0
+
+    async def close(self) -> None:
+        """End all calls and connections."""
+        for endpoint in self._endpoints:
+            await endpoint.channel.close()
+
+    async def list_models(self) -> list[ModelCard]:
+        """Cards of the models that are served now. Raises `StatusError`."""
+
+        async def ask(endpoint: _Endpoint) -> list[ModelCard]:
+            if not endpoint.is_worker:
+                try:
+                    answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S)
+                    return list(answer.models)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                        raise
+                    endpoint.is_worker = True
+            answer = await endpoint.worker.GetModelCard(GetModelCardRequest(), timeout=LIST_TIMEOUT_S)
+            return [answer.card]
+
+        return await self._first_that_works(ask)
+
+    async def list_workers(self) -> list[WorkerInfo]:
+        """All workers that the router knows; none when there is no router. Raises `StatusError`."""
+
+        async def ask(endpoint: _Endpoint) -> list[WorkerInfo]:
+            try:
+                answer = await endpoint.router.ListWorkers(ListWorkersRequest(), timeout=LIST_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return []
+                raise
+            return list(answer.workers)
+
+        return await self._first_that_works(ask)
+
+    async def get_tokenizer(self, sha256: str) -> bytes:
+        """The tokenizer bundle with this hash. Raises `StatusError`, or `BundleError` if other bytes came."""
+
+        async def ask(endpoint: _Endpoint) -> bytes:
+            if not endpoint.is_worker:
+                try:
+                    request = RouterGetTokenizerRequest(sha256=sha256)
+                    return await _joined(endpoint.router.GetTokenizer(request, timeout=TOKENIZER_TIMEOUT_S))
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                        raise
+                    endpoint.is_worker = True
+            direct = GetTokenizerRequest(sha256=sha256)
+            return await _joined(endpoint.worker.GetTokenizer(direct, timeout=TOKENIZER_TIMEOUT_S))
+
+        raw = await self._first_that_works(ask)
+        if hashlib.sha256(raw).hexdigest() != sha256:
+            raise BundleError(f"the tokenizer bundle that came for {sha256} has another hash")
+        return raw
+
+    async def generate(self, request: GenerateRequest, metadata: Metadata = ()) -> AsyncIterator[GenerateResponse]:
+        """The messages of one generation, resumed as often as need be. Close the iterator to cancel it.
+
+        The last message has a finish. Raises `StatusError` when the generation is refused, fails, or cannot be
+        resumed within the bounds above.
+        """
+        delivered: list[int] = list(request.resume_token_ids)
+        retries = Retries(len(self._endpoints), request.attempt)
+        while True:
+            num_before = len(delivered)
+            endpoint = self._endpoints[self._current]
+            call = endpoint.inference.Generate(request, metadata=metadata, timeout=GENERATE_TIMEOUT_S)
+            try:
+                while True:
+                    message = await call.read()
+                    if message is grpc.aio.EOF or not _fits(message, len(delivered)):
+                        break
+                    delivered.extend(message.token_ids)
+                    yield message
+                    if message.HasField("finish"):
+                        return
+                failure, lost = StatusError(Reason.WORKER_LOST, "the stream ended before the generation did"), True
+            except grpc.aio.AioRpcError as error:
+                failure, lost = error_of(error), _is_transport_failure(error)
+            finally:
+                call.cancel()
+            if len(delivered) >= request.sampling.max_tokens > 0 and lost:
+                yield _finish_of_length(len(delivered), len(request.token_ids))
+                return
+            delay_s = retries.after(failure, lost, len(delivered) > num_before, bool(delivered))
+            if delay_s is None:
+                raise failure
+            self._turn_from(endpoint)
+            _LOG.warning(
+                "%s: attempt %d through %s failed behind %d tokens: %s",
+                request.request_id,
+                retries.attempt - 1,
+                endpoint.address,
+                len(delivered),
+                failure.message,
+            )
+            await asyncio.sleep(delay_s)
+            request = _resumption(request, delivered, retries.attempt)
+
+    async def _first_that_works(self, ask: Callable[[_Endpoint], Awaitable[_T]]) -> _T:
+        """The answer of the current address, or of the next one while the transport fails. Raises `StatusError`."""
+        for remaining in reversed(range(len(self._endpoints))):
+            endpoint = self._endpoints[self._current]
+            try:
+                return await ask(endpoint)
+            except grpc.aio.AioRpcError as error:
+                lost = _is_transport_failure(error) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                if not lost or remaining == 0:
+                    raise error_of(error) from error
+                self._turn_from(endpoint)
+        raise AssertionError("there is at least one address")
+
+    def _turn_from(self, endpoint: _Endpoint) -> None:
+        """Use the next address from now on, unless another call has already turned away from this one."""
+        endpoint.is_worker = False
+        if self._endpoints[self._current] is endpoint:
+            self._current = (self._current + 1) % len(self._endpoints)
+
+
+def _endpoint(address: str) -> _Endpoint:
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return _Endpoint(address, channel, InferenceStub(channel), RouterStub(channel), WorkerStub(channel))
+
+
+async def _joined(call: Any) -> bytes:
+    """All chunks of a bundle."""
+    raw = bytearray()
+    async for response in call:
+        raw += response.chunk
+        if len(raw) > MAX_BUNDLE_BYTES:
+            call.cancel()
+            raise BundleError(f"the tokenizer bundle is larger than {MAX_BUNDLE_BYTES} bytes")
+    return bytes(raw)
+
+
+def _is_transport_failure(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the connection or its other end broke, rather than a server of ours having decided."""
+    if any(key == _DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
+        return False
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return True
+    details = error.details() or ""
+    return error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and (
+        "RST_STREAM" in details or "Stream removed" in details or "GOAWAY" in details
+    )
+
+
+def _fits(message: GenerateResponse, num_delivered: int) -> bool:
+    """Whether the message goes on exactly behind what was delivered. If not, the stream is as good as broken."""
+    return not message.token_ids or message.start_pos == num_delivered
+
+
+def _resumption(request: GenerateRequest, delivered: list[int], attempt: int) -> GenerateRequest:
+    resumption = GenerateRequest()
+    resumption.CopyFrom(request)
+    del resumption.resume_token_ids[:]
+    resumption.resume_token_ids.extend(delivered)
+    resumption.attempt = attempt
+    return resumption
+
+
+def _finish_of_length(num_generated: int, num_prompt: int) -> GenerateResponse:
+    """The finish of a generation that broke off between its last token and its end."""
+    finish = Finish(reason=FINISH_REASON_LENGTH, num_prompt_tokens=num_prompt, num_generated_tokens=num_generated)
+    return GenerateResponse(start_pos=num_generated, finish=finish)
