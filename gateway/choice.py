@@ -65,13 +65,13 @@ class Choice:
         "_detokenizer",
         "_hide_stop_token",
         "_logprobs_asked",
-        "_num_cached_tokens",
         "_num_decoded_chars",
         "_num_released_chars",
         "_num_tokens",
         "_own_stop_ids",
         "_pending",
         "_stops",
+        "num_cached_tokens",
     )
 
     def __init__(self, token_bytes: Sequence[bytes], special_ids: frozenset[int], sampling: Sampling) -> None:
@@ -86,12 +86,13 @@ class Choice:
         self._num_tokens = 0
         self._num_decoded_chars = 0
         self._num_released_chars = 0
-        self._num_cached_tokens = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens that the first attempt found in a prefix cache."""
 
     def push(self, message: GenerateResponse) -> Piece:
         """What this message adds. Once the piece has an ending, the generation may be cancelled."""
         if message.HasField("num_cached_tokens") and self._num_tokens == 0:
-            self._num_cached_tokens = message.num_cached_tokens
+            self.num_cached_tokens = message.num_cached_tokens
         before = self._num_tokens
         finish = message.finish if message.HasField("finish") else None
         token_ids = message.token_ids
@@ -138,11 +139,11 @@ class Choice:
         return due
 
     def _ended_by_stop_string(self, text: str, num_tokens: int) -> Piece:
-        ending = Ending("stop", self._stops.match, self._num_tokens, self._num_cached_tokens)
+        ending = Ending("stop", self._stops.match, self._num_tokens, self.num_cached_tokens)
         return Piece(text, num_tokens, self._due(), ending)
 
     def _ending(self, reason: int, stop_token_id: int | None) -> Ending:
         assert reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH), f"a finish without a reason: {reason}"
         own = stop_token_id if stop_token_id in self._own_stop_ids else None
         name = "stop" if reason == FINISH_REASON_STOP else "length"
-        return Ending(name, own, self._num_tokens, self._num_cached_tokens)
+        return Ending(name, own, self._num_tokens, self.num_cached_tokens)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -162,7 +162,9 @@ class Upstream:
             raise BundleError(f"the tokenizer bundle that came for {sha256} has another hash")
         return raw
 
-    async def generate(self, request: GenerateRequest, metadata: Metadata = ()) -> AsyncIterator[GenerateResponse]:
+    async def generate(
+        self, request: GenerateRequest, metadata: Metadata = ()
+    ) -> AsyncGenerator[GenerateResponse, None]:
         """The messages of one generation, resumed as often as need be. Close the iterator to cancel it.
 
         The last message has a finish. Raises `StatusError` when the generation is refused, fails, or cannot be
