@@ -151,7 +151,8 @@ def _attempt(client: httpx.Client, wanted: Wanted, part: Path, progress: Progres
         total = _total_bytes(response, done) or wanted.num_bytes
         progress.at(done, total)
         with part.open("ab" if done else "wb") as file:
-            for piece in response.iter_raw(_PIECE_BYTES):
+            # As they come: gathering pieces of a given size would lose what came before a break.
+            for piece in response.iter_raw():
                 file.write(piece)
                 done += len(piece)
                 progress.at(done, total)

