@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from headrace.cli.run_state import ProcessRecord, ServeRecord, running_serves
 from headrace.protos import router_pb2, router_pb2_grpc
 
 _ASK_TIMEOUT_S = 2.0
+_WIDTH_OF_A_PIPE = 200
 _CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 16 << 20))
 _WORKER_STATES = {
     router_pb2.WORKER_STATE_READY: "ready",
@@ -105,24 +107,28 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
     for record in records:
-        table = Table(title=f"{record.model} on {record.url}/v1 (serve: pid {record.pid})", title_justify="left")
-        for column in ("process", "pid", "state", "up", "restarts", "KV blocks used", "running", "waiting", "address"):
-            table.add_column(column, overflow="fold")
+        title = f"{record.model} on {record.url}/v1 (serve: pid {record.pid})"
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+        for column in ("process", "pid", "state", "up", "restarts", "requests", "KV blocks"):
+            table.add_column(column, no_wrap=True, justify="right" if column in ("pid", "restarts") else "left")
+        table.add_column("address", overflow="fold")
         for row in rows:
             if row["serve_pid"] == record.pid:
-                colour = _COLOURS.get(row["state"], "yellow")
-                table.add_row(*_cells(row, f"[{colour}]{row['state']}[/{colour}]"))
+                table.add_row(*_cells(row))
         console.print(table)
 
 
-def _cells(row: Mapping[str, Any], state: str) -> list[str]:
-    total, free = row.get("kv_blocks"), row.get("kv_blocks_free")
-    used = "" if total is None or free is None else f"{total - free} of {total}, {row['kv_blocks_cached']} cached"
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    colour = _COLOURS.get(row["state"], "yellow")
+    state = f"[{colour}]{row['state']}[/{colour}]"
+    requests = blocks = ""
+    if row.get("kv_blocks") is not None:
+        requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"
+        blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
     up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])
-    counts = [_text(row.get("requests_running")), _text(row.get("requests_waiting"))]
-    return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), used, *counts, row["address"]]
+    return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), requests, blocks, row["address"]]
 
 
 def _text(value: object) -> str:

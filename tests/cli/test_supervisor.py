@@ -41,7 +41,7 @@ def spec(name: str, code: str, *args: str, stop_phase: int = 0, cpus: tuple[int,
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that happens in other processes, and so can only be looked at again and again."""
     async with asyncio.timeout(BOUND_S):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
 
 

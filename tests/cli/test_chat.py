@@ -1,0 +1,146 @@
+"""`headrace chat` against a server that answers as a gateway does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.cli.chat import Conversation, statistics
+from headrace.cli.main import cli
+
+
+class Server:
+    """Answers each question with its last message, reversed; what it was asked is in `asked`."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.asked: list[dict[str, Any]] = []
+        self.refusal: tuple[int, str] | None = None
+        self.break_off = False
+
+    def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        text = body["messages"][-1]["content"][::-1]
+        yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage": None}
+        for letter in text:
+            yield {"choices": [{"index": 0, "delta": {"content": letter}}], "usage": None}
+        if not self.break_off:
+            yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": None}
+            yield {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": len(text)}}
+
+
+@pytest.fixture
+def server(cache: Path) -> Iterator[Server]:
+    state = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state.asked.append(body)
+            if state.refusal is not None:
+                status, message = state.refusal
+                self._send(status, json.dumps({"error": {"message": message}}).encode())
+                return
+            lines = [f"data: {json.dumps(event)}\n\n" for event in state.events(body)]
+            end = "" if state.break_off else "data: [DONE]\n\n"
+            self._send(200, (": keep-alive\n\n" + "".join(lines) + end).encode())
+
+        def _send(self, status: int, raw: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{http.server_address[1]}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield state
+    http.shutdown()
+    http.server_close()
+    thread.join()
+
+
+def chat(server: Server, lines: str, *args: str) -> Result:
+    return CliRunner().invoke(cli, ["chat", "--url", f"{server.url}/v1", *args], input=lines)
+
+
+def test_each_line_of_a_pipe_gets_an_answer_on_standard_output(server: Server) -> None:
+    result = chat(server, "abc\n\ndef\n")
+    assert (result.exit_code, result.stdout) == (0, "cba\nfed\n")
+    assert result.stderr.count("[3 tokens, ") == 2
+
+
+def test_the_first_model_is_asked_unless_another_is_named(server: Server) -> None:
+    chat(server, "a\n")
+    chat(server, "a\n", "--model", "m2")
+    assert [body["model"] for body in server.asked] == ["m1", "m2"]
+
+
+def test_the_conversation_is_sent_along_until_reset(server: Server) -> None:
+    chat(server, "ab\ncd\n/reset\nef\n", "--system", "be brief")
+    system = {"role": "system", "content": "be brief"}
+    turn = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    assert [body["messages"] for body in server.asked] == [
+        [system, {"role": "user", "content": "ab"}],
+        [system, *turn, {"role": "user", "content": "cd"}],
+        [system, {"role": "user", "content": "ef"}],
+    ]
+
+
+def test_exit_leaves_without_asking(server: Server) -> None:
+    assert chat(server, "/exit\nabc\n").stdout == ""
+    assert server.asked == []
+
+
+def test_what_the_server_refuses_is_told_in_its_words(server: Server) -> None:
+    server.refusal = (400, "This model's maximum context length is 10 tokens")
+    result = chat(server, "abc\n")
+    assert result.exit_code == 1
+    assert "error: This model's maximum context length is 10 tokens" in result.stderr
+
+
+def test_a_stream_without_its_end_is_a_failure(server: Server) -> None:
+    server.break_off = True
+    result = chat(server, "abc\n")
+    assert result.exit_code == 1
+    assert "error: the answer broke off" in result.stderr
+
+
+def test_no_server_is_a_clear_sentence(cache: Path) -> None:
+    result = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="a\n")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: no server at http://127.0.0.1:9; start one with headrace serve, or name another with --url\n"
+    )
+
+
+def test_a_refused_turn_does_not_become_part_of_the_conversation() -> None:
+    conversation = Conversation(system=None)
+    conversation.messages_with("too long")
+    assert conversation.messages_with("short") == [{"role": "user", "content": "short"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((11, 1.0, 1.5, 2.5), "11 tokens, 10.0 tokens/s, first after 0.50 s"),
+        ((1, 1.0, 1.5, 1.5), "1 tokens, first after 0.50 s"),
+        ((None, 1.0, 1.5, 2.5), "first after 0.50 s"),
+        ((None, 1.0, None, 2.5), "no answer"),
+    ],
+)
+def test_statistics(arguments: tuple[int | None, float, float | None, float], line: str) -> None:
+    assert statistics(*arguments) == line

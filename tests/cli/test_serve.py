@@ -1,0 +1,169 @@
+"""What `headrace serve` decides and refuses before it starts anything. Running it is for tests/e2e."""
+
+from __future__ import annotations
+
+import io
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.cli import pull
+from headrace.cli.errors import CommandError
+from headrace.cli.log_sink import LogSink
+from headrace.cli.main import cli
+from headrace.cli.model_cache import model_directory
+from headrace.cli.ports import check_port, free_port, is_free
+from headrace.cli.serve import choose_grpc_port, find_model
+from tests.cli.conftest import write_files
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    """A port that something listens on, with a free one above it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port("127.0.0.1")))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def log() -> Iterator[LogSink]:
+    sink = LogSink(io.BytesIO())
+    yield sink
+    sink.close(5)
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["serve", *args])
+
+
+def test_a_busy_port_is_refused_before_anything_else(cache: Path, busy_port: int) -> None:
+    result = run("no-such-model", "--port", str(busy_port))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"error: port {busy_port} on 127.0.0.1 is already in use" in result.stderr
+    assert "--port" in result.stderr
+
+
+def test_a_busy_grpc_port_is_refused_only_if_it_was_asked_for(cache: Path, busy_port: int, log: LogSink) -> None:
+    with pytest.raises(CommandError, match=f"port {busy_port} .* --grpc-port"):
+        choose_grpc_port("127.0.0.1", 1, busy_port, log)
+    assert choose_grpc_port("127.0.0.1", busy_port - 1, None, log) == 0
+    assert choose_grpc_port("127.0.0.1", busy_port, None, log) == busy_port + 1
+    assert choose_grpc_port("127.0.0.1", busy_port, 0, log) == 0
+
+
+def test_one_port_for_http_and_grpc_is_refused(log: LogSink) -> None:
+    with pytest.raises(CommandError, match="are both 8000"):
+        choose_grpc_port("127.0.0.1", 8000, 8000, log)
+
+
+def test_a_port_above_the_last_one_is_not_free() -> None:
+    assert not is_free("127.0.0.1", 65536)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(CommandError, match=r"192\.0\.2\.1 is no address of this machine"):
+        check_port("192.0.2.1", 8000, "--port")
+
+
+def test_a_host_name_that_means_nothing_is_refused() -> None:
+    with pytest.raises(CommandError, match="is no address of this machine"):
+        check_port("no host.invalid", 8000, "--port")
+
+
+def test_a_model_that_is_nowhere_is_refused_and_what_is_known_is_named(cache: Path, model_folder: Path) -> None:
+    CliRunner().invoke(cli, ["pull", str(model_folder)])
+    result = run("nosuch", "--port", "0")
+    assert result.exit_code == 2
+    assert "there is no model 'nosuch': it is neither one of my-model, smollm2-135m" in result.stderr
+
+
+def test_a_hub_name_that_was_not_pulled_tells_how_to(cache: Path) -> None:
+    with pytest.raises(CommandError, match="headrace pull owner/model fetches it"):
+        find_model("owner/model")
+
+
+def test_a_directory_is_served_under_its_name(cache: Path, model_folder: Path) -> None:
+    assert find_model(str(model_folder)) == (model_folder, "my-model")
+
+
+def test_an_incomplete_directory_is_refused_and_each_missing_file_named(cache: Path, model_folder: Path) -> None:
+    (model_folder / "openvino_tokenizer.xml").unlink()
+    (model_folder / "openvino_model.bin").unlink()
+    result = run(str(model_folder), "--port", "0")
+    assert result.exit_code == 2
+    assert "missing openvino_model.bin, openvino_tokenizer.xml" in result.stderr
+
+
+def test_an_empty_file_is_named(cache: Path, model_folder: Path) -> None:
+    (model_folder / "openvino_model.bin").write_bytes(b"")
+    with pytest.raises(CommandError, match=r"openvino_model\.bin is empty"):
+        find_model(str(model_folder))
+
+
+def test_a_name_in_the_cache_is_served_from_there(cache: Path, model_folder: Path) -> None:
+    CliRunner().invoke(cli, ["pull", str(model_folder), "--name", "owner/m"])
+    assert find_model("owner/m") == (model_directory("owner/m"), "owner/m")
+
+
+def test_a_damaged_model_in_the_cache_tells_how_to_mend_it(
+    cache: Path, tmp_path: Path, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "_convert", lambda _name, _gguf, directory: write_files(directory, model_files))
+    path = write_files(tmp_path, {"m.gguf": b"GGUF"}) / "m.gguf"
+    assert find_model(str(path)) == (model_directory("m"), "m")
+    (model_directory("m") / "openvino_model.bin").write_bytes(b"short")
+    with pytest.raises(CommandError, match=r"5 bytes instead of 18: .* headrace pull --force .*m\.gguf mends it"):
+        find_model("m")
+
+
+def test_more_threads_than_cpus_are_refused(cache: Path) -> None:
+    result = run("--threads", "100000", "--port", "0")
+    assert result.exit_code == 2
+    assert "100000 threads need more than the" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--port", "70000"), ("--workers", "0"), ("--kv-cache-gb", "0"), ("--nosuch",)])
+def test_values_out_of_range_are_usage_errors(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_help_imports_nothing_slow() -> None:
+    code = (
+        "import sys\nfrom headrace.cli.main import cli\nimport headrace.cli.serve\n"
+        "slow = {'openvino', 'numpy', 'grpc', 'httpx', 'rich', 'msgspec'}\nprint(sorted(slow & set(sys.modules)))"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stdout == "[]\n"
+
+
+def test_the_help_lists_every_command() -> None:
+    shown = CliRunner().invoke(cli, ["--help"]).stdout
+    for name in ("pull", "serve", "status", "chat", "worker", "router", "gateway"):
+        assert f"\n  {name} " in shown
+        if name not in ("worker", "router", "gateway"):
+            assert CliRunner().invoke(cli, [name, "--help"]).exit_code == 0
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    from importlib.metadata import version
+
+    assert CliRunner().invoke(cli, ["--version"]).stdout == f"headrace {version('headrace')}\n"
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    assert CliRunner().invoke(cli, ["nosuch"]).exit_code == 2
+
+
+def test_a_role_command_becomes_the_role() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", "router", "--help"], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0
+    assert "--listen" in finished.stdout

@@ -1,0 +1,192 @@
+"""`headrace status`: rows merged from record, router and gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from headrace.cli.main import cli
+from headrace.cli.run_state import (
+    ProcessRecord,
+    RunState,
+    ServeRecord,
+    make_socket_directory,
+    own_start_ticks,
+    running_serves,
+    runtime_directory,
+)
+from headrace.cli.status import collect, row_of
+from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
+
+WORKER = ProcessRecord("worker-0", "worker", 11, "unix:/w", "starting", 0, 100.0)
+ROUTER = ProcessRecord("router", "router", 12, "unix:/r", "starting", 0, 100.0)
+GATEWAY = ProcessRecord("gateway", "gateway", 13, "http://127.0.0.1:9", "starting", 0, 100.0)
+LOAD = worker_pb2.Load(num_running=2, num_waiting=1, num_blocks=100, num_free_blocks=90, num_cached_blocks=5)
+
+
+def record(port: int = 9, **changes: object) -> ServeRecord:
+    made = ServeRecord(
+        pid=os.getpid(),
+        start_ticks=own_start_ticks(),
+        url=f"http://127.0.0.1:{port}",
+        host="127.0.0.1",
+        port=port,
+        grpc_port=0,
+        model="m",
+        router_address="unix:/nowhere/router.sock",
+        socket_directory="/nowhere",
+        processes=(WORKER, GATEWAY, ROUTER),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def info(state: int, *, load: bool = True) -> router_pb2.WorkerInfo:
+    return router_pb2.WorkerInfo(worker_id="worker-0", model="m", state=state, load=LOAD if load else None)
+
+
+def test_a_worker_shows_what_the_router_knows_of_it() -> None:
+    row = row_of(record(), WORKER, {"worker-0": info(router_pb2.WORKER_STATE_READY)}, True, 107.5)
+    assert row == {
+        "role": "worker",
+        "name": "worker-0",
+        "pid": 11,
+        "address": "unix:/w",
+        "state": "ready",
+        "restarts": 0,
+        "uptime_s": 7.5,
+        "serve_pid": os.getpid(),
+        "port": 9,
+        "model": "m",
+        "kv_blocks": 100,
+        "kv_blocks_free": 90,
+        "kv_blocks_cached": 5,
+        "requests_running": 2,
+        "requests_waiting": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("known", "state"),
+    [
+        (router_pb2.WORKER_STATE_DRAINING, "draining"),
+        (router_pb2.WORKER_STATE_SUSPECT, "suspect"),
+        (router_pb2.WORKER_STATE_UNREACHABLE, "starting"),
+    ],
+)
+def test_a_worker_that_takes_no_requests_is_not_ready(known: int, state: str) -> None:
+    assert row_of(record(), WORKER, {"worker-0": info(known)}, True, 0)["state"] == state
+
+
+@pytest.mark.parametrize("state", ["restarting", "stopping", "failed"])
+def test_what_the_supervisor_says_of_a_dead_process_outweighs_old_reports(state: str) -> None:
+    dead = replace(WORKER, state=state, pid=None)
+    row = row_of(record(), dead, {"worker-0": info(router_pb2.WORKER_STATE_READY)}, True, 0)
+    assert (row["state"], row["pid"], row["uptime_s"]) == (state, None, None)
+
+
+def test_while_the_router_is_silent_nothing_is_made_up() -> None:
+    assert row_of(record(), WORKER, None, False, 0)["kv_blocks"] is None
+    assert row_of(record(), ROUTER, None, False, 0)["state"] == "starting"
+    assert row_of(record(), GATEWAY, None, False, 0)["state"] == "starting"
+    unreported = {"worker-0": info(router_pb2.WORKER_STATE_UNREACHABLE, load=False)}
+    assert row_of(record(), WORKER, unreported, False, 0)["kv_blocks"] is None
+
+
+class _Router(router_pb2_grpc.RouterServicer):
+    async def ListWorkers(
+        self, request: router_pb2.ListWorkersRequest, context: object
+    ) -> router_pb2.ListWorkersResponse:
+        return router_pb2.ListWorkersResponse(workers=[info(router_pb2.WORKER_STATE_READY)])
+
+
+@pytest.fixture
+async def router(tmp_path: Path) -> AsyncIterator[str]:
+    address = f"unix:{tmp_path / 'r.sock'}"
+    server = grpc.aio.server()
+    router_pb2_grpc.add_RouterServicer_to_server(_Router(), server)
+    server.add_insecure_port(address)
+    await server.start()
+    yield address
+    await server.stop(None)
+
+
+async def test_rows_come_from_a_live_router(router: str) -> None:
+    worker, gateway, routing = await collect(record(router_address=router))
+    assert (worker["state"], worker["kv_blocks_free"]) == ("ready", 90)
+    assert (gateway["state"], routing["state"]) == ("starting", "ready")
+
+
+def test_nothing_running_is_said_with_status_1(cache: Path) -> None:
+    result = CliRunner().invoke(cli, ["status"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == "nothing is being served; headrace serve starts it\n"
+    as_json = CliRunner().invoke(cli, ["status", "--json"])
+    assert (as_json.exit_code, json.loads(as_json.stdout)) == (1, [])
+
+
+def test_each_process_of_each_serve_is_listed(cache: Path) -> None:
+    RunState(9).write(record(9))
+    RunState(10).write(record(10))
+    rows = json.loads(CliRunner().invoke(cli, ["status", "--json"]).stdout)
+    assert [(row["port"], row["name"]) for row in rows] == [
+        (port, name) for port in (9, 10) for name in ("worker-0", "gateway", "router")
+    ]
+    one = CliRunner().invoke(cli, ["status", "--port", "10"])
+    assert one.exit_code == 0
+    assert "worker-0" in one.stdout
+    assert "127.0.0.1:10/v1" in one.stdout
+    assert "127.0.0.1:9/v1" not in one.stdout
+
+
+def test_the_record_of_a_serve_that_was_killed_counts_for_nothing(cache: Path) -> None:
+    RunState(9).write(record(9, start_ticks=1))
+    (runtime_directory() / "serve-11.json").write_text("{")
+    assert running_serves() == []
+
+
+def test_a_record_is_gone_with_its_sockets(cache: Path) -> None:
+    directory = make_socket_directory(9)
+    (directory / "router.sock").touch()
+    written = record(9, socket_directory=str(directory))
+    state = RunState(9)
+    state.write(written)
+    assert running_serves(9) == [written]
+    state.remove(written)
+    assert list(runtime_directory().iterdir()) == []
+
+
+def test_two_serves_on_one_port_of_different_hosts_have_records_and_sockets_of_their_own(cache: Path) -> None:
+    first = record(9, socket_directory=str(make_socket_directory(9)))
+    RunState(9).write(first)
+    second = record(9, socket_directory=str(make_socket_directory(9)))
+    assert first.socket_directory != second.socket_directory
+    state = RunState(9)
+    state.write(second)
+    assert len(running_serves(9)) == 2
+    state.remove(second)
+    assert running_serves(9) == [first]
+
+
+def test_sockets_have_short_paths_and_are_private(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    directory = make_socket_directory(9)
+    assert len(str(directory)) < 60
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.rmdir()
+
+
+def test_a_runtime_directory_that_others_may_enter_is_refused(cache: Path) -> None:
+    runtime_directory().chmod(0o755)
+    result = CliRunner().invoke(cli, ["status"])
+    assert result.exit_code == 2
+    assert "must be a directory that belongs to this user alone" in result.stderr
