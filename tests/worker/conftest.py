@@ -1,0 +1,88 @@
+"""An engine over the fake runner, checked after every step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from headrace.worker.block_pool import BlockPool
+from headrace.worker.engine import Engine
+from headrace.worker.kv_cache import KVCacheManager
+from headrace.worker.request import FinishReason, Request, RequestOutput, SamplingParams
+from headrace.worker.sampler import BatchSampler
+from headrace.worker.scheduler import Scheduler
+from tests.worker.fake_runner import FakeRunner
+
+VOCAB_SIZE = 997
+BLOCK_SIZE = 4
+
+
+@dataclass
+class EngineUnderTest:
+    """Runs requests and collects what they get."""
+
+    engine: Engine
+    runner: FakeRunner
+    tokens: dict[Request, list[int]] = field(default_factory=dict)
+    last: dict[Request, RequestOutput] = field(default_factory=dict)
+    arrivals: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
+
+    def request(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
+        """Add a greedy request; `options` are fields of Request or of SamplingParams."""
+        of_request = {
+            name: options.pop(name) for name in ("priority", "resume_token_ids", "root_hash") if name in options
+        }
+        sampling = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **options})  # type: ignore[arg-type]
+        arrival = next(self.arrivals)
+        fields = {"root_hash": 1, "arrival_s": float(arrival), **of_request}
+        request = Request(f"r{arrival}", prompt, sampling, **fields)  # type: ignore[arg-type]
+        self.tokens[request] = list(request.resume_token_ids)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[RequestOutput]:
+        """One step, everything checked behind it."""
+        outputs = self.engine.step()
+        self.scheduler.check()
+        for output in outputs:
+            request = output.request
+            assert request not in self.last, "an output after the last one"
+            assert output.start_pos == len(self.tokens[request]), "a gap or a repeat"
+            self.tokens[request] += output.token_ids
+            if output.is_last:
+                self.last[request] = output
+        return outputs
+
+    def run(self) -> None:
+        """Step until nothing is left; all blocks must be free then."""
+        steps = 0
+        while self.scheduler.has_requests:
+            self.step()
+            steps += 1
+            assert steps < 100_000, "no end in sight"
+        assert self.scheduler.kv_cache.pool.num_free_blocks == self.scheduler.kv_cache.pool.num_blocks
+
+    def finish(self, request: Request) -> FinishReason | None:
+        return self.last[request].finish
+
+
+MakeEngine = Callable[..., EngineUnderTest]
+
+
+def make_engine(num_blocks: int = 64, max_num_seqs: int = 8, max_num_batched_tokens: int = 32) -> EngineUnderTest:
+    """A fresh engine over a fresh fake runner."""
+    scheduler = Scheduler(KVCacheManager(BlockPool(num_blocks, BLOCK_SIZE)), max_num_seqs, max_num_batched_tokens)
+    runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+    return EngineUnderTest(Engine(scheduler, runner, BatchSampler()), runner)
+
+
+@pytest.fixture
+def engine() -> EngineUnderTest:
+    return make_engine()

@@ -1,0 +1,81 @@
+"""A model runner that computes nothing and forgets nothing: the oracle of the engine's tests.
+
+It writes the token ids of a step into fake KV blocks, through the block indices of the batch, and derives each next
+token by reading the whole sequence back through them. A wrong block table, a block given to two, a token computed too
+late or at the wrong position all give wrong tokens, and `expected_tokens` knows the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.batch import Batch
+
+EMPTY = -1
+
+
+def next_token(context: Sequence[int], vocab_size: int) -> int:
+    """What follows a context: depends on every token of it and on their order."""
+    return crc32(np.asarray(context, np.int64).tobytes()) % vocab_size
+
+
+def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+    """What a greedy request for `count` tokens must get."""
+    context = list(prompt)
+    for _ in range(count):
+        context.append(next_token(context, vocab_size))
+    return context[len(prompt) :]
+
+
+class FakeRunner:
+    """`num_blocks` blocks of `block_size` token ids. Counts the tokens it was given."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+        self.blocks = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.vocab_size = vocab_size
+        self.num_tokens = 0
+        self.batch_sizes: list[int] = []
+        self.fail_next: Exception | None = None
+
+    def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """One-hot logits of the next tokens."""
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        self._check_shapes(batch)
+        self.num_tokens += len(batch.input_ids)
+        self.batch_sizes.append(len(batch.past_lens))
+        contexts = [self._compute(batch, sequence) for sequence in range(len(batch.past_lens))]
+        ends = (batch.subsequence_begins[1:] - 1).tolist()
+        logits = np.zeros((len(batch.sampled_tokens_indices), self.vocab_size), np.float32)
+        for row, index in enumerate(batch.sampled_tokens_indices.tolist()):
+            logits[row, next_token(contexts[ends.index(index)], self.vocab_size)] = 1.0
+        return logits
+
+    def _compute(self, batch: Batch, sequence: int) -> list[int]:
+        """Store a sequence's new tokens; give all its tokens, read back."""
+        begin, end = batch.subsequence_begins[sequence : sequence + 2].tolist()
+        past = int(batch.past_lens[sequence])
+        assert batch.position_ids[begin:end].tolist() == list(range(past, past + end - begin))
+        blocks = batch.block_indices[slice(*batch.block_indices_begins[sequence : sequence + 2])]
+        size = self.blocks.shape[1]
+        assert len(blocks) == -(-(past + end - begin) // size)
+        for offset, token_id in enumerate(batch.input_ids[begin:end].tolist()):
+            position = past + offset
+            self.blocks[blocks[position // size], position % size] = token_id
+        context = self.blocks[blocks].reshape(-1)[: past + end - begin]
+        assert EMPTY not in context, "a token was never computed"
+        return context.tolist()
+
+    def _check_shapes(self, batch: Batch) -> None:
+        sequences = len(batch.past_lens)
+        assert len(batch.subsequence_begins) == len(batch.block_indices_begins) == sequences + 1
+        assert batch.subsequence_begins[-1] == len(batch.input_ids) == len(batch.position_ids)
+        assert batch.block_indices_begins[-1] == len(batch.block_indices)
+        new = np.diff(batch.subsequence_begins)
+        assert int(batch.max_context_len) == int((batch.past_lens + new).max())
+        assert len(batch.sampled) == len(batch.sampled_tokens_indices)

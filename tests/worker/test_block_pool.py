@@ -1,0 +1,145 @@
+"""The block pool: nothing lost, nothing twice, the least valuable first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headrace.worker.block_pool import BlockPool
+
+
+def pool_with_cached(count: int, num_blocks: int = 8) -> BlockPool:
+    pool = BlockPool(num_blocks, 4)
+    blocks = pool.take(count)
+    for i, block in enumerate(blocks):
+        assert pool.make_findable(block, 100 + i, 0, bytes([i]))
+    pool.release(blocks)
+    return pool
+
+
+def test_free_blocks_are_taken_before_cached_ones() -> None:
+    pool = pool_with_cached(3)
+    pool.take(5)
+    assert pool.num_cached_blocks == 3
+    pool.check()
+
+
+def test_cached_blocks_are_given_up_in_the_order_of_their_release() -> None:
+    pool = pool_with_cached(3, num_blocks=3)
+    held = pool.find(100, 0, b"\0")
+    assert held is not None
+    pool.hold([held])
+    pool.release([held])
+    pool.take(2)
+    assert pool.find(100, 0, b"\0") == held
+    assert pool.find(101, 0, b"\1") is pool.find(102, 0, b"\2") is None
+    assert pool.num_evictions == 2
+
+
+def test_a_hash_whose_content_differs_is_no_hit() -> None:
+    pool = pool_with_cached(1)
+    assert pool.find(100, 0, b"\0") is not None
+    assert pool.find(100, 0, b"other tokens") is None
+    assert pool.find(100, 7, b"\0") is None
+
+
+def test_the_first_block_with_a_hash_stands_for_it() -> None:
+    pool = BlockPool(4, 4)
+    first, second = pool.take(2)
+    assert pool.make_findable(first, 1, 0, b"x")
+    assert not pool.make_findable(second, 1, 0, b"x")
+    pool.release([second, first])
+    pool.check()
+    assert pool.find(1, 0, b"x") == first
+
+
+def test_a_shared_block_stays_until_its_last_holder_has_gone() -> None:
+    pool = pool_with_cached(1)
+    block = pool.find(100, 0, b"\0")
+    assert block is not None
+    pool.hold([block])
+    pool.hold([block])
+    pool.release([block])
+    assert pool.num_free_blocks == 7
+    pool.release([block])
+    assert pool.num_free_blocks == 8
+
+
+def test_events_tell_the_difference_since_the_last_time() -> None:
+    pool = pool_with_cached(2, num_blocks=2)
+    assert pool.take_events() == ([100, 101], [])
+    blocks = pool.take(2)
+    pool.make_findable(blocks[0], 100, 0, b"\0")
+    assert pool.take_events() == ([], [101])
+    pool.forget_all()
+    assert pool.take_events() == ([], [100])
+    pool.make_findable(blocks[1], 5, 0, b"y")
+    pool.forget_all()
+    assert pool.take_events() == ([], [])
+
+
+def test_misuse_is_loud() -> None:
+    pool = BlockPool(2, 4)
+    with pytest.raises(AssertionError):
+        pool.take(3)
+    with pytest.raises(AssertionError):
+        pool.release([0])
+    with pytest.raises(AssertionError):
+        pool.hold([0])
+    with pytest.raises(ValueError, match="a pool needs a block"):
+        BlockPool(0, 4)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random holders of random blocks; a mirror of the events must equal what can be found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(6, 4)
+        self.held: list[int] = []
+        self.mirror: set[int] = set()
+
+    @rule(count=st.integers(0, 6))
+    def take(self, count: int) -> None:
+        if count <= self.pool.num_free_blocks:
+            self.held += self.pool.take(count)
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 100))
+    def release(self, index: int) -> None:
+        self.pool.release([self.held.pop(index % len(self.held))])
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 100), block_hash=st.integers(0, 8))
+    def publish(self, index: int, block_hash: int) -> None:
+        self.pool.make_findable(self.held[index % len(self.held)], block_hash, 0, b"")
+
+    @rule(block_hash=st.integers(0, 8))
+    def hit(self, block_hash: int) -> None:
+        block = self.pool.find(block_hash, 0, b"")
+        if block is not None:
+            self.pool.hold([block])
+            self.held.append(block)
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget_all()
+
+    @rule()
+    def mirror_events(self) -> None:
+        stored, evicted = self.pool.take_events()
+        assert self.mirror.issuperset(evicted)
+        assert self.mirror.isdisjoint(stored)
+        self.mirror = (self.mirror - set(evicted)) | set(stored)
+        assert self.mirror == self.pool.findable_hashes()
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        self.pool.check()
+        assert self.pool.num_free_blocks == 6 - len(set(self.held))
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,219 @@
+"""The engine over the fake runner: every request gets the tokens it would get alone, whatever else happens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headrace.protos.status import Reason
+from headrace.worker.request import FinishReason, Request
+from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, make_engine
+from tests.worker.fake_runner import expected_tokens
+
+
+def right(request: Request, count: int) -> list[int]:
+    return expected_tokens(request.prompt_token_ids, count, VOCAB_SIZE)
+
+
+def test_a_request_gets_its_tokens_and_one_finish(engine: EngineUnderTest) -> None:
+    request = engine.request([5, 6, 7], max_tokens=10)
+    engine.run()
+    assert engine.tokens[request] == right(request, 10)
+    assert engine.finish(request) is FinishReason.LENGTH
+
+
+def test_a_stop_token_ends_a_request_and_is_delivered(engine: EngineUnderTest) -> None:
+    tokens = expected_tokens([1, 2], 10, VOCAB_SIZE)
+    request = engine.request([1, 2], max_tokens=10, stop_token_ids=frozenset({tokens[3]}))
+    engine.run()
+    assert engine.tokens[request] == tokens[:4]
+    assert (engine.finish(request), engine.last[request].stop_token_id) == (FinishReason.STOP, tokens[3])
+
+
+@pytest.mark.parametrize("budget", [8, 9, 31, 64])
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks(budget: int) -> None:
+    engine = make_engine(max_num_batched_tokens=budget)
+    request = engine.request(list(range(100)), max_tokens=6)
+    engine.run()
+    assert engine.tokens[request] == right(request, 6)
+    assert engine.runner.num_tokens == 100 + 5
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(engine: EngineUnderTest) -> None:
+    prompt = list(range(41))
+    first = engine.request(prompt)
+    engine.run()
+    computed = engine.runner.num_tokens
+    second = engine.request(prompt)
+    engine.run()
+    assert engine.tokens[first] == engine.tokens[second] == right(second, 8)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40)
+    assert engine.runner.num_tokens - computed == 1 + 7
+
+
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_block(engine: EngineUnderTest) -> None:
+    prompt = list(range(40))
+    engine.request(prompt)
+    engine.run()
+    second = engine.request(prompt)
+    engine.run()
+    assert second.num_cached_tokens == 40 - BLOCK_SIZE
+    assert engine.tokens[second] == right(second, 8)
+
+
+def test_the_generated_tokens_of_a_request_are_found_by_its_next_turn(engine: EngineUnderTest) -> None:
+    first = engine.request(list(range(8)), max_tokens=9)
+    engine.run()
+    second = engine.request([*range(8), *engine.tokens[first], 1, 2], max_tokens=4)
+    engine.run()
+    assert second.num_cached_tokens == 16
+    assert engine.tokens[second] == right(second, 4)
+
+
+def test_different_roots_share_nothing(engine: EngineUnderTest) -> None:
+    engine.request(list(range(40)), root_hash=1)
+    engine.run()
+    second = engine.request(list(range(40)), root_hash=2)
+    engine.run()
+    assert second.num_cached_tokens == 0
+
+
+def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
+    engine = make_engine(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=32)
+    prompt = list(range(101))
+    requests = [engine.request(prompt, max_tokens=1) for _ in range(16)]
+    engine.run()
+    assert all(engine.tokens[request] == right(request, 1) for request in requests)
+    assert engine.runner.num_tokens == 100 + 16
+    assert engine.scheduler.stats.prompt_tokens_computed == 116
+    assert engine.scheduler.stats.prompt_tokens_cached == 15 * 100
+
+
+def test_short_prompts_do_not_wait_for_a_long_one_and_the_long_one_goes_on() -> None:
+    engine = make_engine(num_blocks=400, max_num_batched_tokens=32)
+    long = engine.request(list(range(400)), max_tokens=1)
+    engine.step()
+    shorts = [engine.request([500 + i] * 10, max_tokens=1) for i in range(4)]
+    engine.step()
+    engine.step()
+    assert all(short in engine.last for short in shorts)
+    assert long.num_computed_tokens >= 32 + 2 * 32 // 4
+    engine.run()
+    assert engine.tokens[long] == right(long, 1)
+
+
+def test_no_step_is_larger_than_the_limits() -> None:
+    engine = make_engine(max_num_seqs=3, max_num_batched_tokens=7)
+    for i in range(9):
+        engine.request([i] * (1 + 3 * i), max_tokens=5)
+    before = 0
+    while engine.scheduler.has_requests:
+        engine.step()
+        assert engine.runner.num_tokens - before <= 7
+        before = engine.runner.num_tokens
+    assert max(engine.runner.batch_sizes) == 3
+
+
+def test_a_small_pool_gives_every_request_the_tokens_of_an_ample_one() -> None:
+    engine = make_engine(num_blocks=24, max_num_seqs=8)
+    requests = [engine.request([i] * 9, max_tokens=30) for i in range(16)]
+    engine.run()
+    assert engine.scheduler.stats.preemptions > 0
+    for request in requests:
+        assert engine.tokens[request] == right(request, 30)
+
+
+def test_a_higher_priority_goes_first_and_keeps_its_blocks() -> None:
+    engine = make_engine(num_blocks=16, max_num_seqs=2)
+    low = [engine.request([i] * 8, max_tokens=20) for i in range(3)]
+    engine.step()
+    urgent = engine.request([50] * 8, max_tokens=40, priority=1)
+    while urgent not in engine.last:
+        assert urgent.num_generated_tokens > 0 or low[2].num_generated_tokens == 0
+        engine.step()
+    assert urgent.num_preemptions == 0
+    engine.run()
+    for request in [*low, urgent]:
+        assert engine.tokens[request] == right(request, request.sampling.max_tokens)
+
+
+def test_a_resumed_request_goes_on_where_it_stopped(engine: EngineUnderTest) -> None:
+    whole = expected_tokens([1, 2, 3], 10, VOCAB_SIZE)
+    request = engine.request([1, 2, 3], max_tokens=10, resume_token_ids=whole[:6])
+    engine.run()
+    assert engine.tokens[request] == whole
+
+
+def test_a_cancelled_request_frees_its_blocks_and_gets_nothing_more(engine: EngineUnderTest) -> None:
+    running = engine.request(list(range(20)), max_tokens=100)
+    waiting = engine.request(list(range(20)), max_tokens=100)
+    engine.step()
+    engine.scheduler.cancel(running)
+    engine.scheduler.cancel(waiting)
+    engine.scheduler.cancel(waiting)
+    assert engine.step() == []
+    assert not engine.scheduler.has_requests
+    assert engine.scheduler.kv_cache.pool.num_free_blocks == 64
+    assert engine.scheduler.stats.requests_cancelled == 2
+
+
+def test_an_exception_in_a_step_ends_its_requests_and_nothing_else(engine: EngineUnderTest) -> None:
+    failed = [engine.request([i] * 5, max_tokens=10) for i in range(3)]
+    engine.step()
+    engine.runner.fail_next = RuntimeError("kernel")
+    engine.step()
+    for request in failed:
+        error = engine.last[request].error
+        assert error is not None
+        assert error.reason is Reason.INTERNAL
+    after = engine.request([1] * 5, max_tokens=4)
+    engine.run()
+    assert engine.tokens[after] == right(after, 4)
+
+
+def test_out_of_memory_in_a_step_says_that_trying_again_may_help(engine: EngineUnderTest) -> None:
+    request = engine.request([1, 2, 3])
+    engine.runner.fail_next = MemoryError()
+    engine.step()
+    error = engine.last[request].error
+    assert error is not None
+    assert (error.reason, error.retry_after_s) == (Reason.NO_CAPACITY, 1.0)
+
+
+def test_a_block_computed_in_a_failed_step_is_not_found_afterwards(engine: EngineUnderTest) -> None:
+    engine.request(list(range(20)), max_tokens=2)
+    engine.runner.fail_next = RuntimeError("kernel")
+    engine.step()
+    again = engine.request(list(range(20)), max_tokens=2)
+    engine.run()
+    assert again.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_load_with_cancels_and_preemptions_keeps_every_promise(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(
+        num_blocks=rng.randint(16, 64), max_num_seqs=rng.randint(1, 8), max_num_batched_tokens=rng.randint(8, 40)
+    )
+    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
+    alive: list[Request] = []
+    cancelled = set()
+    for _ in range(300):
+        if rng.random() < 0.3:
+            prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
+            alive.append(engine.request(prompt, max_tokens=rng.randint(1, 20), priority=rng.choice([0, 0, 0, 1])))
+        if alive and rng.random() < 0.05:
+            request = alive.pop(rng.randrange(len(alive)))
+            if request not in engine.last:
+                cancelled.add(request)
+            engine.scheduler.cancel(request)
+        engine.step()
+    engine.run()
+    for request, tokens in engine.tokens.items():
+        if request in cancelled:
+            assert tokens == right(request, len(tokens))
+            assert request not in engine.last
+        else:
+            assert tokens == right(request, request.sampling.max_tokens)
+            assert engine.last[request].finish is FinishReason.LENGTH

@@ -1,0 +1,213 @@
+"""Sampling against a reference in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.worker.request import Request, SamplingParams
+from headrace.worker.sampler import BatchSampler, draw, logprobs_of, uniform
+
+VOCAB = 3000
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 100, "seed": 1, **fields})
+
+
+def request(sampling: SamplingParams, prompt: list[int] | None = None, generated: tuple[int, ...] = ()) -> Request:
+    return Request("r", prompt or [1, 2, 3], sampling, 0, resume_token_ids=generated)
+
+
+def reference(logits: npt.NDArray[np.float64], sampling: SamplingParams) -> npt.NDArray[np.float64]:
+    """The distribution that a row must be drawn from, by the definition: sort, cut, renormalise."""
+    weights = np.exp((logits - logits.max()) / sampling.temperature)
+    order = np.argsort(-weights, kind="stable")
+    keep = np.zeros(len(weights), bool)
+    keep[order[: sampling.top_k or len(order)]] = True
+    weights = np.where(keep, weights, 0.0)
+    reach = np.cumsum(weights[order]) / weights.sum()
+    nucleus = order[: int(np.searchsorted(reach, sampling.top_p)) + 1] if sampling.top_p < 1 else order
+    keep[:] = False
+    keep[nucleus] = True
+    weights = np.where(keep & (weights >= sampling.min_p * weights.max()), weights, 0.0)
+    return weights / weights.sum()
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_p": 0.9},
+    {"top_p": 0.05},
+    {"min_p": 0.1},
+    {"top_k": 40, "top_p": 0.8},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.05, "temperature": 0.7},
+    {"top_p": 0.99, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("fields", FILTERS)
+def test_draws_follow_the_reference_distribution(fields: dict[str, float]) -> None:
+    """Chi-square over 20,000 draws, bins of at least 20 expected draws."""
+    sampling = params(**fields)
+    rng = np.random.default_rng(5)
+    logits = (rng.normal(size=VOCAB) * 3).astype(np.float32)
+    wanted = reference(logits.astype(np.float64), sampling)
+    num_draws = 20_000
+    counts = np.zeros(VOCAB)
+    for position in range(num_draws):
+        counts[draw(logits.copy(), sampling, uniform(99, position))] += 1
+    assert counts[wanted == 0].sum() == 0
+    order = np.argsort(-wanted)
+    edges = np.flatnonzero(np.diff(np.floor(np.cumsum(wanted[order]) * num_draws / 40))) + 1
+    got = np.add.reduceat(counts[order], [0, *edges])
+    expected = np.add.reduceat(wanted[order], [0, *edges]) * num_draws
+    chi_square = float(((got - expected) ** 2 / expected).sum())
+    freedom = len(got) - 1
+    assert chi_square <= freedom + 5 * math.sqrt(2 * freedom) + 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    u=st.floats(0, 1, exclude_max=True),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    spread=st.sampled_from([0.0, 0.5, 1.0, 3.0, 20.0]),
+)
+def test_a_draw_is_always_of_the_support(
+    seed: int, u: float, top_k: int, top_p: float, min_p: float, spread: float
+) -> None:
+    sampling = params(top_k=top_k, top_p=top_p, min_p=min_p)
+    # In steps of 1/64, so that equals are equal in float32 too.
+    logits = (np.round(np.random.default_rng(seed).normal(size=700) * spread * 64) / 64).astype(np.float32)
+    chosen = draw(logits.copy(), sampling, u)
+    # Where float32 and float64 disagree on the edge of a filter, the edge token may be in or out.
+    looser = params(
+        top_k=top_k + 1 if top_k else 0, top_p=min(1.0, top_p * 1.0001), min_p=min_p * 0.9999, temperature=1.0
+    )
+    assert reference(logits.astype(np.float64), looser)[chosen] > 0
+
+
+def test_seed_and_position_decide_whatever_else_is_in_the_batch() -> None:
+    rng = np.random.default_rng(3)
+    rows = (rng.normal(size=(6, VOCAB)) * 3).astype(np.float32)
+    requests = [request(params(seed=i, top_p=0.9), generated=tuple(range(i))) for i in range(6)]
+    together = [sampled.token_id for sampled in BatchSampler().sample(requests, rows.copy())]
+    alone = [BatchSampler().sample([requests[i]], rows[i : i + 1].copy())[0].token_id for i in range(6)]
+    backwards = [sampled.token_id for sampled in BatchSampler().sample(requests[::-1], rows[::-1].copy())]
+    assert together == alone == backwards[::-1]
+
+
+def test_uniform_numbers_differ_by_seed_and_position_and_fill_the_interval() -> None:
+    values = np.array([uniform(seed, position) for seed in range(50) for position in range(50)])
+    assert len(set(values)) == 2500
+    assert values.min() >= 0
+    assert values.max() < 1
+    assert np.histogram(values, 10, (0, 1))[0].min() > 180
+    assert uniform(7, 3) == uniform(7, 3)
+
+
+def test_greedy_takes_the_best_and_the_lowest_id_among_equals() -> None:
+    rows = np.zeros((2, 10), np.float32)
+    rows[0, 7] = 1
+    sampled = BatchSampler().sample([request(params(temperature=0.0))] * 2, rows)
+    assert [entry.token_id for entry in sampled] == [7, 0]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.0, "num_logprobs": 1}]
+)
+def test_a_row_without_numbers_is_reported_and_harms_no_other(fields: dict[str, Any]) -> None:
+    rows = np.zeros((3, 10), np.float32)
+    rows[1, 4] = np.nan
+    sampled = BatchSampler().sample([request(params(**fields)) for _ in range(3)], rows)
+    assert sampled[1].token_id == -1
+    assert sampled[0].token_id >= 0
+    assert sampled[2].token_id >= 0
+
+
+def changed(sampling: SamplingParams, logits: npt.NDArray[np.float32], generated: tuple[int, ...]) -> list[float]:
+    row = logits.copy()
+    BatchSampler()._change_logits(request(sampling, [1, 2, 3], generated), row)
+    values: list[float] = row.tolist()
+    return values
+
+
+def test_penalties_equal_a_plain_reference() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=50).astype(np.float32)
+    generated = (1, 4, 4, 4, 9)
+    sampling = params(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.3)
+    got = changed(sampling, logits, generated)
+    for token_id, value in enumerate(logits.tolist()):
+        wanted = value
+        if token_id in {1, 2, 3, *generated}:
+            wanted = wanted / 1.3 if wanted > 0 else wanted * 1.3
+        if token_id in generated:
+            wanted -= 0.5 + 0.25 * generated.count(token_id)
+        assert got[token_id] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_token_counts_keep_up_with_a_growing_answer() -> None:
+    sampler = BatchSampler()
+    sampling = params(temperature=0.0, frequency_penalty=1.0)
+    growing = request(sampling)
+    logits = np.full((1, 40), -50.0, np.float32)
+    logits[0, :3] = [2.5, 2.0, 1.0]
+    for _ in range(6):
+        growing.token_ids.append(sampler.sample([growing], logits.copy())[0].token_id)
+    assert list(growing.token_ids[3:]) == [0, 1, 0, 1, 2, 0]
+
+
+def test_bias_allowed_tokens_bad_words_and_minimum_length_change_what_can_be_chosen() -> None:
+    logits = np.arange(10, dtype=np.float32)
+    assert changed(params(logit_bias=((3, 5.0), (4, -100.0))), logits, ())[3:5] == [8.0, -96.0]
+    allowed = changed(params(allowed_token_ids=(2, 5)), logits, ())
+    assert [i for i, value in enumerate(allowed) if value > -math.inf] == [2, 5]
+    words = params(bad_words=((7,), (1, 8), (5, 6, 9)))
+    banned = [i for i, value in enumerate(changed(words, logits, (5, 6))) if value == -math.inf]
+    assert banned == [7, 9]
+    short = params(min_tokens=2, stop_token_ids=frozenset({0}))
+    assert changed(short, logits, (5,))[0] == -math.inf
+    assert changed(short, logits, (5, 6))[0] == 0.0
+
+
+def test_a_request_that_forbids_every_token_is_reported() -> None:
+    sampling = params(allowed_token_ids=(2,), bad_words=((2,),))
+    assert BatchSampler().sample([request(sampling)], np.zeros((1, 10), np.float32))[0].token_id == -1
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1000), num_top=st.integers(0, 20), size=st.sampled_from([30, 257, 9000]))
+def test_logprobs_equal_a_float64_reference(seed: int, num_top: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    row = (rng.normal(size=size) * 5).astype(np.float32)
+    chosen = int(rng.integers(size))
+    exact = row.astype(np.float64)
+    exact -= exact.max() + np.log(np.exp(exact - exact.max()).sum())
+    entry = logprobs_of(row, chosen, num_top)
+    assert entry.logprob == pytest.approx(exact[chosen], abs=1e-5)
+    order = np.argsort(-exact, kind="stable")
+    assert entry.rank == 1 + int((exact > exact[chosen]).sum())
+    assert list(entry.top_token_ids) == order[:num_top].tolist()
+    assert list(entry.top_logprobs) == pytest.approx(exact[order[:num_top]].tolist(), abs=1e-5)
+
+
+def test_reported_logprobs_are_of_the_model_not_of_what_penalties_made_of_it() -> None:
+    logits = np.zeros((1, 10), np.float32)
+    sampling = params(temperature=0.0, num_logprobs=1, logit_bias=((4, 50.0),))
+    sampled = BatchSampler().sample([request(sampling)], logits)[0]
+    assert sampled.token_id == 4
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.logprob == pytest.approx(math.log(0.1), abs=1e-6)

@@ -1,0 +1,313 @@
+"""The worker's services on a real gRPC server, with the fake runner behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse, SamplingParams
+from headrace.protos.status import Reason, StatusError, error_of
+from headrace.worker.admission import ModelLimits
+from headrace.worker.engine_thread import EngineThread
+from headrace.worker.mailbox import Mailbox
+from headrace.worker.service import InferenceService, WorkerService
+from headrace.worker.watch import WatchHub
+from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, make_engine
+from tests.worker.fake_runner import expected_tokens
+
+EOS = 996
+MODEL = "fake"
+NUM_BLOCKS = 64
+BUNDLE = bytes(range(256)) * 10_000
+GREEDY = {"temperature": 0.0}
+
+
+class GatedRunner:
+    """Lets the test hold the engine in the middle of a step."""
+
+    def __init__(self, runner: object) -> None:
+        self.runner = runner
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def execute(self, batch: object) -> object:
+        assert self.gate.wait(30)
+        return self.runner.execute(batch)  # type: ignore[attr-defined]
+
+
+@dataclass
+class RunningWorker:
+    """A worker that serves, its parts, and stubs to call it with."""
+
+    under_test: EngineUnderTest
+    gate: threading.Event
+    hub: WatchHub
+    inference: inference_pb2_grpc.InferenceStub
+    worker: worker_pb2_grpc.WorkerStub
+
+    async def generate(self, **fields: object) -> list[GenerateResponse]:
+        return [response async for response in self.inference.Generate(GenerateRequest(**fields))]  # type: ignore[arg-type]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[RunningWorker]:
+    under_test = make_engine(num_blocks=NUM_BLOCKS, max_num_seqs=4)
+    gated = GatedRunner(under_test.runner)
+    under_test.engine.runner = gated  # type: ignore[assignment]
+    hub = WatchHub(epoch=7, max_num_seqs=4)
+    mailbox = Mailbox(4 + 2, hub.publish)
+    limits = ModelLimits(MODEL, "f" * 64, VOCAB_SIZE, NUM_BLOCKS * BLOCK_SIZE, frozenset({EOS}))
+    card = worker_pb2.ModelCard(name=MODEL, tokenizer_sha256=hashlib.sha256(BUNDLE).hexdigest())
+    described = worker_pb2.GetModelCardResponse(card=card, worker_id="w", epoch=7)
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(mailbox, hub, limits), server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(described, BUNDLE, mailbox, hub), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    thread = EngineThread(under_test.engine, mailbox)
+    thread.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stubs = inference_pb2_grpc.InferenceStub(channel), worker_pb2_grpc.WorkerStub(channel)
+            yield RunningWorker(under_test, gated.gate, hub, *stubs)
+    finally:
+        gated.gate.set()
+        await server.stop(None)
+        mailbox.stop()
+        await asyncio.to_thread(thread.join, 20)
+        assert not thread.is_alive()
+        under_test.scheduler.check()
+
+
+def tokens_of(responses: list[GenerateResponse]) -> list[int]:
+    """All tokens, positions checked."""
+    tokens: list[int] = []
+    for response in responses:
+        assert response.start_pos == len(tokens)
+        tokens += response.token_ids
+    return tokens
+
+
+async def error_from(call: object) -> StatusError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call  # type: ignore[misc]
+    return error_of(caught.value)
+
+
+async def test_generate_streams_the_tokens_and_one_finish_with_the_account(worker: RunningWorker) -> None:
+    sampling = SamplingParams(max_tokens=6, **GREEDY)
+    responses = await worker.generate(model=MODEL, token_ids=[1, 2, 3], sampling=sampling)
+    assert tokens_of(responses) == expected_tokens([1, 2, 3], 6, VOCAB_SIZE)
+    assert [response.HasField("finish") for response in responses] == [False] * (len(responses) - 1) + [True]
+    assert responses[0].num_cached_tokens == 0
+    assert not any(response.HasField("num_cached_tokens") for response in responses[1:])
+    finish = responses[-1].finish
+    assert finish.reason == inference_pb2.FINISH_REASON_LENGTH
+    assert (finish.num_prompt_tokens, finish.num_cached_tokens, finish.num_generated_tokens) == (3, 0, 6)
+
+
+async def test_many_streams_at_once_each_get_their_own_tokens(worker: RunningWorker) -> None:
+    prompts = [[i, i + 1, 2 * i] for i in range(6)]
+    sampling = [SamplingParams(max_tokens=3 + i, **GREEDY) for i in range(6)]
+    answers = await asyncio.gather(
+        *(worker.generate(token_ids=p, sampling=s) for p, s in zip(prompts, sampling, strict=True))
+    )
+    for prompt, answer, params in zip(prompts, answers, sampling, strict=True):
+        assert tokens_of(answer) == expected_tokens(prompt, params.max_tokens, VOCAB_SIZE)
+
+
+async def test_a_model_end_token_stops_unless_it_is_ignored(worker: RunningWorker) -> None:
+    prompt = next([i] for i in range(10_000) if EOS in expected_tokens([i % VOCAB_SIZE], 20, VOCAB_SIZE))
+    whole = expected_tokens(prompt, 20, VOCAB_SIZE)
+    stopped = await worker.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=20, **GREEDY))
+    assert tokens_of(stopped) == whole[: whole.index(EOS) + 1]
+    assert stopped[-1].finish.reason == inference_pb2.FINISH_REASON_STOP
+    assert stopped[-1].finish.stop_token_id == EOS
+    ignored = await worker.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=20, ignore_eos=True, **GREEDY))
+    assert tokens_of(ignored) == whole
+
+
+async def test_a_resumed_stream_goes_on_behind_what_was_delivered(worker: RunningWorker) -> None:
+    whole = expected_tokens([4, 5], 9, VOCAB_SIZE)
+    sampling = SamplingParams(max_tokens=9, **GREEDY)
+    responses = await worker.generate(token_ids=[4, 5], resume_token_ids=whole[:4], sampling=sampling, attempt=1)
+    assert responses[0].start_pos == 4
+    assert [token for response in responses for token in response.token_ids] == whole[4:]
+    assert responses[-1].finish.num_generated_tokens == 9
+
+
+@pytest.mark.parametrize(("resumed", "reason"), [(9, "LENGTH"), (3, "STOP")])
+async def test_a_resumption_that_needs_nothing_more_gets_its_finish_at_once(
+    worker: RunningWorker, resumed: int, reason: str
+) -> None:
+    whole = expected_tokens([4, 5], 9, VOCAB_SIZE)
+    stop = [whole[2]] if reason == "STOP" else []
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=stop, **GREEDY)
+    responses = await worker.generate(token_ids=[4, 5], resume_token_ids=whole[:resumed], sampling=sampling)
+    assert len(responses) == 1
+    assert (responses[0].start_pos, list(responses[0].token_ids)) == (resumed, [])
+    assert responses[0].finish.reason == inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason}")
+
+
+async def test_logprobs_come_with_every_token(worker: RunningWorker) -> None:
+    responses = await worker.generate(token_ids=[1], sampling=SamplingParams(max_tokens=3, logprobs=2, **GREEDY))
+    entries = [entry for response in responses for entry in response.logprobs]
+    assert len(entries) == 3
+    for token_id, entry in zip(tokens_of(responses), entries, strict=True):
+        assert (entry.rank, entry.top_token_ids[0], len(entry.top_token_ids)) == (1, token_id, 2)
+        assert entry.top_logprobs[0] == entry.logprob > entry.top_logprobs[1]
+
+
+async def test_a_cancelled_stream_frees_its_blocks_at_the_next_step(worker: RunningWorker) -> None:
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True, **GREEDY)
+    call = worker.inference.Generate(GenerateRequest(token_ids=list(range(20)), sampling=sampling))
+    await call.read()
+    call.cancel()
+    scheduler = worker.under_test.scheduler
+    await worker.until(lambda: scheduler.stats.requests_cancelled == 1)
+    await worker.until(lambda: worker.hub.report.num_free_blocks == NUM_BLOCKS)
+    assert worker.hub.report.num_running == 0
+
+
+async def test_a_deadline_ends_a_request_and_frees_it(worker: RunningWorker) -> None:
+    worker.gate.clear()
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True, **GREEDY)
+    call = worker.inference.Generate(GenerateRequest(token_ids=[1, 2], sampling=sampling), timeout=0.2)
+    assert (await error_from(call.read())).reason is Reason.DEADLINE
+    worker.gate.set()
+    await worker.until(lambda: worker.hub.report.counters.get("requests_cancelled") == 1)
+    assert worker.hub.report.num_free_blocks == NUM_BLOCKS
+
+
+async def test_more_requests_than_the_bound_are_refused_with_a_time_to_come_back(worker: RunningWorker) -> None:
+    worker.gate.clear()
+    sampling = SamplingParams(max_tokens=2, **GREEDY)
+    calls = [worker.inference.Generate(GenerateRequest(token_ids=[i], sampling=sampling)) for i in range(6)]
+    await worker.until(lambda: worker.under_test.scheduler.stats.requests_admitted >= 1)
+    errors = [await error_from(worker.generate(token_ids=[9], sampling=sampling))]
+    assert errors[0].reason is Reason.QUEUE_FULL
+    assert errors[0].retry_after_s is not None
+    worker.gate.set()
+    for call in calls:
+        assert [response async for response in call][-1].HasField("finish")
+
+
+async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_on(worker: RunningWorker) -> None:
+    worker.under_test.runner.fail_next = RuntimeError("kernel")
+    sampling = SamplingParams(max_tokens=4, **GREEDY)
+    error = await error_from(worker.generate(token_ids=[1], sampling=sampling))
+    assert error.reason is Reason.INTERNAL
+    responses = await worker.generate(token_ids=[1], sampling=sampling)
+    assert tokens_of(responses) == expected_tokens([1], 4, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"token_ids": []}, Reason.INVALID_FIELD, "token_ids"),
+        ({"token_ids": [VOCAB_SIZE]}, Reason.INVALID_FIELD, "token_ids"),
+        ({"token_ids": [1] * NUM_BLOCKS * BLOCK_SIZE}, Reason.CONTEXT_TOO_LONG, "token_ids"),
+        ({"resume_token_ids": [VOCAB_SIZE]}, Reason.INVALID_FIELD, "resume_token_ids"),
+        ({"model": "other"}, Reason.MODEL_NOT_FOUND, "model"),
+        ({"adapter": "lora"}, Reason.UNSUPPORTED, "adapter"),
+        ({"sampling": {"temperature": 2.1}}, Reason.INVALID_FIELD, "sampling.temperature"),
+        ({"sampling": {"temperature": float("nan")}}, Reason.INVALID_FIELD, "sampling.temperature"),
+        ({"sampling": {"top_p": 0.0}}, Reason.INVALID_FIELD, "sampling.top_p"),
+        ({"sampling": {"min_p": -0.1}}, Reason.INVALID_FIELD, "sampling.min_p"),
+        ({"sampling": {"max_tokens": 0}}, Reason.INVALID_FIELD, "sampling.max_tokens"),
+        ({"sampling": {"presence_penalty": 3}}, Reason.INVALID_FIELD, "sampling.presence_penalty"),
+        ({"sampling": {"frequency_penalty": -3}}, Reason.INVALID_FIELD, "sampling.frequency_penalty"),
+        ({"sampling": {"repetition_penalty": 0}}, Reason.INVALID_FIELD, "sampling.repetition_penalty"),
+        ({"sampling": {"logprobs": 21}}, Reason.INVALID_FIELD, "sampling.logprobs"),
+        ({"sampling": {"logit_bias": {1: 101}}}, Reason.INVALID_FIELD, "sampling.logit_bias"),
+        ({"sampling": {"logit_bias": {VOCAB_SIZE: 1}}}, Reason.INVALID_FIELD, "sampling.logit_bias"),
+        ({"sampling": {"stop_token_ids": range(65)}}, Reason.INVALID_FIELD, "sampling.stop_token_ids"),
+        ({"sampling": {"allowed_token_ids": [VOCAB_SIZE]}}, Reason.INVALID_FIELD, "sampling.allowed_token_ids"),
+        ({"sampling": {"bad_words": [{"token_ids": []}]}}, Reason.INVALID_FIELD, "sampling.bad_words"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(
+    worker: RunningWorker, fields: dict[str, object], reason: Reason, field: str
+) -> None:
+    error = await error_from(worker.generate(**{"token_ids": [1], **fields}))
+    assert (error.reason, error.field) == (reason, field)
+    assert worker.under_test.scheduler.stats.requests_admitted == 0
+
+
+async def test_max_tokens_is_capped_by_the_context(worker: RunningWorker) -> None:
+    sampling = SamplingParams(ignore_eos=True, **GREEDY)
+    responses = await worker.generate(token_ids=[1] * 250, sampling=sampling)
+    assert len(tokens_of(responses)) == NUM_BLOCKS * BLOCK_SIZE - 250
+    assert responses[-1].finish.reason == inference_pb2.FINISH_REASON_LENGTH
+
+
+async def test_the_tokenizer_bundle_comes_in_pieces_by_its_hash(worker: RunningWorker) -> None:
+    card = (await worker.worker.GetModelCard(worker_pb2.GetModelCardRequest())).card
+    request = worker_pb2.GetTokenizerRequest(sha256=card.tokenizer_sha256)
+    chunks = [response.chunk async for response in worker.worker.GetTokenizer(request)]
+    assert len(chunks) == 3
+    assert b"".join(chunks) == BUNDLE
+    call = worker.worker.GetTokenizer(worker_pb2.GetTokenizerRequest(sha256="0" * 64))
+    assert (await error_from(call.read())).reason is Reason.NOT_FOUND
+
+
+async def test_watch_starts_with_a_snapshot_and_goes_on_with_what_changes(worker: RunningWorker) -> None:
+    prompt = list(range(12))
+    sampling = SamplingParams(max_tokens=1, **GREEDY)
+    await worker.generate(token_ids=prompt, sampling=sampling)
+    call = worker.worker.Watch(worker_pb2.WatchRequest())
+    first = await call.read()
+    hashes = block_hashes(root_hash("f" * 64), prompt, BLOCK_SIZE)
+    assert (first.epoch, first.sequence, first.kv_events.reset) == (7, 0, True)
+    assert set(first.kv_events.stored) == set(hashes)
+    assert (first.load.num_blocks, first.load.num_free_blocks, first.load.max_num_seqs) == (NUM_BLOCKS, NUM_BLOCKS, 4)
+    await worker.generate(token_ids=[*prompt, *range(4)], sampling=sampling)
+    stored: list[int] = []
+    sequence = 0
+    while not stored:
+        message = await call.read()
+        sequence += 1
+        assert (message.sequence, message.kv_events.reset) == (sequence, False)
+        stored += message.kv_events.stored
+    assert stored == block_hashes(root_hash("f" * 64), [*prompt, *range(4)], BLOCK_SIZE)[3:]
+    assert message.load.counters.requests_finished == 2
+    call.cancel()
+
+
+async def test_watch_sends_heartbeats_and_refuses_too_fast_ones(worker: RunningWorker) -> None:
+    call = worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=50))
+    assert [(await call.read()).sequence for _ in range(4)] == [0, 1, 2, 3]
+    call.cancel()
+    error = await error_from(worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=5)).read())
+    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "heartbeat_ms")
+
+
+async def test_drain_refuses_new_requests_and_waits_for_the_running_ones(worker: RunningWorker) -> None:
+    worker.gate.clear()
+    sampling = SamplingParams(max_tokens=3, **GREEDY)
+    running = asyncio.create_task(worker.generate(token_ids=[1], sampling=sampling))
+    await worker.until(lambda: worker.under_test.scheduler.stats.requests_admitted == 1)
+    early = await worker.worker.Drain(worker_pb2.DrainRequest(), timeout=0.3)
+    assert early.num_running == 1
+    assert (await error_from(worker.generate(token_ids=[1]))).reason is Reason.DRAINING
+    draining = asyncio.create_task(_drain(worker))
+    worker.gate.set()
+    assert (await draining).num_running == 0
+    assert tokens_of(await running) == expected_tokens([1], 3, VOCAB_SIZE)
+
+
+async def _drain(worker: RunningWorker) -> worker_pb2.DrainResponse:
+    return await worker.worker.Drain(worker_pb2.DrainRequest())
