@@ -50,6 +50,7 @@ class RunningWorker:
     under_test: EngineUnderTest
     gate: threading.Event
     hub: WatchHub
+    mailbox: Mailbox
     inference: inference_pb2_grpc.InferenceStub
     worker: worker_pb2_grpc.WorkerStub
 
@@ -82,7 +83,7 @@ async def worker() -> AsyncIterator[RunningWorker]:
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stubs = inference_pb2_grpc.InferenceStub(channel), worker_pb2_grpc.WorkerStub(channel)
-            yield RunningWorker(under_test, gated.gate, hub, *stubs)
+            yield RunningWorker(under_test, gated.gate, hub, mailbox, *stubs)
     finally:
         gated.gate.set()
         await server.stop(None)
@@ -172,14 +173,16 @@ async def test_logprobs_come_with_every_token(worker: RunningWorker) -> None:
 
 
 async def test_a_cancelled_stream_frees_its_blocks_at_the_next_step(worker: RunningWorker) -> None:
-    sampling = SamplingParams(max_tokens=200, ignore_eos=True, **GREEDY)
-    call = worker.inference.Generate(GenerateRequest(token_ids=list(range(20)), sampling=sampling))
-    await call.read()
-    call.cancel()
+    worker.gate.clear()
+    call = worker.inference.Generate(GenerateRequest(token_ids=list(range(20)), sampling=SamplingParams(**GREEDY)))
     scheduler = worker.under_test.scheduler
-    await worker.until(lambda: scheduler.stats.requests_cancelled == 1)
-    await worker.until(lambda: worker.hub.report.num_free_blocks == NUM_BLOCKS)
-    assert worker.hub.report.num_running == 0
+    await worker.until(lambda: scheduler.stats.requests_admitted == 1)
+    call.cancel()
+    await worker.until(lambda: worker.mailbox.num_open == 0)
+    worker.gate.set()
+    await worker.until(lambda: worker.hub.report.counters.get("requests_cancelled") == 1)
+    assert (worker.hub.report.num_free_blocks, worker.hub.report.num_running) == (NUM_BLOCKS, 0)
+    assert worker.hub.report.counters["steps"] == 1
 
 
 async def test_a_deadline_ends_a_request_and_frees_it(worker: RunningWorker) -> None:
