@@ -1,0 +1,198 @@
+"""The worker's engine against openvino-genai's ContinuousBatchingPipeline: same IR, kernels, blocks and token budget.
+
+    python -m benchmarks.engine MODEL_DIR [--pairs 5] [--case closed mixed poisson behind identical]
+
+Each side is a process of its own and both stay up; they take turns on the same workload, and each pair gives a ratio.
+
+    closed     N requests of 128 random tokens at once, 64 out: N = 1, 8, 32, 64             output tokens/s
+    mixed      200 requests at once, log-normal prompts around 200, exponential outputs of mean 128
+    poisson    the same lengths, arriving at 80 % of the peer's rate in `mixed`              p95 TTFT, time per token
+    behind     twenty 50-token prompts behind one of 4,000                                   p95 TTFT of the twenty
+    identical  sixteen identical prompts of 1,000 tokens at once                             p95 TTFT
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.engine_sides import EngineSettings, Job, JobTimes, side_process
+
+VOCAB = (100, 49_000)
+NAMES = ("headrace", "openvino-genai")
+
+
+class Peers:
+    """Both sides, up and waiting."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        context = get_context("spawn")
+        self._pipes = {}
+        for name in NAMES:
+            pipe, other_end = context.Pipe()
+            context.Process(target=side_process, args=(name, settings, other_end), daemon=True).start()
+            self._pipes[name] = pipe
+            assert pipe.recv() == "ready"
+
+    def run(self, name: str, jobs: Sequence[Job]) -> tuple[float, list[JobTimes]]:
+        """Run a workload on one side while the other is idle."""
+        self._pipes[name].send(jobs)
+        answer: tuple[float, list[JobTimes]] = self._pipes[name].recv()
+        return answer
+
+    def close(self) -> None:
+        """Let both end."""
+        for pipe in self._pipes.values():
+            pipe.send(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two outcomes of one workload."""
+
+    ours: tuple[float, list[JobTimes]]
+    theirs: tuple[float, list[JobTimes]]
+
+
+def pairs_of(peers: Peers, make: Callable[[np.random.Generator], list[Job]], count: int) -> list[Pair]:
+    """`count` pairs after one that is not counted; a fresh workload for each run, so that no cache helps."""
+    pairs = []
+    for number in range(count + 1):
+        runs = {}
+        for position, name in enumerate(NAMES if number % 2 else NAMES[::-1]):
+            rng = np.random.default_rng([number, position])
+            runs[name] = peers.run(name, make(rng))
+        if number:
+            pairs.append(Pair(runs["headrace"], runs["openvino-genai"]))
+    return pairs
+
+
+def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
+    """Random tokens."""
+    tokens: list[int] = rng.integers(*VOCAB, length).tolist()
+    return tokens
+
+
+def conversation(rng: np.random.Generator, index: int) -> tuple[int, int]:
+    """Prompt and output length as in conversations; the same for the same index on both sides."""
+    shape = np.random.default_rng(index)
+    prompt = int(np.clip(shape.lognormal(np.log(200), 0.8), 8, 2000))
+    return prompt, int(np.clip(shape.exponential(128), 4, 600))
+
+
+def rate(run: tuple[float, list[JobTimes]]) -> float:
+    """Output tokens per second."""
+    return sum(times.num_tokens for times in run[1]) / run[0]
+
+
+def p95_ttft(run: tuple[float, list[JobTimes]]) -> float:
+    """In milliseconds."""
+    return 1000 * float(np.percentile([times.ttft_s for times in run[1]], 95))
+
+
+def tpot(run: tuple[float, list[JobTimes]]) -> float:
+    """Mean time per output token after the first, in milliseconds."""
+    return 1000 * statistics.fmean(
+        (times.total_s - times.ttft_s) / (times.num_tokens - 1) for times in run[1] if times.num_tokens > 1
+    )
+
+
+def report(name: str, unit: str, pairs: list[Pair], figure: Callable[[tuple[float, list[JobTimes]]], float]) -> float:
+    """Print medians and the ratio ours/theirs with its spread; give the median of theirs."""
+    ours = [figure(pair.ours) for pair in pairs]
+    theirs = [figure(pair.theirs) for pair in pairs]
+    ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
+    print(
+        f"{name}: headrace {statistics.median(ours):.1f}, openvino-genai {statistics.median(theirs):.1f} {unit}, "
+        f"ratio {statistics.median(ratios):.3f} (min {ratios[0]:.3f}, max {ratios[-1]:.3f}, {len(pairs)} pairs)",
+        flush=True,
+    )
+    return statistics.median(theirs)
+
+
+def run_closed(peers: Peers, pairs: int) -> None:
+    """Saturated, equal lengths."""
+    for number in (1, 8, 32, 64):
+
+        def jobs(rng: np.random.Generator, number: int = number) -> list[Job]:
+            return [Job(0.0, prompt_of(rng, 128), 64) for _ in range(number)]
+
+        report(f"closed {number}", "output tokens/s", pairs_of(peers, jobs, pairs), rate)
+
+
+def mixed_jobs(rng: np.random.Generator, count: int, per_s: float | None) -> list[Job]:
+    """Conversations, all at once or at Poisson times."""
+    arrivals = np.zeros(count) if per_s is None else np.cumsum(np.random.default_rng(7).exponential(1 / per_s, count))
+    jobs = []
+    for index in range(count):
+        prompt, output = conversation(rng, index)
+        jobs.append(Job(float(arrivals[index]), prompt_of(rng, prompt), output))
+    return jobs
+
+
+def run_mixed(peers: Peers, pairs: int) -> None:
+    """Saturated, lengths as in conversations."""
+    report("mixed", "output tokens/s", pairs_of(peers, lambda rng: mixed_jobs(rng, 200, None), pairs), rate)
+
+
+def run_poisson(peers: Peers, pairs: int) -> None:
+    """Open loop at 80 % of what the peer can do."""
+    seconds, times = peers.run("openvino-genai", mixed_jobs(np.random.default_rng(99), 120, None))
+    per_s = 0.8 * len(times) / seconds
+    print(f"poisson: {per_s:.2f} requests/s")
+    runs = pairs_of(peers, lambda rng: mixed_jobs(rng, 120, per_s), pairs)
+    report("poisson p95 TTFT", "ms", runs, p95_ttft)
+    report("poisson time per output token", "ms", runs, tpot)
+
+
+def run_behind(peers: Peers, pairs: int) -> None:
+    """Short prompts behind a long one."""
+
+    def jobs(rng: np.random.Generator) -> list[Job]:
+        return [Job(0.0, prompt_of(rng, 4000), 8), *(Job(0.0, prompt_of(rng, 50), 8) for _ in range(20))]
+
+    report("behind p95 TTFT", "ms", pairs_of(peers, jobs, pairs), lambda run: p95_ttft((run[0], run[1][1:])))
+
+
+def run_identical(peers: Peers, pairs: int) -> None:
+    """Sixteen times the same prompt."""
+
+    def jobs(rng: np.random.Generator) -> list[Job]:
+        prompt = prompt_of(rng, 1000)
+        return [Job(0.0, prompt, 8) for _ in range(16)]
+
+    report("identical p95 TTFT", "ms", pairs_of(peers, jobs, pairs), p95_ttft)
+
+
+CASES = {
+    "closed": run_closed,
+    "mixed": run_mixed,
+    "poisson": run_poisson,
+    "behind": run_behind,
+    "identical": run_identical,
+}
+
+
+def main() -> None:
+    """Parse and run the cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--blocks", type=int, default=4000)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
+    args = parser.parse_args()
+    peers = Peers(EngineSettings(args.model_dir, args.blocks, max_num_batched_tokens=args.max_num_batched_tokens))
+    for case in args.case:
+        CASES[case](peers, args.pairs)
+    peers.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The two engines behind one interface: ours, and openvino-genai's ContinuousBatchingPipeline on the same IR.
+
+Each runs in a process of its own and drives its engine's step loop from Python; a workload is a list of jobs with
+arrival times, and the answer has the times of each job's first and last token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request: seconds after the start at which it arrives, its prompt, and how many tokens it wants."""
+
+    arrival_s: float
+    prompt: Sequence[int]
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobTimes:
+    """Seconds from a job's arrival to its first and last token, and how many tokens it got."""
+
+    ttft_s: float
+    total_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What both sides are given. `num_blocks` KV blocks of the compiled model's block size (32 on CPU)."""
+
+    model_dir: Path
+    num_blocks: int
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 256
+
+
+class Side(Protocol):
+    """An engine that is fed and stepped."""
+
+    def add(self, index: int, job: Job) -> None:
+        """Take a job in."""
+        ...
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """One step: (job, new tokens, whether it has ended) for each job that got something."""
+        ...
+
+
+class HeadraceSide:
+    """The worker's engine without its service."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        from headrace.worker.block_pool import BlockPool
+        from headrace.worker.engine import Engine
+        from headrace.worker.kv_cache import KVCacheManager
+        from headrace.worker.model_runner import OpenVINOModelRunner
+        from headrace.worker.numa import usable_cpus
+        from headrace.worker.request import Request, SamplingParams
+        from headrace.worker.sampler import BatchSampler
+        from headrace.worker.scheduler import Scheduler
+
+        self._request, self._params = Request, SamplingParams
+        runner = OpenVINOModelRunner(
+            settings.model_dir, threads=len(usable_cpus()), kv_precision="u8", execution_mode="performance"
+        )
+        runner.allocate(settings.num_blocks)
+        pool = BlockPool(settings.num_blocks, runner.block_size)
+        scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens)
+        self.engine = Engine(scheduler, runner, BatchSampler())
+
+    def add(self, index: int, job: Job) -> None:
+        """See Side."""
+        sampling = self._params(max_tokens=job.output, seed=0, temperature=0.0)
+        self.engine.scheduler.add(self._request(str(index), job.prompt, sampling, 0, arrival_s=time.monotonic()))
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """See Side."""
+        return [
+            (int(output.request.request_id), len(output.token_ids), output.is_last) for output in self.engine.step()
+        ]
+
+
+class GenaiSide:
+    """openvino-genai's pipeline with the same scheduler settings and prefix caching on."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        import openvino as ov
+        import openvino_genai as genai
+
+        scheduler = genai.SchedulerConfig()
+        scheduler.num_kv_blocks = settings.num_blocks
+        scheduler.max_num_seqs = settings.max_num_seqs
+        scheduler.max_num_batched_tokens = settings.max_num_batched_tokens
+        scheduler.dynamic_split_fuse = True
+        scheduler.enable_prefix_caching = True
+        self._ov, self._genai = ov, genai
+        self._pipeline = genai.ContinuousBatchingPipeline(str(settings.model_dir), scheduler, "CPU", {}, {})
+        self._handles: dict[int, object] = {}
+        self._counts: dict[int, int] = {}
+
+    def add(self, index: int, job: Job) -> None:
+        """See Side."""
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = job.output
+        config.ignore_eos = True
+        config.do_sample = False
+        prompt = self._ov.Tensor(np.asarray([job.prompt], np.int64))
+        self._handles[index] = self._pipeline.add_request(index, prompt, config)
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """See Side."""
+        self._pipeline.step()
+        events = []
+        for index, handle in list(self._handles.items()):
+            new = 0
+            while handle.can_read():  # type: ignore[attr-defined]
+                new += sum(len(output.generated_ids) for output in handle.read().values())  # type: ignore[attr-defined]
+            ended = handle.get_status() != self._genai.GenerationStatus.RUNNING  # type: ignore[attr-defined]
+            if ended:
+                del self._handles[index]
+            if new or ended:
+                events.append((index, new, ended))
+        return events
+
+
+SIDES = {"headrace": HeadraceSide, "openvino-genai": GenaiSide}
+
+
+def run_jobs(side: Side, jobs: Sequence[Job]) -> tuple[float, list[JobTimes]]:
+    """Drive one workload to its end; seconds in all and each job's times."""
+    first: dict[int, float] = {}
+    counts = dict.fromkeys(range(len(jobs)), 0)
+    last: dict[int, float] = {}
+    due = 0
+    start = time.perf_counter()
+    while len(last) < len(jobs):
+        now = time.perf_counter() - start
+        while due < len(jobs) and jobs[due].arrival_s <= now:
+            side.add(due, jobs[due])
+            due += 1
+        if len(last) == due:
+            time.sleep(max(0.0, jobs[due].arrival_s - now))
+            continue
+        events = side.step()
+        now = time.perf_counter() - start
+        for index, new, ended in events:
+            if new:
+                first.setdefault(index, now)
+                counts[index] += new
+            if ended:
+                last[index] = now
+    seconds = time.perf_counter() - start
+    times = [
+        JobTimes(first[index] - job.arrival_s, last[index] - job.arrival_s, counts[index])
+        for index, job in enumerate(jobs)
+    ]
+    return seconds, times
+
+
+def side_process(name: str, settings: EngineSettings, pipe: Connection) -> None:
+    """Answer each received workload with its times, until None comes."""
+    side = SIDES[name](settings)
+    pipe.send("ready")
+    while (jobs := pipe.recv()) is not None:
+        pipe.send(run_jobs(side, jobs))

@@ -1,0 +1,56 @@
+"""A load generator that costs little: raw HTTP/1.1 over asyncio, server-sent events counted, not parsed one by one.
+
+It shares the machine with what it measures, so every microsecond it takes is one that the server does not get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+
+_DONE = b"data: [DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed completion: times in seconds from its request, tokens as the server's usage counts them."""
+
+    ttft_s: float
+    total_s: float
+    num_tokens: int
+
+
+async def stream_completion(host: str, port: int, body: dict[str, object]) -> Answer:
+    """POST /v1/completions with `stream` and usage; read to the end."""
+    payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    start = time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
+    received = bytearray()
+    ttft_s = 0.0
+    while chunk := await reader.read(1 << 16):
+        received += chunk
+        if not ttft_s and b"data: " in received:
+            ttft_s = time.perf_counter() - start
+        if _DONE in chunk:
+            break
+    total_s = time.perf_counter() - start
+    writer.close()
+    if _DONE not in received:
+        raise RuntimeError(f"the stream did not end: {received[-500:]!r}")
+    usage = received[received.rindex(b'"completion_tokens":') + len(b'"completion_tokens":') :]
+    return Answer(ttft_s, total_s, int(usage.split(b",")[0].split(b"}")[0]))
+
+
+async def closed_loop(host: str, port: int, bodies: list[dict[str, object]], concurrency: int) -> list[Answer]:
+    """Send all bodies, `concurrency` at a time."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(body: dict[str, object]) -> Answer:
+        async with gate:
+            return await stream_completion(host, port, body)
+
+    return await asyncio.gather(*(one(body) for body in bodies))
