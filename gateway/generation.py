@@ -106,11 +106,10 @@ def plan_job(job: Job) -> Plan:
     """Check a job and write its requests (pure but for the random seed and ids). Raises `StatusError`."""
     card = job.model.card
     check_sampling(job.sampling, card.vocab_size)
-    for token_id in job.token_ids:
-        if not 0 <= token_id < card.vocab_size:
-            raise invalid("prompt", f"prompt: {token_id} is no token of a vocabulary of {card.vocab_size}")
     if not job.token_ids:
         raise invalid("prompt", "the prompt has no tokens")
+    if min(job.token_ids) < 0 or max(job.token_ids) >= card.vocab_size:
+        raise invalid("prompt", f"prompt: tokens must be from 0 to {card.vocab_size - 1}")
     params = sampling_params(job.sampling, card, len(job.token_ids), secrets.randbits(63))
     requests = []
     for i in range(job.num_choices):

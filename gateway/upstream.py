@@ -48,6 +48,7 @@ GENERATE_TIMEOUT_S = 3600.0
 # Attempts that bring no token, before a generation is given up, and all attempts of one generation.
 MAX_FRUITLESS_ATTEMPTS = 12
 MAX_ATTEMPTS = 32
+_CROWDED_ATTEMPTS = 4
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.5
 
@@ -89,7 +90,8 @@ class Retries:
         if not (lost or failure.reason is Reason.DRAINING or (crowded and started)):
             return None
         self.attempt += 1
-        self.fruitless = 1 if progress else self.fruitless + 1
+        # A router that finds no room has waited for it already.
+        self.fruitless = (0 if progress else self.fruitless) + (_CROWDED_ATTEMPTS if crowded else 1)
         if self.fruitless >= MAX_FRUITLESS_ATTEMPTS or self.attempt >= MAX_ATTEMPTS:
             return None
         rounds, position = divmod(self.fruitless, self.num_addresses)

@@ -1,0 +1,181 @@
+"""`python -m headrace.gateway`: wires the parts, listens, and stops within `STOP_S` when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import click
+import grpc
+import uvloop
+
+from headrace.gateway.generation import Generator
+from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
+from headrace.gateway.logs import LEVELS, configure_logging
+from headrace.gateway.metrics import Metrics
+from headrace.gateway.models import Models
+from headrace.gateway.prompts import Prompts
+from headrace.gateway.text_service import SERVICE_NAME, TextService
+from headrace.gateway.upstream import CHANNEL_OPTIONS, Upstream
+from headrace.protos.introspection import add_introspection, set_serving
+from headrace.protos.text_pb2_grpc import add_TextServicer_to_server
+
+NUM_TOKENIZER_THREADS = 2
+STREAMS_GRACE_S = 2.0
+STOP_S = 3
+EXIT_USAGE = 2
+
+_SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # Two servers on one port would each get some of the calls; better that the second cannot start.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+_LOG = logging.getLogger("headrace.gateway")
+
+
+class CannotServeError(Exception):
+    """What was asked cannot be done as asked; the message is a sentence with the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line says."""
+
+    host: str
+    port: int
+    grpc_port: int
+    """0 for no gRPC edge."""
+    routers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The gateway, wired."""
+
+    upstream: Upstream
+    models: Models
+    edge: HttpEdge
+    text: TextService
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `CannotServeError` if an address cannot be bound."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    bound = _bind(settings.host, settings.port)
+    with (
+        ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize") as tokenizing,
+        ThreadPoolExecutor(1, "load") as loading,
+    ):
+        parts = _wire(settings, tokenizing, loading)
+        try:
+            await _run(settings, parts, bound, loading, stop)
+        finally:
+            await parts.upstream.close()
+            tokenizing.shutdown(cancel_futures=True)
+            loading.shutdown(cancel_futures=True)
+            parts.models.close()
+
+
+def _wire(settings: Settings, tokenizing: ThreadPoolExecutor, loading: ThreadPoolExecutor) -> _Parts:
+    metrics = Metrics()
+    upstream = Upstream(settings.routers)
+    models = Models(upstream, loading)
+    prompts = Prompts(tokenizing)
+    generator = Generator(upstream, metrics)
+    edge = HttpEdge(models, prompts, generator, upstream, metrics)
+    return _Parts(upstream, models, edge, TextService(models, prompts, generator, metrics))
+
+
+async def _run(
+    settings: Settings, parts: _Parts, bound: socket.socket, loading: ThreadPoolExecutor, stop: asyncio.Event
+) -> None:
+    grpc_server = await _start_grpc(settings, parts)
+    http_server = HttpServer(parts.edge, STOP_S)
+    serving = asyncio.create_task(http_server.serve(sockets=[bound]))
+    # OpenVINO takes a third of a second to import: by the time a router has a model, it is there.
+    loading.submit(importlib.import_module, "headrace.gateway.tokenizer")
+    polling = asyncio.create_task(parts.models.run())
+    stopping: asyncio.Task[None] = asyncio.create_task(_wait(stop))
+    host, port = bound.getsockname()[:2]
+    _LOG.info("listening on http://%s", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    done, _ = await asyncio.wait({serving, polling, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    _LOG.info("stopping")
+    http_server.should_exit = True
+    parts.text.stopping = True
+    interrupting = asyncio.get_running_loop().call_later(STREAMS_GRACE_S, parts.edge.interrupt)
+    await asyncio.gather(serving, *([grpc_server.stop(STREAMS_GRACE_S)] if grpc_server is not None else []))
+    interrupting.cancel()
+    for task in (polling, stopping):
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    for task in done - {stopping}:
+        task.result()
+
+
+async def _start_grpc(settings: Settings, parts: _Parts) -> grpc.aio.Server | None:
+    if not settings.grpc_port:
+        return None
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    add_TextServicer_to_server(parts.text, server)
+    health = add_introspection(server, [SERVICE_NAME])
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    try:
+        server.add_insecure_port(f"{host}:{settings.grpc_port}")
+    except RuntimeError as error:
+        raise CannotServeError(
+            f"cannot listen for gRPC on {host}:{settings.grpc_port}; is it in use? Choose another with --grpc-port"
+        ) from error
+    await server.start()
+    await set_serving(health, [SERVICE_NAME], True)
+    _LOG.info("listening for gRPC on %s:%d", host, settings.grpc_port)
+    return server
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return bound_socket(host, port)
+    except OSError as error:
+        raise CannotServeError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
+        ) from error
+
+
+@click.command(context_settings={"auto_envvar_prefix": "HEADRACE_GATEWAY", "show_default": True})
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="Port of the HTTP API; 0 takes a free one.")
+@click.option("--grpc-port", default=0, type=click.IntRange(0, 65535), help="Port of the gRPC API; 0 for none.")
+@click.option("--router", "routers", multiple=True, required=True, help="Router (or worker) to use; may be repeated.")
+@click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least level of log lines.")
+def command(host: str, port: int, grpc_port: int, routers: tuple[str, ...], log_level: str) -> None:
+    """Serve the OpenAI API for the models that routers know."""
+    configure_logging(log_level)
+    uvloop.run(serve(Settings(host, port, grpc_port, routers)))
+
+
+def main() -> None:
+    """Run the command; exit status 2 and one sentence on standard error if what was asked cannot be done."""
+    try:
+        command.main(prog_name="headrace gateway", standalone_mode=False)
+    except (click.ClickException, CannotServeError) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        click.echo(f"error: {message}", err=True)
+        sys.exit(EXIT_USAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""One HTTP request and its response, on the bare ASGI messages.
+
+What every endpoint needs and none should repeat: the request's id, its body within bounds, the one shape of errors,
+server-sent events with comments while they are idle, and cancellation of the endpoint when the client is gone or the
+server stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from headrace.gateway.generation import Caller
+from headrace.gateway.openai_answers import COMMENT, encode, error_event, error_of_status, error_value
+from headrace.protos.status import Reason, StatusError
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+# More than this is not even read to its end before the refusal.
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+KEEP_ALIVE_S = 15.0
+DEFAULT_RETRY_AFTER_S = 1.0
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[\x21-\x7e]{0,64}")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+
+class HttpError(Exception):
+    """A failure that exists on HTTP only: it has no row in the table of statuses."""
+
+    def __init__(self, status: int, code: str, message: str, headers: Headers | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.headers = headers or []
+
+
+class Exchange:
+    """A request being answered by the current task."""
+
+    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self._task = asyncio.current_task()
+        self._watch: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._started = False
+        self._ended = False
+        self._last_write_s = 0.0
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")
+        traceparent = headers.get(b"traceparent", b"")
+        self.caller = Caller(
+            request_id.decode() if _REQUEST_ID.fullmatch(request_id) else f"req_{secrets.token_hex(16)}",
+            traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else "",
+            time.monotonic(),
+        )
+        self.disconnected = False
+        """The client is gone; the task was cancelled for it."""
+        self.interrupted = False
+        """The server stops; the task was cancelled for it."""
+
+    async def body(self) -> bytes:
+        """The whole body; from now on, the task is cancelled when the client disconnects. Raises `HttpError` (413)."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.disconnected = True
+                raise asyncio.CancelledError
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes <= MAX_BODY_BYTES:
+                parts.append(part)
+            if not message.get("more_body", False):
+                break
+            if num_bytes > MAX_DISCARDED_BYTES:
+                raise self._too_large()
+        if num_bytes > MAX_BODY_BYTES:
+            raise self._too_large()
+        self._watch = asyncio.create_task(self._watch_for_disconnect())
+        return b"".join(parts)
+
+    def _too_large(self) -> HttpError:
+        message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+        return HttpError(413, "body_too_large", message, [(b"connection", b"close")])
+
+    async def _watch_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._ended:
+            self.disconnected = True
+            self._cancel()
+
+    def interrupt(self) -> None:
+        """Cancel the endpoint because the server stops; the client is told so."""
+        if not self._ended and not self.disconnected:
+            self.interrupted = True
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """End what accompanies the request."""
+        self._ended = True
+        if self._watch is not None:
+            self._watch.cancel()
+
+    # --- whole responses --------------------------------------------------------------------------------------------
+
+    async def respond(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = b"application/json",
+        headers: Headers | None = None,
+    ) -> None:
+        """Send the whole response."""
+        assert not self._started, "there is a response already"
+        self._started = True
+        start = [
+            (b"content-type", content_type),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self.caller.request_id.encode()),
+            *(headers or ()),
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": start})
+        self._ended = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def fail(self, error: StatusError | HttpError) -> None:
+        """Tell the client of a failure: as the response, or as the last event of the stream that has begun."""
+        if isinstance(error, HttpError):
+            value = error_value(error.message, "invalid_request_error", None, error.code)
+            await self.respond(encode(value), status=error.status, headers=error.headers)
+        elif self._started:
+            await self.write(error_event(error), last=True)
+        else:
+            headers: Headers = []
+            if error.row.http_status in (429, 503):
+                wait_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+                headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+            await self.respond(encode(error_of_status(error)), status=error.row.http_status, headers=headers)
+
+    # --- server-sent events -----------------------------------------------------------------------------------------
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """Send events, at once. The first ones begin the response; behind the last ones nothing may be written."""
+        async with self._lock:
+            if self._ended:
+                return
+            if not self._started:
+                self._started = True
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),
+                    (b"x-request-id", self.caller.request_id.encode()),
+                ]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._last_write_s = time.monotonic()
+            self._ended = last
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def keep_alive(self) -> None:
+        """For ever: send a comment whenever nothing was written for `KEEP_ALIVE_S`. Also begins the response."""
+        self._last_write_s = time.monotonic()
+        while True:
+            idle_s = time.monotonic() - self._last_write_s
+            if idle_s >= KEEP_ALIVE_S:
+                await self.write(COMMENT)
+                idle_s = 0.0
+            await asyncio.sleep(KEEP_ALIVE_S - idle_s)
+
+
+def draining() -> StatusError:
+    """The error for requests that a stopping server does not bring to their end."""
+    return StatusError(Reason.DRAINING, "the gateway is stopping; try again", retry_after_s=1.0)

@@ -1,0 +1,429 @@
+"""The OpenAI wire: requests to checked values, values to prepared bytes (pure).
+
+A parameter that this server knows but cannot honour is refused with its name; unknown ones are ignored, as OpenAI does.
+An explicit null is the same as leaving the field out. docs/protocol.md has the table of fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.gateway.chat_template import ChatTemplate
+from headrace.gateway.prompts import Conversation
+from headrace.gateway.sampling import MAX_CHOICES, MAX_LOGPROBS, Sampling, check_range, invalid
+from headrace.protos.status import Reason, StatusError
+
+COMPLETION_MAX_TOKENS = 16
+MAX_KEY_CHARS = 512
+MAX_PROMPTS = 256
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+_T = TypeVar("_T")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream has besides its chunks."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """Fields that chats and completions share. Those of type Any are known but honoured in their neutral value only."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+    best_of: int | None = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    prompt_logprobs: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One turn. Content is a text or a list of parts, of which only texts are taken."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    echo: Any = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """Body of POST /v1/completions. A list of prompts is one of texts, of tokens, or of lists of tokens."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /tokenize: a text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+    tools: Any = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)")
+
+
+def decode_body(raw: bytes, kind: type[_T]) -> _T:
+    """The request in a body. Raises `StatusError` with the position of malformed JSON or the field of a wrong type."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise StatusError(Reason.INVALID_FIELD, f"the body is not valid JSON: {_position(raw, str(error))}") from error
+    except UnicodeDecodeError as error:
+        where = f"invalid UTF-8 in a string: {error.reason}"
+        raise StatusError(Reason.INVALID_FIELD, f"the body is not valid JSON: {where}") from error
+    except RecursionError as error:
+        raise StatusError(Reason.INVALID_FIELD, "the body is nested too deeply") from error
+
+
+def _wrong_type(message: str) -> StatusError:
+    found = _AT_FIELD.match(message)
+    assert found is not None
+    path = (found["path"] or "").removeprefix("$").removeprefix(".")
+    what = found["what"].replace("`", "'")
+    missing = re.search(r"missing required field '([^']+)'", what)
+    if missing is not None:
+        path = f"{path}.{missing[1]}".removeprefix(".")
+        return invalid(path, f"{path} is required")
+    if path:
+        return invalid(path, f"{path}: {what[:1].lower()}{what[1:]}")
+    return StatusError(Reason.INVALID_FIELD, f"the body is not a request: {what[:1].lower()}{what[1:]}")
+
+
+def _position(raw: bytes, message: str) -> str:
+    """The decoder's message with the position of what is wrong."""
+    if _BYTE.search(message):
+        return message
+    try:
+        json.loads(raw)
+    except json.JSONDecodeError as error:
+        return f"{error.msg} (byte {len(error.doc[: error.pos].encode())})"
+    except (UnicodeDecodeError, RecursionError):
+        return message
+    return "a string has half of a surrogate pair"
+
+
+# --- checking -------------------------------------------------------------------------------------------------------
+
+# field -> values besides null that mean what this server does anyway
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "prompt_logprobs": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "functions": (),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "verbosity": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+}
+
+
+def check_chat(request: ChatRequest) -> None:
+    """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
+    _check_common(request)
+    if request.tools == []:
+        raise invalid("tools", "tools must not be an empty list; leave the field out")
+    if request.tools is None and request.tool_choice not in (None, "none"):
+        raise invalid("tool_choice", "tool_choice needs tools")
+    _refuse_unless_neutral(request, _NEUTRAL_CHAT)
+    if request.top_logprobs is not None:
+        if not request.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+    if request.max_completion_tokens is not None and request.max_tokens is not None:
+        check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)  # not used, but never nonsense
+
+
+def check_completion(request: CompletionRequest) -> None:
+    """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
+    _check_common(request)
+    if request.logprobs is not None:
+        check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+        if request.echo:
+            raise _unsupported("echo", "echo cannot be combined with logprobs: those of the prompt are not computed")
+    if request.suffix:
+        raise _unsupported("suffix", "suffix is not supported: the model continues a prompt and fills no gaps")
+
+
+def check_tokenize(request: TokenizeRequest) -> None:
+    """Raise `StatusError` for what cannot be honoured."""
+    _refuse_unless_neutral(request, {"chat_template": (), "tools": ()})
+
+
+def _check_common(request: GenerationFields) -> None:
+    _refuse_unless_neutral(request, _NEUTRAL)
+    n = 1 if request.n is None else request.n
+    check_range("n", n, 1, MAX_CHOICES)
+    if request.best_of is not None and request.best_of != n:
+        if request.best_of < n:
+            raise invalid("best_of", "best_of must be at least n")
+        raise _unsupported("best_of", "best_of greater than n is not supported; ask for n answers and choose")
+    if request.stream_options is not None:
+        if not request.stream:
+            raise invalid("stream_options", "stream_options needs stream to be true")
+        for name in ("continuous_usage_stats", "include_obfuscation"):
+            if getattr(request.stream_options, name):
+                raise _unsupported(f"stream_options.{name}", f"stream_options.{name} is not supported")
+    for name in ("prompt_cache_key", "cache_salt"):
+        if len(getattr(request, name) or "") > MAX_KEY_CHARS:
+            raise invalid(name, f"{name} must have at most {MAX_KEY_CHARS} characters")
+    if request.priority is not None:
+        check_range("priority", request.priority, -(2**31), 2**31 - 1)
+
+
+def _refuse_unless_neutral(request: msgspec.Struct, neutral: dict[str, tuple[Any, ...]]) -> None:
+    for name, values in neutral.items():
+        value = getattr(request, name)
+        if value is not None and value not in values:
+            hint = f"; it may only be {json.dumps(values[0])}" if values else "; leave it out"
+            raise _unsupported(name, f"{name} is not supported yet{hint}")
+
+
+def _unsupported(name: str, message: str) -> StatusError:
+    return StatusError(Reason.UNSUPPORTED, message, field=name)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def sampling_of(request: ChatRequest | CompletionRequest) -> Sampling:
+    """The sampling that a checked request asks for."""
+    max_tokens, max_tokens_field, default_max_tokens = request.max_tokens, "max_tokens", None
+    if isinstance(request, ChatRequest):
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        if request.max_completion_tokens is not None:
+            max_tokens, max_tokens_field = request.max_completion_tokens, "max_completion_tokens"
+    else:
+        logprobs, default_max_tokens = request.logprobs, COMPLETION_MAX_TOKENS
+    return Sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias or {},
+        allowed_token_ids=request.allowed_token_ids or (),
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
+        default_max_tokens=default_max_tokens,
+        min_tokens=request.min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        stop_token_ids=request.stop_token_ids or (),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        logprobs=logprobs,
+    )
+
+
+def conversation_of(request: ChatRequest | TokenizeRequest, template: ChatTemplate) -> Conversation:
+    """The conversation of a request, in the shape that this template takes. Raises `StatusError`."""
+    if not request.messages:
+        raise invalid("messages", "messages must not be empty")
+    goes_on = bool(request.continue_final_message)
+    if goes_on and request.add_generation_prompt:
+        raise invalid("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
+    variables = dict(request.chat_template_kwargs or {})
+    effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+    if effort is not None:
+        if not template.uses("reasoning_effort"):
+            raise _unsupported("reasoning_effort", "reasoning_effort is not supported: the model's template has none")
+        variables["reasoning_effort"] = effort
+    return Conversation(
+        messages=[_template_message(i, message, template) for i, message in enumerate(request.messages)],
+        add_generation_prompt=not goes_on and request.add_generation_prompt is not False,
+        continue_final_message=goes_on,
+        variables=variables,
+        add_special_tokens=bool(request.add_special_tokens),
+    )
+
+
+def _template_message(position: int, message: ChatMessage, template: ChatTemplate) -> dict[str, Any]:
+    where = f"messages[{position}]"
+    if message.role not in _ROLES:
+        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
+    for name in ("function_call", "audio"):
+        if getattr(message, name) is not None:
+            raise _unsupported(f"{where}.{name}", f"{where}.{name} is not supported")
+    role = message.role
+    if role == "developer" and not template.mentions("developer"):
+        role = "system"
+    if message.content is None and not (role == "assistant" and message.tool_calls):
+        raise invalid(f"{where}.content", f"{where}.content is required")
+    values: dict[str, Any] = {"role": role, "content": _text_of(where, message.content)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            values[name] = value
+    if message.tool_calls:
+        if not template.mentions("tool_calls"):
+            raise _unsupported(f"{where}.tool_calls", "the model's chat template knows no tool calls")
+        values["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", c) for i, c in enumerate(message.tool_calls)]
+    return values
+
+
+def _text_of(where: str, content: str | list[dict[str, Any]] | None) -> str:
+    """The text of a message: parts are joined by line breaks."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        kind, text = part.get("type"), part.get("text")
+        if kind != "text":
+            raise _unsupported(f"{where}.content[{i}].type", f"{where}.content[{i}]: only parts of type text are taken")
+        if not isinstance(text, str):
+            raise invalid(f"{where}.content[{i}].text", f"{where}.content[{i}].text must be a text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call as templates expect it: the arguments as an object, not as JSON text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"{where}.function", f"{where}.function needs a name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise invalid(f"{where}.function.arguments", f"{where}.function.arguments is not JSON: {error}") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def prompts_of(request: CompletionRequest) -> Sequence[str | list[int]]:
+    """The prompts of a completion, each a text or its tokens. Raises `StatusError`."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt", "prompt must not be empty")
+    if all(isinstance(entry, int) for entry in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"prompt takes at most {MAX_PROMPTS} prompts")
+    if all(isinstance(entry, str) for entry in prompt) or all(isinstance(entry, list) for entry in prompt):
+        return prompt  # type: ignore[return-value]
+    raise invalid("prompt", "prompt must be a text, a list of texts, a list of tokens or a list of lists of tokens")
