@@ -9,7 +9,6 @@ Pure: bytes in, bytes out.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
 
 from google.protobuf.message import DecodeError
 
@@ -78,7 +77,7 @@ class Delivery:
         self.is_finished = message.HasField("finish")
 
     def next_attempt(self) -> bytes:
-        """The request for the next worker: at first the client's own bytes, then with the delivered tokens as resume."""
+        """The request for the next worker: first the client's own bytes, then one that resumes what was delivered."""
         if self._num_retries == 0:
             self._num_retries = 1
             return self._raw
@@ -99,9 +98,9 @@ class Delivery:
             return None
         sampling = self.request.sampling
         last, num_prompt = self.token_ids[-1], len(self.request.token_ids)
-        stops: Collection[int] = set(sampling.stop_token_ids)
+        stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
-            stops = stops | set(card.eos_token_ids)
+            stops.update(card.eos_token_ids)
         limit = card.max_context_tokens - num_prompt
         if sampling.HasField("max_tokens"):
             limit = min(limit, sampling.max_tokens)

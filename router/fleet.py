@@ -83,7 +83,7 @@ class Fleet:
     def __init__(
         self,
         registry: Registry,
-        config: FleetConfig = FleetConfig(),  # noqa: B008  frozen
+        config: FleetConfig = FleetConfig(),
         *,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -153,6 +153,7 @@ class Fleet:
             self._registry.expire(now_s)
             self._sync()
             self.index.expire(now_s)
+            self._remember()
             for link in [link for link in self._retiring if link.num_in_flight == 0]:
                 self._retiring.discard(link)
                 await link.close()
@@ -233,7 +234,7 @@ class Fleet:
         *,
         same_weights: bool,
     ) -> PlacedRequest | None:
-        """Choose a ready worker of the card's model, book the request there, and predict its blocks; None if there is none.
+        """Choose a ready worker of the card's model, book the request there and predict its blocks; None if none is.
 
         With `same_weights` only workers with the card's very fingerprint count: others would continue an answer
         differently.
@@ -285,10 +286,17 @@ class Fleet:
 
     async def changed(self, timeout_s: float) -> None:
         """Return at the next change of any worker's state, or when the time is over."""
+        # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the result.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def _on_change(self) -> None:
+        self._remember()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _remember(self) -> None:
         now_s = self._clock()
         for link in self._links.values():
             if link.card is not None and link.is_ready:
@@ -296,5 +304,3 @@ class Fleet:
                 self._remembered.move_to_end(link.card.name)
         while len(self._remembered) > _MAX_REMEMBERED_MODELS:
             self._remembered.popitem(last=False)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()

@@ -302,14 +302,15 @@ class WorkerLink:
                 self._enter(LinkState.UNREACHABLE, str(error))
             pause_s = min(max((self._clock() - self._away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def _session(self) -> None:
         """Fetch the card, then watch until the worker is another one, falls silent or breaks off."""
         answer = await self._stub.GetModelCard(worker_pb2.GetModelCardRequest(), timeout=_CARD_TIMEOUT_S)
-        if not answer.card.name or not answer.card.block_size:
-            raise _OutOfStepError("its model card has no name or no block size")
+        if not (answer.card.name and answer.card.block_size and answer.card.max_context_tokens):
+            raise _OutOfStepError("its model card lacks a name, a block size or a context length")
         self.card, self._own_id, self.epoch = answer.card, answer.worker_id, answer.epoch
         self._candidate = None
         while True:

@@ -1,0 +1,144 @@
+"""`python -m headrace.router`: flags in, exit status out.
+
+Exit status: 0 after SIGTERM or SIGINT; 2 when what was asked cannot be done as asked, with one sentence on standard
+error; anything else is a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+
+import click
+import uvloop
+
+from headrace.router.fleet import Fleet, FleetConfig
+from headrace.router.forwarding import ForwardingConfig
+from headrace.router.metrics import RouterMetrics
+from headrace.router.registry import Registry
+from headrace.router.service import RouterServer
+
+log = logging.getLogger("headrace.router")
+
+GRACE_S = 2.0
+
+
+class CannotDoAsAskedError(Exception):
+    """What was asked for cannot be; the message says what to do instead."""
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT. Raises CannotDoAsAskedError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise CannotDoAsAskedError(f"{address!r} is no address: write HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def refuse_if_taken(address: str) -> None:
+    """Raise CannotDoAsAskedError if the address is malformed, or a server lives behind its unix socket.
+
+    A bind to a unix socket takes it over from whoever serves there, so it has to be asked first.
+    """
+    path = address.removeprefix("unix:")
+    if path == address:
+        split_host_port(address)
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path.removeprefix("//"))
+        except OSError:
+            return
+    raise CannotDoAsAskedError(f"{address} is in use: stop who listens there, or choose another with --listen")
+
+
+async def serve(listen: str, metrics_address: str | None, server: RouterServer, metrics: RouterMetrics) -> None:
+    """Listen until SIGTERM or SIGINT. Raises CannotDoAsAskedError."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    refuse_if_taken(listen)
+    try:
+        port = server.bind(listen)
+    except OSError:
+        problem = f"cannot listen on {listen}: in use, or not an address of this host; choose another with --listen"
+        raise CannotDoAsAskedError(problem) from None
+    if metrics_address is not None:
+        try:
+            metrics.serve(*split_host_port(metrics_address))
+        except OSError as error:
+            problem = f"cannot serve metrics on {metrics_address} ({error.strerror}): choose another with --metrics"
+            raise CannotDoAsAskedError(problem) from None
+    await server.start()
+    where = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+    log.info("listening on %s", where)
+    await stop.wait()
+    log.info("stopping; running streams may go on for %g s", GRACE_S)
+    await server.stop(GRACE_S)
+
+
+@click.command(context_settings={"auto_envvar_prefix": "HEADRACE_ROUTER", "show_default": True})
+@click.option("--listen", required=True, metavar="ADDR", help="Address to serve on: HOST:PORT or unix:/path.sock.")
+@click.option("--worker", "workers", multiple=True, metavar="ADDR", help="A worker's address; may be repeated.")
+@click.option("--metrics", "metrics_address", metavar="HOST:PORT", help="Serve Prometheus metrics here.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option("--lease", "lease_s", type=click.FloatRange(min=0.5), default=6.0, help="Seconds a registration lasts.")
+@click.option(
+    "--capacity-wait",
+    "capacity_wait_s",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    help="Seconds a request waits for a worker to come back when none is ready.",
+)
+@click.option("--max-attempts", type=click.IntRange(min=1), default=4, help="Workers that one request may use up.")
+@click.option("--max-in-flight", type=click.IntRange(min=1), default=4096, help="Requests at a time.")
+@click.option(
+    "--max-index-entries",
+    type=click.IntRange(min=1),
+    default=4_000_000,
+    help="Bound of the prefix index: blocks known to be cached, summed over the workers (about 200 bytes each).",
+)
+def main(
+    listen: str,
+    workers: tuple[str, ...],
+    metrics_address: str | None,
+    log_level: str,
+    lease_s: float,
+    capacity_wait_s: float,
+    max_attempts: int,
+    max_in_flight: int,
+    max_index_entries: int,
+) -> None:
+    """Place requests on workers, by what they have cached and how busy they are."""
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+    async def run() -> None:
+        metrics = RouterMetrics()
+        fleet = Fleet(Registry(workers, lease_s=lease_s), FleetConfig(max_index_entries=max_index_entries))
+        metrics.observe(fleet)
+        forwarding = ForwardingConfig(max_attempts=max_attempts, capacity_wait_s=capacity_wait_s)
+        await serve(
+            listen, metrics_address, RouterServer(fleet, metrics, forwarding, max_in_flight=max_in_flight), metrics
+        )
+
+    try:
+        uvloop.run(run())
+    except CannotDoAsAskedError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    # grpc writes its own account of a failed bind before ours; HEADRACE users who want it set the variable.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

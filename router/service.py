@@ -1,0 +1,234 @@
+"""The router's gRPC services: Inference as workers speak it, and Router.
+
+Generate and GetTokenizer are served without serializers, so requests and responses are the bytes of the wire and are
+passed on as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn, TypeAlias, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+
+from headrace.protos import router_pb2
+from headrace.protos.introspection import add_introspection, set_serving
+from headrace.protos.status import Reason, StatusError, abort
+from headrace.router.fleet import Fleet
+from headrace.router.forwarding import Forwarding, ForwardingConfig, Metadata, UpstreamError, Verdict, verdict_of
+from headrace.router.links import SERVER_OPTIONS, LinkState
+from headrace.router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+INFERENCE = "headrace.v1.Inference"
+ROUTER = "headrace.v1.Router"
+PASSED_ON_METADATA = ("x-request-id", "traceparent")
+_HEALTH_POLL_S = 5.0
+
+_Methods: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+def passed_on(context: _Context) -> Metadata:
+    """The caller's metadata that goes along to the worker."""
+    received = cast("Metadata", tuple(context.invocation_metadata() or ()))
+    return tuple((key, value) for key, value in received if key in PASSED_ON_METADATA)
+
+
+class InferenceService:
+    """Inference.Generate over the fleet. At most `max_in_flight` requests at a time, waiting ones included."""
+
+    def __init__(
+        self, fleet: Fleet, metrics: RouterMetrics, config: ForwardingConfig, *, max_in_flight: int = 4096
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._config = config
+        self._max_in_flight = max_in_flight
+        self.num_in_flight = 0
+
+    async def generate(self, raw: bytes, context: _Context) -> None:
+        """Serve one call; its end is counted by status."""
+        code = grpc.StatusCode.CANCELLED
+        self.num_in_flight += 1
+        try:
+            await self._forward(raw, context)
+            code = grpc.StatusCode.OK
+        except StatusError as error:
+            code = error.row.grpc_code
+            await abort(context, error)
+        except UpstreamError as error:
+            code = error.code
+            await context.abort(error.code, error.details, error.trailing_metadata)
+        except Exception:
+            code = grpc.StatusCode.INTERNAL
+            log.exception("a request failed inside the router")
+            await abort(context, StatusError(Reason.INTERNAL, "the router failed; its log says where"))
+        finally:
+            self.num_in_flight -= 1
+            self._metrics.requests.labels(code.name).inc()
+
+    async def _forward(self, raw: bytes, context: _Context) -> None:
+        if self.num_in_flight > self._max_in_flight:
+            problem = f"this router has {self._max_in_flight} requests in flight, as many as it takes"
+            raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
+        forwarding = Forwarding(
+            self._fleet,
+            self._metrics,
+            self._config,
+            raw,
+            passed_on(context),
+            context.write,
+            context.time_remaining,
+        )
+        await forwarding.run()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The service for a server."""
+        methods: _Methods = {"Generate": grpc.unary_stream_rpc_method_handler(self.generate)}
+        return grpc.method_handlers_generic_handler(INFERENCE, methods)
+
+
+class RouterService:
+    """Router: who is there, and the tokenizer bundle of those who are."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def list_models(
+        self, request: router_pb2.ListModelsRequest, context: _Context
+    ) -> router_pb2.ListModelsResponse:
+        """The models of live workers."""
+        return router_pb2.ListModelsResponse(models=self._fleet.models().values())
+
+    async def list_workers(
+        self, request: router_pb2.ListWorkersRequest, context: _Context
+    ) -> router_pb2.ListWorkersResponse:
+        """All members."""
+        return router_pb2.ListWorkersResponse(workers=self._fleet.workers())
+
+    async def register(self, request: router_pb2.RegisterRequest, context: _Context) -> router_pb2.RegisterResponse:
+        """Add a worker or renew its lease."""
+        try:
+            lease_s = self._fleet.register(request.worker_id, request.address)
+        except StatusError as error:
+            await abort(context, error)
+        return router_pb2.RegisterResponse(lease_ms=round(lease_s * 1000))
+
+    async def deregister(
+        self, request: router_pb2.DeregisterRequest, context: _Context
+    ) -> router_pb2.DeregisterResponse:
+        """Take a worker away."""
+        self._fleet.deregister(request.worker_id, request.address)
+        return router_pb2.DeregisterResponse()
+
+    async def get_tokenizer(self, raw: bytes, context: _Context) -> AsyncIterator[bytes]:
+        """Pass on a bundle from a worker that has it. The messages of both services are the same on the wire."""
+        try:
+            sha256 = router_pb2.RouterGetTokenizerRequest.FromString(raw).sha256
+        except DecodeError:
+            sha256 = ""
+        if not sha256:
+            problem = "sha256 is empty: say which bundle, by tokenizer_sha256 of a model card"
+            await abort(context, StatusError(Reason.INVALID_FIELD, problem, field="sha256"))
+        for link in self._fleet.links():
+            has_it = link.card is not None and link.card.tokenizer_sha256 == sha256
+            if not has_it or link.state is LinkState.UNREACHABLE:
+                continue
+            num_delivered = 0
+            call = link.get_tokenizer(raw, timeout=context.time_remaining(), metadata=tuple(passed_on(context)))
+            try:
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    assert isinstance(message, bytes)
+                    num_delivered += 1
+                    yield message
+                return
+            except grpc.aio.AioRpcError as error:
+                if num_delivered:
+                    await self._broken_off(context, error)
+                log.warning("worker %s gave no tokenizer: %s", link.worker_id, error.details())
+            finally:
+                call.cancel()
+        await abort(context, StatusError(Reason.NOT_FOUND, f"no live worker has a tokenizer bundle {sha256}"))
+
+    async def _broken_off(self, context: _Context, error: grpc.aio.AioRpcError) -> NoReturn:
+        if verdict_of(error) is Verdict.FINAL:
+            details = cast("Metadata", tuple(error.trailing_metadata() or ()))
+            await context.abort(error.code(), error.details() or "", tuple(details))
+        problem = "the worker was lost in the middle of the bundle: ask again"
+        await abort(context, StatusError(Reason.WORKER_LOST, problem, retry_after_s=1.0))
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The service for a server."""
+        pb = router_pb2
+        unary = grpc.unary_unary_rpc_method_handler
+        serialize = _serialized
+        methods: _Methods = {
+            "ListModels": unary(self.list_models, pb.ListModelsRequest.FromString, serialize),
+            "ListWorkers": unary(self.list_workers, pb.ListWorkersRequest.FromString, serialize),
+            "Register": unary(self.register, pb.RegisterRequest.FromString, serialize),
+            "Deregister": unary(self.deregister, pb.DeregisterRequest.FromString, serialize),
+            "GetTokenizer": grpc.unary_stream_rpc_method_handler(self.get_tokenizer),
+        }
+        return grpc.method_handlers_generic_handler(ROUTER, methods)
+
+
+def _serialized(message: Any) -> bytes:
+    return cast("bytes", message.SerializeToString())
+
+
+class RouterServer:
+    """A listening router: both services, health and reflection.
+
+    `bind` and `start` in this order; `stop` ends it. Health of Inference follows the fleet: SERVING while at least one
+    worker is ready.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        config: ForwardingConfig,
+        *,
+        max_in_flight: int = 4096,
+    ) -> None:
+        self._fleet = fleet
+        self.inference = InferenceService(fleet, metrics, config, max_in_flight=max_in_flight)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((self.inference.handler(), RouterService(fleet).handler()))
+        self._health = add_introspection(self._server, [INFERENCE, ROUTER])
+        self._health_task: asyncio.Task[None] | None = None
+
+    def bind(self, address: str) -> int:
+        """Take the address; its port (1 for a unix socket). Raises OSError if it is in use or no address."""
+        try:
+            return self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+
+    async def start(self) -> None:
+        """Link the fleet and answer calls."""
+        await self._fleet.start()
+        await self._server.start()
+        await set_serving(self._health, [ROUTER], True)
+        self._health_task = asyncio.create_task(self._follow_health(), name="health")
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, let running ones go on for at most `grace_s` seconds, then end them."""
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.gather(self._health_task, return_exceptions=True)
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+        await self._fleet.close()
+
+    async def _follow_health(self) -> None:
+        while True:
+            status = health_pb2.HealthCheckResponse
+            await self._health.set(INFERENCE, status.SERVING if self._fleet.num_ready else status.NOT_SERVING)
+            await self._fleet.changed(_HEALTH_POLL_S)

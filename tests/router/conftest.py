@@ -1,0 +1,118 @@
+"""A router in this process, workers that it can be given, and a client."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2_grpc
+from headrace.router.fleet import Fleet, FleetConfig
+from headrace.router.forwarding import ForwardingConfig
+from headrace.router.metrics import RouterMetrics
+from headrace.router.registry import Registry
+from headrace.router.service import RouterServer
+from tests.router.fake_worker import FakeWorker, until
+
+HEARTBEAT_MS = 100
+
+
+class RunningRouter:
+    """A listening router with its insides open, and a client's channel to it."""
+
+    def __init__(
+        self, workers: list[FakeWorker], *, lease_s: float, capacity_wait_s: float, max_in_flight: int
+    ) -> None:
+        registry = Registry([worker.address for worker in workers], lease_s=lease_s)
+        self.fleet = Fleet(registry, FleetConfig(heartbeat_ms=HEARTBEAT_MS), rng=random.Random(1))
+        self.metrics = RouterMetrics()
+        self.metrics.observe(self.fleet)
+        config = ForwardingConfig(capacity_wait_s=capacity_wait_s)
+        self.server = RouterServer(self.fleet, self.metrics, config, max_in_flight=max_in_flight)
+        self.port = self.server.bind("127.0.0.1:0")
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
+        self.inference = inference_pb2_grpc.InferenceStub(self.channel)
+        self.router = router_pb2_grpc.RouterStub(self.channel)
+
+    def call(self, tokens: list[int], max_tokens: int = 20, **fields: Any) -> Any:
+        """A running Generate."""
+        metadata = fields.pop("metadata", None)
+        sampling = inference_pb2.SamplingParams(max_tokens=max_tokens, **fields.pop("sampling", {}))
+        request = inference_pb2.GenerateRequest(token_ids=tokens, sampling=sampling, **fields)
+        return self.inference.Generate(request, metadata=metadata, timeout=30)
+
+    async def generate(
+        self, tokens: list[int], max_tokens: int = 20, **fields: Any
+    ) -> tuple[list[int], inference_pb2.Finish]:
+        """The whole answer, checked to be without gap or repeat and to end in exactly one finish."""
+        return await collected(self.call(tokens, max_tokens, **fields), len(fields.get("resume_token_ids", ())))
+
+    async def until_ready(self, num_workers: int) -> None:
+        """Return when that many workers take requests."""
+        await until(lambda: self.fleet.num_ready == num_workers)
+
+    def check_is_idle(self) -> None:
+        """Assert that nothing is left of any request."""
+        assert self.fleet.num_in_flight == 0
+        assert self.server.inference.num_in_flight == 0
+        for link in self.fleet.links():
+            assert (link.num_in_flight, link.candidate().num_booked_requests if link.card else 0) == (0, 0)
+        self.fleet.check()
+
+
+async def collected(call: Any, first_pos: int = 0) -> tuple[list[int], inference_pb2.Finish]:
+    """Tokens and finish of a running Generate, with the contract of the stream asserted."""
+    tokens: list[int] = []
+    finishes: list[inference_pb2.Finish] = []
+    async for message in call:
+        assert not finishes, "nothing follows a finish"
+        assert message.start_pos == first_pos + len(tokens)
+        tokens.extend(message.token_ids)
+        if message.HasField("finish"):
+            finishes.append(message.finish)
+    assert len(finishes) == 1
+    return tokens, finishes[0]
+
+
+StartRouter = Callable[..., Any]
+StartWorker = Callable[..., Any]
+
+
+@pytest.fixture
+async def start_worker() -> AsyncIterator[StartWorker]:
+    """Start fake workers that end with the test."""
+    workers: list[FakeWorker] = []
+
+    async def start(name: str = "w", **script: Any) -> FakeWorker:
+        worker = FakeWorker(name, **script)
+        workers.append(worker)
+        return await worker.start()
+
+    yield start
+    for worker in workers:
+        await worker.kill()
+
+
+@pytest.fixture
+async def start_router() -> AsyncIterator[StartRouter]:
+    """Start routers that end with the test."""
+    routers: list[RunningRouter] = []
+
+    async def start(
+        *workers: FakeWorker, lease_s: float = 5.0, capacity_wait_s: float = 5.0, max_in_flight: int = 1000
+    ) -> RunningRouter:
+        router = RunningRouter(
+            list(workers), lease_s=lease_s, capacity_wait_s=capacity_wait_s, max_in_flight=max_in_flight
+        )
+        routers.append(router)
+        await router.server.start()
+        await router.until_ready(len(workers))
+        return router
+
+    yield start
+    for router in routers:
+        await router.channel.close()
+        await router.server.stop(0.0)

@@ -1,0 +1,211 @@
+"""A scripted worker on a real gRPC server: its tokens follow from prompt and position, so a resumption is checkable."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import grpc
+
+from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.status import StatusError, abort
+
+BLOCK_SIZE = 4
+EOS = 2
+BUNDLE = b"tokenizer" * 1000
+_epochs = count(1)
+
+
+def token_at(prompt: Sequence[int], position: int) -> int:
+    """The token that the model generates at a position (from 0) behind a prompt; never EOS."""
+    return 10 + zlib.crc32(f"{list(prompt)}/{position}".encode()) % 10_000
+
+
+def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The whole answer to a prompt."""
+    return [token_at(prompt, position) for position in range(num_tokens)]
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    """Return when the condition holds; fail when it does not in time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
+    """Speaks Inference and Worker. Tests script it through its attributes and end it with `kill`.
+
+    Tokens flow one in a message. `budget` is how many messages may still be sent by all requests together (None: no
+    bound); at 0 a stream waits, so a test decides where exactly a death falls.
+    """
+
+    def __init__(self, name: str = "w", *, model: str = "m", fingerprint: str = "f" * 64) -> None:
+        self.name = name
+        self.card = worker_pb2.ModelCard(
+            name=model,
+            fingerprint=fingerprint,
+            tokenizer_sha256="ab" * 32,
+            max_context_tokens=1000,
+            vocab_size=20_000,
+            block_size=BLOCK_SIZE,
+            eos_token_ids=[EOS],
+        )
+        self.load = worker_pb2.Load(
+            num_blocks=1000, num_free_blocks=1000, prefill_tokens_per_s=1000, decode_step_ms=10, max_num_seqs=16
+        )
+        self.address = ""
+        self.epoch = 0
+        self.budget: int | None = None
+        self.eos_at: int | None = None  # position at which EOS is generated
+        self.error: StatusError | None = None  # answer of every Generate
+        self.bare_error: tuple[grpc.StatusCode, str] | None = None
+        self.start_pos_offset = 0
+        self.withhold_finish = False
+        self.end_without_finish = False
+        self.cached: set[int] = set()
+        self.requests: list[bytes] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.sent: list[bytes] = []
+        self.num_running = 0
+        self.num_cancelled = 0
+        self.num_watches = 0
+        self._server: grpc.aio.Server | None = None
+        self._watchers: list[asyncio.Queue[worker_pb2.WatchResponse]] = []
+        self.is_silent = False
+        self.skip_sequence = False
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self, address: str = "127.0.0.1:0") -> FakeWorker:
+        """Listen, as a new process with an empty cache would."""
+        self.epoch = next(_epochs)
+        self.cached = set()
+        self._watchers = []
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(address)
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+        return self
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a request runs here and has used up what may be sent."""
+        return self._server is not None and self.num_running > 0 and self.budget == 0
+
+    async def kill(self) -> None:
+        """Stop abruptly: every call breaks off."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    async def restart(self) -> None:
+        """Come back on the same address."""
+        await self.start(self.address)
+
+    # -- Worker -----------------------------------------------------------------------------------------------------
+
+    async def GetModelCard(self, request: Any, context: Any) -> worker_pb2.GetModelCardResponse:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        return worker_pb2.GetModelCardResponse(card=self.card, worker_id=self.name, epoch=self.epoch)
+
+    async def GetTokenizer(self, request: Any, context: Any) -> Any:
+        for start in range(0, len(BUNDLE), 1000):
+            yield worker_pb2.GetTokenizerResponse(chunk=BUNDLE[start : start + 1000])
+
+    async def Watch(self, request: worker_pb2.WatchRequest, context: Any) -> Any:
+        queue: asyncio.Queue[worker_pb2.WatchResponse] = asyncio.Queue()
+        self._watchers.append(queue)
+        self.num_watches += 1
+        sequence = 0
+        report = worker_pb2.WatchResponse(
+            kv_events=worker_pb2.KvEvents(reset=True, stored=sorted(self.cached)), load=self.load
+        )
+        while True:
+            while self.is_silent:
+                await asyncio.sleep(0.01)
+            report.epoch, report.sequence = self.epoch, sequence
+            yield report
+            sequence += 1
+            if self.skip_sequence:
+                self.skip_sequence = False
+                sequence += 1
+            try:
+                async with asyncio.timeout(request.heartbeat_ms / 1000):
+                    report = await queue.get()
+            except TimeoutError:
+                report = worker_pb2.WatchResponse(load=self.load)
+
+    def report(self, stored: Sequence[int] = (), evicted: Sequence[int] = (), **load: Any) -> None:
+        """Say at once what changed."""
+        self.cached = (self.cached - set(evicted)) | set(stored)
+        for name, value in load.items():
+            setattr(self.load, name, value)
+        events = worker_pb2.KvEvents(stored=stored, evicted=evicted)
+        for queue in self._watchers:
+            queue.put_nowait(worker_pb2.WatchResponse(kv_events=events, load=self.load))
+
+    def store(self, tokens: Sequence[int]) -> None:
+        """Hold the blocks of this prompt, and say so."""
+        self.report(stored=block_hashes(root_hash(self.card.fingerprint), tokens, BLOCK_SIZE))
+
+    # -- Inference --------------------------------------------------------------------------------------------------
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Any:
+        self.requests.append(request.SerializeToString())
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        if self.error is not None:
+            await abort(context, self.error)
+        if self.bare_error is not None:
+            await context.abort(*self.bare_error)
+        self.num_running += 1
+        ended = False
+        try:
+            for message in self._messages(request):
+                await self._allowance()
+                self.sent.append(message.SerializeToString())
+                yield message
+            ended = True
+        finally:
+            self.num_running -= 1
+            self.num_cancelled += not ended
+
+    async def _allowance(self) -> None:
+        while self.budget == 0:
+            await asyncio.sleep(0.005)
+        if self.budget is not None:
+            self.budget -= 1
+        await asyncio.sleep(0)
+
+    def _messages(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
+        limit = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else 20
+        reason, position = inference_pb2.FINISH_REASON_LENGTH, len(request.resume_token_ids)
+        first = True
+        while position < limit:
+            token = EOS if position == self.eos_at else token_at(request.token_ids, position)
+            message = inference_pb2.GenerateResponse(start_pos=position + self.start_pos_offset, token_ids=[token])
+            if first:
+                message.num_cached_tokens, first = 0, False
+            yield message
+            position += 1
+            if token == EOS:
+                reason = inference_pb2.FINISH_REASON_STOP
+                break
+        if self.end_without_finish:
+            return
+        finish = inference_pb2.Finish(
+            reason=reason, num_prompt_tokens=len(request.token_ids), num_generated_tokens=position
+        )
+        if reason == inference_pb2.FINISH_REASON_STOP:
+            finish.stop_token_id = EOS
+        yield inference_pb2.GenerateResponse(start_pos=position, finish=finish)
+
+
+Worker = Callable[..., Awaitable[FakeWorker]]

@@ -1,0 +1,421 @@
+"""A request's way through a router: bytes, placement, deaths, cancellation, errors. Real servers, scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.protos import inference_pb2
+from headrace.protos.status import Reason, StatusError, error_of
+from tests.router.conftest import StartRouter, StartWorker, collected
+from tests.router.fake_worker import BLOCK_SIZE, EOS, FakeWorker, answer, until
+
+PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15]
+
+
+def requests_of(worker: FakeWorker) -> list[inference_pb2.GenerateRequest]:
+    return [inference_pb2.GenerateRequest.FromString(raw) for raw in worker.requests]
+
+
+async def failure_of(call: Any) -> StatusError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collected(call)
+    return error_of(caught.value)
+
+
+async def test_bytes_pass_unchanged_in_both_directions(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    request = inference_pb2.GenerateRequest(
+        request_id="r", token_ids=PROMPT, sampling=inference_pb2.SamplingParams(max_tokens=5, seed=3), tenant="t"
+    )
+    # An unknown field, as a newer client would send it, has to arrive too.
+    raw = request.SerializeToString() + b"\xfa\x01\x03new"
+    received = [message async for message in router.channel.unary_stream("/headrace.v1.Inference/Generate")(raw)]
+    assert worker.requests == [raw]
+    assert received == worker.sent
+    assert len(received) == 6
+
+
+async def test_request_id_and_traceparent_go_along_and_nothing_else(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    metadata = [("x-request-id", "abc"), ("traceparent", "00-1-2-01"), ("authorization", "secret")]
+    await router.generate(PROMPT, metadata=metadata)
+    (seen,) = worker.metadata
+    assert (seen["x-request-id"], seen["traceparent"]) == ("abc", "00-1-2-01")
+    assert "authorization" not in seen
+
+
+async def test_a_request_goes_where_the_longest_prefix_is(start_router: StartRouter, start_worker: StartWorker) -> None:
+    workers = [await start_worker(name) for name in "abc"]
+    router = await start_router(*workers)
+    workers[1].store(PROMPT[:BLOCK_SIZE])
+    workers[2].store(PROMPT)
+    await until(lambda: len(router.fleet.index) == 3)
+    for _ in range(5):
+        await router.generate(PROMPT)
+    assert [len(worker.requests) for worker in workers] == [0, 0, 5]
+
+
+async def test_load_decides_between_workers_with_the_same_prefix(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    busy, idle = [await start_worker(name) for name in ("busy", "idle")]
+    router = await start_router(busy, idle)
+    busy.report(num_uncached_tokens=100_000)
+    for worker in (busy, idle):
+        worker.store(PROMPT)
+    await until(lambda: len(router.fleet.index) == 4)
+    for _ in range(5):
+        await router.generate(PROMPT)
+    assert (len(busy.requests), len(idle.requests)) == (0, 5)
+
+
+async def test_a_burst_of_cold_siblings_stays_together_and_strangers_spread(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    shared = list(range(100, 2100))
+    for number in range(6):
+        await router.generate([*shared, number], max_tokens=1)
+    assert sorted(len(worker.requests) for worker in workers) == [0, 6]
+    for worker in workers:
+        worker.budget = 0
+        worker.requests.clear()
+    calls = [router.call([number] * 2000, max_tokens=1) for number in range(4)]
+    for call in calls:
+        asyncio.ensure_future(call.read())  # noqa: RUF006
+    await until(lambda: sum(len(worker.requests) for worker in workers) == 4)
+    assert [len(worker.requests) for worker in workers] == [2, 2]
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_session_stays_on_its_worker(start_router: StartRouter, start_worker: StartWorker) -> None:
+    workers = [await start_worker(name) for name in "abcd"]
+    router = await start_router(*workers)
+    for number in range(8):
+        await router.generate([number, 1, 2], session_key="s")
+    assert sorted(len(worker.requests) for worker in workers) == [0, 0, 0, 8]
+
+
+@pytest.mark.parametrize("delivered", [0, 1, 7, 19])
+async def test_a_death_mid_stream_loses_and_repeats_nothing(
+    start_router: StartRouter, start_worker: StartWorker, delivered: int
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget = delivered
+    call = router.call(PROMPT)
+    answered = asyncio.create_task(collected(call))
+    await until(lambda: any(worker.is_stuck for worker in workers))
+    victim, other = workers if workers[0].requests else workers[::-1]
+    other.budget = None
+    await victim.kill()
+    tokens, finish = await answered
+    assert tokens == answer(PROMPT, 20)
+    assert (finish.reason, finish.num_generated_tokens) == (inference_pb2.FINISH_REASON_LENGTH, 20)
+    (resumed,) = requests_of(other)
+    assert resumed.attempt == 1
+    assert list(resumed.resume_token_ids) == tokens[: len(resumed.resume_token_ids)]
+    assert len(resumed.resume_token_ids) <= delivered
+    router.check_is_idle()
+
+
+async def test_two_consecutive_deaths_are_survived(start_router: StartRouter, start_worker: StartWorker) -> None:
+    workers = [await start_worker(name) for name in "abc"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget = 3
+    answered = asyncio.create_task(router.generate(PROMPT))
+    for _ in range(2):
+        await until(lambda: any(worker.is_stuck for worker in workers))
+        await next(worker for worker in workers if worker.is_stuck).kill()
+    for worker in workers:
+        worker.budget = None
+    tokens, _ = await answered
+    assert tokens == answer(PROMPT, 20)
+    assert sorted(request.attempt for worker in workers for request in requests_of(worker)) == [0, 1, 2]
+    router.check_is_idle()
+
+
+async def test_a_resumption_counts_on_from_what_the_client_resumed(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget = 4
+    resume = answer(PROMPT, 5)
+    answered = asyncio.create_task(router.generate(PROMPT, resume_token_ids=resume, attempt=3))
+    await until(lambda: any(worker.is_stuck for worker in workers))
+    victim, other = workers if workers[0].requests else workers[::-1]
+    other.budget = None
+    await victim.kill()
+    tokens, _ = await answered
+    assert resume + tokens == answer(PROMPT, 20)
+    assert requests_of(other)[0].attempt == 4
+
+
+async def test_a_hanging_worker_is_given_up_and_the_answer_goes_on_elsewhere(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget = 5
+    answered = asyncio.create_task(router.generate(PROMPT))
+    await until(lambda: any(worker.is_stuck for worker in workers))
+    victim, other = workers if workers[0].requests else workers[::-1]
+    other.budget = None
+    victim.is_silent = True
+    tokens, _ = await answered
+    assert tokens == answer(PROMPT, 20)
+    await until(lambda: victim.num_running == 0)
+    router.check_is_idle()
+
+
+async def test_a_lost_finish_is_made_up_for_when_the_last_token_ends_the_answer(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget, worker.eos_at = 6, 5
+    answered = asyncio.create_task(router.generate(PROMPT))
+    await until(lambda: any(len(worker.sent) == 6 for worker in workers))
+    victim, other = workers if workers[0].requests else workers[::-1]
+    await until(lambda: router.fleet.num_in_flight == 1 and victim.budget == 0)
+    await victim.kill()
+    tokens, finish = await answered
+    assert tokens == [*answer(PROMPT, 5), EOS]
+    assert (finish.reason, finish.stop_token_id) == (inference_pb2.FINISH_REASON_STOP, EOS)
+    assert (finish.num_prompt_tokens, finish.num_generated_tokens) == (len(PROMPT), 6)
+    assert other.requests == [] or other.budget != 6  # asked only if the last tokens were lost with the worker
+    router.check_is_idle()
+
+
+@pytest.mark.parametrize("fault", ["start_pos_offset", "end_without_finish"])
+async def test_a_stream_that_does_not_fit_is_fenced(
+    start_router: StartRouter, start_worker: StartWorker, fault: str
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    setattr(workers[0], fault, 1)
+    workers[0].store(PROMPT)
+    await until(lambda: len(router.fleet.index) == 2)
+    tokens, _ = await router.generate(PROMPT)
+    assert tokens == answer(PROMPT, 20)
+    assert len(workers[0].requests) == 1
+    router.check_is_idle()
+
+
+async def test_a_cancelled_request_is_cancelled_at_the_worker_at_once(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.budget = 3
+    call = router.call(PROMPT)
+    await call.read()
+    call.cancel()
+    await until(lambda: worker.num_cancelled == 1)
+    await until(lambda: router.server.inference.num_in_flight == 0)
+    router.check_is_idle()
+
+
+async def test_a_worker_that_restarts_on_its_address_answers_the_request_that_waits(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.budget = 4
+    answered = asyncio.create_task(router.generate(PROMPT))
+    await until(lambda: worker.requests and worker.budget == 0)
+    await worker.kill()
+    await until(lambda: router.fleet.num_ready == 0)
+    worker.budget = None
+    await worker.restart()
+    tokens, _ = await answered
+    assert tokens == answer(PROMPT, 20)
+    assert (await router.generate(PROMPT))[0] == tokens
+    router.check_is_idle()
+
+
+async def test_no_capacity_is_said_with_a_time_to_retry(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, capacity_wait_s=0.3)
+    await worker.kill()
+    await until(lambda: router.fleet.num_ready == 0)
+    error = await failure_of(router.call(PROMPT, model="m"))
+    assert (error.reason, error.retry_after_s) == (Reason.NO_CAPACITY, 1.0)
+    empty = await start_router(capacity_wait_s=0.1)
+    error = await failure_of(empty.call(PROMPT))
+    assert error.reason is Reason.NO_CAPACITY
+    assert "--worker" in error.message
+    router.check_is_idle()
+
+
+async def test_workers_that_keep_dying_end_in_worker_lost(start_router: StartRouter, start_worker: StartWorker) -> None:
+    workers = [await start_worker(name) for name in "abcde"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.bare_error = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    error = await failure_of(router.call(PROMPT))
+    assert error.reason is Reason.WORKER_LOST
+    assert sum(len(worker.requests) for worker in workers) == 4
+    router.check_is_idle()
+
+
+async def test_an_unknown_model_is_named_with_those_there_are(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    router = await start_router(await start_worker("a", model="x"), await start_worker("b", model="y"))
+    error = await failure_of(router.call(PROMPT, model="z"))
+    assert (error.reason, error.field) == (Reason.MODEL_NOT_FOUND, "model")
+    assert "'z'" in error.message
+    assert "x, y" in error.message
+    ambiguous = await failure_of(router.call(PROMPT))
+    assert (ambiguous.reason, ambiguous.field) == (Reason.INVALID_FIELD, "model")
+
+
+async def test_each_request_goes_to_a_worker_of_its_model(start_router: StartRouter, start_worker: StartWorker) -> None:
+    x, y = await start_worker("a", model="x"), await start_worker("b", model="y", fingerprint="e" * 64)
+    router = await start_router(x, y)
+    for model in "xyx":
+        await router.generate(PROMPT, model=model)
+    assert (len(x.requests), len(y.requests)) == (2, 1)
+
+
+async def test_an_answer_is_not_resumed_on_other_weights(start_router: StartRouter, start_worker: StartWorker) -> None:
+    first = await start_worker("a")
+    router = await start_router(first, capacity_wait_s=0.5)
+    first.budget = 4
+    answered = asyncio.create_task(failure_of(router.call(PROMPT)))
+    await until(lambda: first.budget == 0)
+    other = await start_worker("b", fingerprint="e" * 64)
+    router.fleet.register("b", other.address)
+    await router.until_ready(2)
+    await first.kill()
+    assert (await answered).reason is Reason.NO_CAPACITY
+    assert other.requests == []
+
+
+@pytest.mark.parametrize("reason", [Reason.INVALID_FIELD, Reason.CONTEXT_TOO_LONG, Reason.INTERNAL, Reason.QUEUE_FULL])
+async def test_an_error_of_the_worker_passes_with_its_details(
+    start_router: StartRouter, start_worker: StartWorker, reason: Reason
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.error = StatusError(reason, "what is wrong", field="sampling.top_p", retry_after_s=2.5)
+    error = await failure_of(router.call(PROMPT))
+    assert (error.reason, error.message) == (reason, "what is wrong")
+    assert (error.field, error.retry_after_s) == ("sampling.top_p", 2.5)
+    assert len(worker.requests) == 1
+    router.check_is_idle()
+
+
+@pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.DRAINING])
+async def test_a_worker_that_refuses_is_passed_over(
+    start_router: StartRouter, start_worker: StartWorker, reason: Reason
+) -> None:
+    refusing, other = [await start_worker(name) for name in "ab"]
+    router = await start_router(refusing, other)
+    refusing.store(PROMPT)
+    await until(lambda: len(router.fleet.index) == 2)
+    refusing.error = StatusError(reason, "not now", retry_after_s=1)
+    tokens, _ = await router.generate(PROMPT)
+    assert tokens == answer(PROMPT, 20)
+    assert (len(refusing.requests), len(other.requests)) == (1, 1)
+    router.check_is_idle()
+
+
+async def test_a_draining_worker_gets_no_new_requests(start_router: StartRouter, start_worker: StartWorker) -> None:
+    draining, other = [await start_worker(name) for name in "ab"]
+    router = await start_router(draining, other)
+    draining.store(PROMPT)
+    draining.report(draining=True)
+    await router.until_ready(1)
+    await router.generate(PROMPT)
+    assert (len(draining.requests), len(other.requests)) == (0, 1)
+
+
+async def test_what_is_no_request_is_refused(start_router: StartRouter, start_worker: StartWorker) -> None:
+    router = await start_router(await start_worker())
+    error = await failure_of(router.channel.unary_stream("/headrace.v1.Inference/Generate")(b"\xff\xff"))
+    assert error.reason is Reason.INVALID_FIELD
+
+
+async def test_more_requests_than_the_bound_are_refused(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_in_flight=1)
+    worker.budget = 1
+    held = router.call(PROMPT)
+    await held.read()
+    error = await failure_of(router.call(PROMPT))
+    assert (error.reason, error.retry_after_s) == (Reason.QUEUE_FULL, 1.0)
+    held.cancel()
+
+
+async def test_a_body_over_the_cap_is_refused(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    call = router.channel.unary_stream("/headrace.v1.Inference/Generate")(bytes(17 * 1024 * 1024))
+    assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert worker.requests == []
+
+
+async def test_no_booking_is_left_after_random_cancels_and_deaths(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    seed = 20
+    rng = random.Random(seed)
+    workers = [await start_worker(name) for name in "abc"]
+    router = await start_router(*workers, capacity_wait_s=10)
+    ends = {"answered": 0, "cancelled": 0}
+
+    async def one(number: int) -> None:
+        prompt = [rng.randrange(20) for _ in range(rng.randrange(1, 30))]
+        call, stop_after = router.call(prompt, request_id=f"{seed}/{number}"), rng.randrange(40)
+        tokens: list[int] = []
+        async for message in call:
+            tokens.extend(message.token_ids)
+            if len(tokens) > stop_after:
+                call.cancel()
+                ends["cancelled"] += 1
+                return
+        assert tokens == answer(prompt, 20)
+        ends["answered"] += 1
+
+    async def quietly(number: int) -> None:
+        try:
+            await one(number)
+        except asyncio.CancelledError:
+            assert not asyncio.current_task().cancelling()  # type: ignore[union-attr]
+
+    async def reaper() -> None:
+        while True:
+            victim = rng.choice(workers)
+            await victim.kill()
+            await victim.restart()
+            await router.until_ready(3)
+
+    reaping = asyncio.create_task(reaper())
+    for start in range(0, 200, 20):
+        await asyncio.gather(*(quietly(number) for number in range(start, start + 20)))
+    reaping.cancel()
+    await asyncio.gather(reaping, return_exceptions=True)
+    await until(lambda: router.server.inference.num_in_flight == 0)
+    router.check_is_idle()
+    await until(lambda: all(worker.num_running == 0 for worker in workers))
+    assert ends["answered"] > 20
+    assert ends["cancelled"] > 20
