@@ -136,8 +136,9 @@ class Models:
         if name:
             entry = self._entries.get(name)
             return None if entry is None else self._model_of(entry)
-        models = [self._model_of(entry) for entry in self._entries.values()]
-        return models[0] if len(models) == 1 else None
+        live = [entry for entry in self._entries.values() if entry.live]
+        candidates = live or list(self._entries.values())
+        return self._model_of(candidates[0]) if len(candidates) == 1 else None
 
     def _model_of(self, entry: _Entry) -> Model | None:
         text = self._texts.get(entry.card.tokenizer_sha256)
@@ -146,13 +147,13 @@ class Models:
     def _why_not(self, name: str) -> StatusError:
         if not self._entries:
             return StatusError(Reason.NO_CAPACITY, "no model is being served yet; try again shortly", retry_after_s=1.0)
-        entry = self._entries.get(name) if name else None
+        entry = next(iter(self._entries.values())) if not name and len(self._entries) == 1 else self._entries.get(name)
         if entry is not None:
             problem = self._problems.get(entry.card.tokenizer_sha256)
             if problem is not None:
-                return StatusError(Reason.INTERNAL, f"the tokenizer of '{name}' cannot be used: {problem.message}")
+                return StatusError(Reason.INTERNAL, f"the tokenizer of '{entry.card.name}' cannot be used: {problem.message}")
             return StatusError(
-                Reason.NO_CAPACITY, f"the tokenizer of '{name}' is still being loaded", retry_after_s=1.0
+                Reason.NO_CAPACITY, f"the tokenizer of '{entry.card.name}' is still being loaded", retry_after_s=1.0
             )
         known = ", ".join(f"'{known}'" for known in sorted(self._entries)[:20])
         if not name:

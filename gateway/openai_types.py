@@ -154,7 +154,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 # --- decoding -------------------------------------------------------------------------------------------------------
 
-_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
 _BYTE = re.compile(r"\(byte (\d+)\)")
 
 

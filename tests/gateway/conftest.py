@@ -1,0 +1,312 @@
+"""A tiny real tokenizer, a fake router that speaks the real protocol, and a real gateway between them and a test."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openvino
+import openvino_tokenizers  # noqa: F401  # registers its operations
+import pytest
+import pytest_asyncio
+from openvino_tokenizers import tokenizer_pipeline as pipeline
+from openvino_tokenizers.utils import change_inputs_type, change_outputs_type
+
+from headrace.gateway.generation import Generator
+from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
+from headrace.gateway.metrics import Metrics
+from headrace.gateway.models import Models, TextSide, load_text_side
+from headrace.gateway.prompts import Prompts
+from headrace.gateway.text_service import TextService
+from headrace.gateway.upstream import Upstream
+from headrace.protos import (
+    inference_pb2,
+    inference_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    text_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from headrace.protos.status import StatusError, abort
+
+SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
+MERGES = [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b"hell", b"o"), (b" ", b"w")]
+EOS = 2
+MODEL = "tiny"
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+core = openvino.Core()  # kept: nodes of the extension must not outlive it
+
+
+def token_of(byte: int) -> int:
+    """Id of the token of a single byte."""
+    return len(SPECIAL) + byte
+
+
+def tokens_of(text: str) -> list[int]:
+    """A text as tokens of single bytes."""
+    return [token_of(byte) for byte in text.encode()]
+
+
+def tiny_graphs(add_bos: bool) -> dict[str, bytes]:
+    """OpenVINO files of a byte-level tokenizer with a few merges and special tokens."""
+    vocab = [text.encode() for text in SPECIAL] + [bytes([i]) for i in range(256)] + [a + b for a, b in MERGES]
+    steps: list[Any] = [
+        pipeline.SpecialTokensSplit.from_string_iter(SPECIAL),
+        pipeline.RegexSplitStep(split_pattern=r" ?[^\s]+|\s+", behaviour="isolate"),
+        pipeline.BPETokenizationStep(vocab=vocab, merges=MERGES),
+    ]
+    if add_bos:
+        bos = pipeline.AddToken(token=SPECIAL[0], _token_id=0)
+        steps.append(pipeline.CombineSegmentsStep([bos, pipeline.Sequence()]))
+    steps += [
+        pipeline.PaddingStep(token=SPECIAL[EOS], _token_id=EOS, pad_right=False),
+        pipeline.VocabDecoderStep(vocab=vocab),
+        pipeline.FuseStep(),
+        pipeline.UTF8ValidateStep(),
+    ]
+    whole = pipeline.TokenizerPipeline(vocab=vocab, skip_tokens=[0, 1, 2])
+    whole.add_steps(steps)
+    encoder, decoder = whole.get_tokenizer_ov_subgraph(), whole.get_detokenizer_ov_subgraph()
+    change_outputs_type(encoder, openvino.Type.i64)
+    change_inputs_type(decoder, openvino.Type.i64)
+    files = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for graph, name in ((encoder, "openvino_tokenizer"), (decoder, "openvino_detokenizer")):
+            openvino.save_model(graph, f"{folder}/{name}.xml", compress_to_fp16=False)
+            for suffix in ("xml", "bin"):
+                files[f"{name}.{suffix}"] = Path(f"{folder}/{name}.{suffix}").read_bytes()
+    return files
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    """The files as an uncompressed tar."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in sorted(files.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="session")
+def tiny_files() -> dict[str, bytes]:
+    """Files of the tiny model's bundle. Its tokenizer adds a beginning-of-sequence token unless told not to."""
+    return {**tiny_graphs(add_bos=True), "chat_template.jinja": CHATML.encode()}
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_files: dict[str, bytes]) -> bytes:
+    """The tiny model's bundle."""
+    return tar_of(tiny_files)
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tiny_bundle: bytes) -> Iterator[TextSide]:
+    """The tiny model's tokenizer and template, loaded."""
+    text = load_text_side(tiny_bundle)
+    yield text
+    text.tokenizer.close()
+
+
+@dataclass
+class Stream:
+    """One Generate call as the fake router saw it."""
+
+    request: inference_pb2.GenerateRequest
+    metadata: dict[str, str]
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+Send = Callable[..., Awaitable[None]]
+Script = Callable[["FakeRouter", Stream, Send], Awaitable[None]]
+
+
+async def speak(router: FakeRouter, stream: Stream, send: Send) -> None:
+    """The default script: the tokens of `router.answer` one by one, then the model's end of sequence."""
+    request = stream.request
+    tokens = [*tokens_of(router.answer), EOS]
+    start = len(request.resume_token_ids)
+    most = request.sampling.max_tokens
+    for position in range(start, min(len(tokens), most)):
+        token = tokens[position]
+        last = position + 1 == min(len(tokens), most)
+        reason = inference_pb2.FINISH_REASON_STOP if token == EOS else inference_pb2.FINISH_REASON_LENGTH
+        await send([token], position, reason if last else None, request)
+
+
+class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterServicer, worker_pb2_grpc.WorkerServicer):
+    """Speaks Inference and Router (or, with `is_worker`, Inference and Worker); a script makes the tokens."""
+
+    def __init__(self, bundle: bytes, is_worker: bool = False) -> None:
+        self.bundle = bundle
+        self.is_worker = is_worker
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen; default script and answer."""
+        self.script: Script = speak
+        self.answer = "Hello, wörld 😀!"
+        self.num_cached = 0
+        self.streams: list[Stream] = []
+        self.num_lists = 0
+        self.workers: list[router_pb2.WorkerInfo] = []
+        self.cards = [self.card()]
+
+    def card(self, **changes: Any) -> worker_pb2.ModelCard:
+        """The tiny model's card."""
+        values: dict[str, Any] = {
+            "name": MODEL,
+            "fingerprint": "0123456789abcdef" * 4,
+            "tokenizer_sha256": hashlib.sha256(self.bundle).hexdigest(),
+            "max_context_tokens": 256,
+            "vocab_size": 270,
+            "block_size": 16,
+            "eos_token_ids": [EOS],
+            "created_s": 1_700_000_000,
+        }
+        return worker_pb2.ModelCard(**{**values, **changes})
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        stream = Stream(request, dict(context.invocation_metadata()))
+        self.streams.append(stream)
+
+        async def send(tokens: list[int], position: int, reason: Any, _: Any = None, logprobs: bool = True) -> None:
+            message = inference_pb2.GenerateResponse(start_pos=position, token_ids=tokens)
+            if position == len(request.resume_token_ids):
+                message.num_cached_tokens = self.num_cached
+            if request.sampling.HasField("logprobs") and logprobs:
+                for token in tokens:
+                    top = list(range(request.sampling.logprobs))
+                    message.logprobs.add(
+                        logprob=-token / 128, rank=1, top_token_ids=top, top_logprobs=[-i / 4 for i in top]
+                    )
+            if reason is not None:
+                message.finish.reason = reason
+                message.finish.num_prompt_tokens = len(request.token_ids)
+                message.finish.num_generated_tokens = position + len(tokens)
+                if reason == inference_pb2.FINISH_REASON_STOP:
+                    message.finish.stop_token_id = tokens[-1]
+            await context.write(message)
+
+        try:
+            await self.script(self, stream, send)
+        except asyncio.CancelledError:
+            stream.cancelled.set()
+            raise
+        except StatusError as error:
+            await abort(context, error)
+
+    async def ListModels(self, request: Any, context: Any) -> Any:
+        self.num_lists += 1
+        if self.is_worker:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
+        return router_pb2.ListModelsResponse(models=self.cards)
+
+    async def ListWorkers(self, request: Any, context: Any) -> Any:
+        return router_pb2.ListWorkersResponse(workers=self.workers)
+
+    async def GetTokenizer(self, request: Any, context: Any) -> Any:
+        kind = worker_pb2.GetTokenizerResponse if self.is_worker else router_pb2.RouterGetTokenizerResponse
+        for start in range(0, len(self.bundle), 1000):
+            yield kind(chunk=self.bundle[start : start + 1000])
+
+    async def GetModelCard(self, request: Any, context: Any) -> Any:
+        self.num_lists += 1
+        return worker_pb2.GetModelCardResponse(card=self.cards[0], worker_id="w", epoch=1)
+
+
+@asynccontextmanager
+async def serving_router(router: FakeRouter, address: str = "127.0.0.1:0") -> AsyncIterator[tuple[str, Any]]:
+    """The fake router on a port; gives its address and the server."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
+    if router.is_worker:
+        worker_pb2_grpc.add_WorkerServicer_to_server(router, server)
+    else:
+        router_pb2_grpc.add_RouterServicer_to_server(router, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", server
+    finally:
+        await server.stop(None)
+
+
+@dataclass
+class Gateway:
+    """A running gateway."""
+
+    url: str
+    grpc_address: str
+    http: httpx.AsyncClient
+    models: Models
+    edge: HttpEdge
+    upstream: Upstream
+
+
+@asynccontextmanager
+async def serving_gateway(*routers: str) -> AsyncIterator[Gateway]:
+    """A gateway in front of the routers, over real HTTP and gRPC; ready when it is given."""
+    with ThreadPoolExecutor(2) as executor:
+        metrics, upstream = Metrics(), Upstream(routers)
+        models, prompts = Models(upstream, executor), Prompts(executor)
+        generator = Generator(upstream, metrics)
+        edge = HttpEdge(models, prompts, generator, upstream, metrics)
+        bound = bound_socket("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        http_server = HttpServer(edge, 2)
+        serving = asyncio.create_task(http_server.serve(sockets=[bound]))
+        grpc_server = grpc.aio.server()
+        text_pb2_grpc.add_TextServicer_to_server(TextService(models, prompts, generator, metrics), grpc_server)
+        grpc_address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
+        await grpc_server.start()
+        await models.listed()
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+                yield Gateway(url, grpc_address, http, models, edge, upstream)
+        finally:
+            http_server.should_exit = True
+            await asyncio.gather(serving, grpc_server.stop(None))
+            await upstream.close()
+            models.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(tiny_bundle: bytes) -> AsyncIterator[FakeRouter]:
+    """The fake router of the module's gateway."""
+    fake = FakeRouter(tiny_bundle)
+    async with serving_router(fake) as (address, _):
+        fake.address = address  # type: ignore[attr-defined]
+        yield fake
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(router: FakeRouter) -> AsyncIterator[Gateway]:
+    """The module's gateway, in front of `router`."""
+    async with serving_gateway(router.address) as running:  # type: ignore[attr-defined]
+        yield running
+
+
+@pytest.fixture
+def kit() -> Any:
+    """What tests need from here by name, since modules of tests do not import each other."""
+    import sys
+
+    return sys.modules[__name__]
