@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.worker.kv_cache import BlockCopy
 from headrace.worker.request import Request
 from headrace.worker.scheduler import Scheduled
 
@@ -33,7 +34,7 @@ LongArray = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Inputs of one step; names, shapes and types are the operator's. `sampled` are the requests of the rows whose
-    logits are computed, in that order."""
+    logits are computed, in that order; `copies` of KV blocks come before anything is computed."""
 
     input_ids: LongArray
     position_ids: LongArray
@@ -44,9 +45,10 @@ class Batch:
     max_context_len: IntArray
     sampled_tokens_indices: LongArray
     sampled: Sequence[Request]
+    copies: Sequence[BlockCopy]
 
 
-def build_batch(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
+def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequence[BlockCopy] = ()) -> Batch:
     """The step's arrays. Every request has blocks for its computed and scheduled tokens."""
     input_ids, block_indices = array("I"), array("i")
     past_lens, subsequence_begins, block_indices_begins = [], [0], [0]
@@ -81,6 +83,7 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
         max_context_len=np.array(max_context_len, np.int32),
         sampled_tokens_indices=np.array(sampled_indices, np.int64),
         sampled=sampled,
+        copies=copies,
     )
 
 

@@ -3,8 +3,11 @@
 A block is in exactly one of three conditions:
 
     referenced   ref_count > 0: in the block table of one or more requests
-    cached       ref_count = 0 and findable by its hash: reusable as it is, given up only when needed
+    cached       ref_count = 0 and findable: reusable, given up only when needed
     free         ref_count = 0 and nothing of value in it
+
+A full block is findable by its hash and can be shared. Any block whose beginning is known, full or not, is findable by
+the hash of the block before it: its beginning can be copied by a sequence that goes on differently.
 
 Cached and free blocks stand in one queue, the least valuable at the front: free ones first, then cached ones in the
 order in which they were last released. It is a doubly linked list in two arrays, so taking the front, and taking a
@@ -17,6 +20,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple
+
+TOKEN_BYTES = 4
+# Blocks with the same block before them that are looked at for the longest common beginning, the latest first.
+MAX_SIBLINGS = 16
+
+
+class _Content(NamedTuple):
+    """What is known of a findable block; `block_hash` is None while it is not full."""
+
+    block_hash: int | None
+    parent_hash: int
+    token_bytes: bytes
 
 
 class BlockPool:
@@ -36,7 +53,8 @@ class BlockPool:
         self._next = array("i", [*range(1, num_blocks + 1), 0])
         self._previous = array("i", [num_blocks, *range(num_blocks)])
         self._block_of_hash: dict[int, int] = {}
-        self._content: dict[int, tuple[int, int, bytes]] = {}
+        self._content: dict[int, _Content] = {}
+        self._blocks_behind: dict[int, dict[int, None]] = {}
         self._stored: dict[int, None] = {}
         self._evicted: dict[int, None] = {}
 
@@ -57,9 +75,15 @@ class BlockPool:
             return None
         return block
 
-    def is_referenced(self, block: int) -> bool:
-        """Whether any request holds the block."""
-        return self._ref_count[block] > 0
+    def find_beginning(self, parent_hash: int, token_bytes: bytes) -> tuple[int, int]:
+        """The block behind `parent_hash` that shares the longest beginning with these tokens, and how many tokens that
+        is. (-1, 0) if there is none."""
+        best, longest = -1, 0
+        for block in islice(reversed(self._blocks_behind.get(parent_hash, {})), MAX_SIBLINGS):
+            shared = _num_shared_tokens(self._content[block].token_bytes, token_bytes)
+            if shared > longest:
+                best, longest = block, shared
+        return best, longest
 
     def take(self, count: int) -> list[int]:
         """Take `count` blocks for one holder, the least valuable first; what was cached in them is forgotten.
@@ -101,15 +125,24 @@ class BlockPool:
     def make_findable(self, block: int, block_hash: int, parent_hash: int, token_bytes: bytes) -> bool:
         """Let a full, computed, referenced block be found. False if another block already stands for the hash."""
         assert self._ref_count[block] > 0, "only a held block can become findable"
-        if block_hash in self._block_of_hash or block in self._content:
+        if block in self._content:
+            self._forget(block)
+        if block_hash in self._block_of_hash:
             return False
         self._block_of_hash[block_hash] = block
-        self._content[block] = (block_hash, parent_hash, token_bytes)
+        self._note(block, _Content(block_hash, parent_hash, token_bytes))
         if block_hash in self._evicted:
             del self._evicted[block_hash]
         else:
             self._stored[block_hash] = None
         return True
+
+    def make_beginning_findable(self, block: int, parent_hash: int, token_bytes: bytes) -> None:
+        """Let the computed beginning of a referenced block that is not full be found and copied."""
+        assert self._ref_count[block] > 0, "only a held block can become findable"
+        if block in self._content:
+            self._forget(block)
+        self._note(block, _Content(None, parent_hash, token_bytes))
 
     def forget_all(self) -> None:
         """Make no block findable: their content is no longer to be trusted."""
@@ -140,12 +173,24 @@ class BlockPool:
         held = sum(1 for count in self._ref_count if count > 0)
         assert held + len(queue) == self.num_blocks, "free + referenced != total"
         assert all(count >= 0 for count in self._ref_count), "a negative reference count"
-        assert len(self._content) == len(self._block_of_hash), "a findable block without content"
-        for block_hash, block in self._block_of_hash.items():
-            assert self._content[block][0] == block_hash, "a hash leads to the wrong block"
+        full = {content.block_hash: block for block, content in self._content.items() if content.block_hash is not None}
+        assert full == self._block_of_hash, "a hash leads to the wrong block"
+        behind = {(parent, block) for parent, blocks in self._blocks_behind.items() for block in blocks}
+        assert behind == {(content.parent_hash, block) for block, content in self._content.items()}
+        assert all(self._blocks_behind.values()), "an empty list of siblings is kept"
+
+    def _note(self, block: int, content: _Content) -> None:
+        self._content[block] = content
+        self._blocks_behind.setdefault(content.parent_hash, {})[block] = None
 
     def _forget(self, block: int) -> None:
-        block_hash = self._content.pop(block)[0]
+        block_hash, parent_hash, _ = self._content.pop(block)
+        siblings = self._blocks_behind[parent_hash]
+        del siblings[block]
+        if not siblings:
+            del self._blocks_behind[parent_hash]
+        if block_hash is None:
+            return
         del self._block_of_hash[block_hash]
         if block_hash in self._stored:
             del self._stored[block_hash]
@@ -164,3 +209,15 @@ class BlockPool:
         self._next[before] = self._previous[after] = block
         self._previous[block] = before
         self._next[block] = after
+
+
+def _num_shared_tokens(left: bytes, right: bytes) -> int:
+    """Tokens that two runs of little-endian u32 have in common at their beginning."""
+    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

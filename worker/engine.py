@@ -81,7 +81,7 @@ class Engine:
         if not output.scheduled:
             return []
         try:
-            batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size)
+            batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
             infer_start = time.perf_counter()
             logits = self.runner.execute(batch)
             infer_s = time.perf_counter() - infer_start

@@ -59,6 +59,7 @@ class OpenVINOModelRunner:
         self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]
         self._inputs: tuple[ov.Tensor, ...] = ()
         self._cache_tensors: list[ov.Tensor] = []
+        self._cache_views: list[npt.NDArray[np.generic]] = []
         key = next(port for port in self._caches if port.any_name.startswith("key_cache."))
         value = next(port for port in self._caches if port.any_name.startswith("value_cache."))
         self.block_size = _dims(value)[1]
@@ -78,9 +79,13 @@ class OpenVINOModelRunner:
                 ) from error
             self._infer.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
+            self._cache_views.append(tensor.data)
 
     def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Logits `[len(batch.sampled), vocab_size]`, a view that the next call overwrites."""
+        for source, destination in batch.copies:
+            for cache in self._cache_views:
+                cache[destination] = cache[source]
         # The tensors share the arrays' memory and must live until the step is over.
         self._inputs = tuple(ov.Tensor(getattr(batch, name), shared_memory=True) for name in _STEP_INPUTS)
         for name, tensor in zip(_STEP_INPUTS, self._inputs, strict=True):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.kv_cache import KVCacheManager
+from headrace.worker.kv_cache import BlockCopy, KVCacheManager
 from headrace.worker.request import FinishReason, Request, RequestOutput, RequestState, TokenLogprobs
 
 # Part of the budget for catching up that is kept for the first in rank.
@@ -36,10 +36,12 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The content of one step, in the order of the batch. Requests that catch up in it are sampled."""
+    """The content of one step, in the order of the batch. Requests that catch up in it are sampled. `copies` are made
+    before anything is computed."""
 
     scheduled: Sequence[Scheduled]
     num_tokens: int
+    copies: Sequence[BlockCopy]
 
 
 @dataclass(slots=True)
@@ -118,7 +120,8 @@ class Scheduler:
         self._admit()
         wanted = self._share_budget()
         scheduled = self._reserve(wanted)
-        return SchedulerOutput(scheduled, sum(num_tokens for _, num_tokens in scheduled))
+        num_tokens = sum(num_tokens for _, num_tokens in scheduled)
+        return SchedulerOutput(scheduled, num_tokens, self.kv_cache.take_copies())
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         """Account for a computed step. `sampled` has one entry for each request that caught up, in batch order."""
@@ -130,6 +133,8 @@ class Scheduler:
             if request.num_computed_tokens < request.num_tokens:
                 self.kv_cache.publish(request)
                 continue
+            if num_tokens > 1:
+                self.kv_cache.publish_beginning(request)
             outputs.append(self._append(request, next(next_sampled)))
         return outputs
 
@@ -197,26 +202,29 @@ class Scheduler:
         first = behind[0]
         for_first = min(first.num_uncomputed_tokens, max(budget // FIRST_IN_RANK_SHARE, 1))
         left = budget - for_first
-        begun: set[int] = set()
+        begun: set[tuple[int, bytes]] = set()
         for request in sorted(behind, key=lambda request: request.num_uncomputed_tokens):
             floor = for_first if request is first else 0
+            if floor + left == 0 or self._is_begun(request, begun):
+                continue
+            self._count_cached_tokens(request, self.kv_cache.copy_beginning(request))
             num_tokens = min(request.num_uncomputed_tokens, floor + left)
-            if num_tokens > 0 and self._begin_blocks(request, num_tokens, begun):
-                wanted[request] = num_tokens
-                left -= num_tokens - floor
+            wanted[request] = num_tokens
+            left -= num_tokens - floor
+            self._begin(request, num_tokens, begun)
 
-    def _begin_blocks(self, request: Request, num_tokens: int, begun: set[int]) -> bool:
-        """Note the full blocks that the tokens touch. False if the next one is another's work in this step: after
-        the step it can be found instead of being computed twice."""
+    def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
+        """Whether the request's next block is another's work in this step: after the step it can be found instead of
+        being computed twice."""
+        index, offset = divmod(request.num_computed_tokens, self.kv_cache.block_size)
+        return offset == 0 and self.kv_cache.work_on(request, index) in begun
+
+    def _begin(self, request: Request, num_tokens: int, begun: set[tuple[int, bytes]]) -> None:
+        """Note the blocks that the request's next tokens make."""
         size = self.kv_cache.block_size
         start = request.num_computed_tokens
-        index = start // size
-        num_full = request.num_tokens // size
-        if start % size == 0 and index < num_full and self.kv_cache.hash_of(request, index) in begun:
-            return False
-        for touched in range(index, min(num_full, -(-(start + num_tokens) // size))):
-            begun.add(self.kv_cache.hash_of(request, touched))
-        return True
+        for index in range(start // size, -(-(start + num_tokens) // size)):
+            begun.add(self.kv_cache.work_on(request, index))
 
     def _reserve(self, wanted: dict[Request, int]) -> list[Scheduled]:
         scheduled: list[Scheduled] = []
@@ -265,6 +273,7 @@ class Scheduler:
             finish = FinishReason.LENGTH
         if finish is not None:
             self.stats.requests_finished += 1
+            self.kv_cache.publish_beginning(request)
             self._end(request)
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         return RequestOutput(request, start_pos, (token_id,), logprobs, finish, stop_token_id)

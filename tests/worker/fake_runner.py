@@ -47,6 +47,8 @@ class FakeRunner:
             error, self.fail_next = self.fail_next, None
             raise error
         self._check_shapes(batch)
+        for source, destination in batch.copies:
+            self.blocks[destination] = self.blocks[source]
         self.num_tokens += len(batch.input_ids)
         self.batch_sizes.append(len(batch.past_lens))
         contexts = [self._compute(batch, sequence) for sequence in range(len(batch.past_lens))]

@@ -80,6 +80,45 @@ def test_events_tell_the_difference_since_the_last_time() -> None:
     assert pool.take_events() == ([], [])
 
 
+def tokens(*values: int) -> bytes:
+    return b"".join(value.to_bytes(4, "little") for value in values)
+
+
+def test_the_longest_beginning_behind_a_block_is_found() -> None:
+    pool = BlockPool(8, 4)
+    full, begun, other = pool.take(3)
+    pool.make_findable(full, 100, 9, tokens(1, 2, 3, 4))
+    pool.make_beginning_findable(begun, 9, tokens(1, 2, 7))
+    pool.make_beginning_findable(other, 8, tokens(1, 2, 7))
+    assert pool.find_beginning(9, tokens(1, 2, 3)) == (full, 3)
+    assert pool.find_beginning(9, tokens(1, 2, 7, 7)) == (begun, 3)
+    assert pool.find_beginning(9, tokens(5)) == (-1, 0)
+    assert pool.find_beginning(7, tokens(1)) == (-1, 0)
+    pool.check()
+
+
+def test_a_block_that_fills_up_is_found_by_its_hash_and_its_old_beginning_is_forgotten() -> None:
+    pool = BlockPool(2, 4)
+    (block,) = pool.take(1)
+    pool.make_beginning_findable(block, 9, tokens(1, 2))
+    pool.make_findable(block, 100, 9, tokens(1, 2, 3, 4))
+    assert pool.find_beginning(9, tokens(1, 2, 3, 4)) == (block, 4)
+    assert pool.take_events() == ([100], [])
+    pool.check()
+
+
+def test_a_beginning_that_is_given_up_is_no_event() -> None:
+    pool = BlockPool(1, 4)
+    blocks = pool.take(1)
+    pool.make_beginning_findable(blocks[0], 9, tokens(1, 2))
+    pool.release(blocks)
+    assert pool.num_cached_blocks == 0
+    pool.take(1)
+    assert pool.find_beginning(9, tokens(1, 2)) == (-1, 0)
+    assert pool.take_events() == ([], [])
+    assert pool.num_evictions == 1
+
+
 def test_misuse_is_loud() -> None:
     pool = BlockPool(2, 4)
     with pytest.raises(AssertionError):
@@ -115,6 +154,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 100), block_hash=st.integers(0, 8))
     def publish(self, index: int, block_hash: int) -> None:
         self.pool.make_findable(self.held[index % len(self.held)], block_hash, 0, b"")
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 100), parent=st.integers(0, 3), length=st.integers(1, 3))
+    def begin(self, index: int, parent: int, length: int) -> None:
+        self.pool.make_beginning_findable(self.held[index % len(self.held)], parent, tokens(*range(length)))
 
     @rule(block_hash=st.integers(0, 8))
     def hit(self, block_hash: int) -> None:

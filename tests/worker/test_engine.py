@@ -8,7 +8,7 @@ import pytest
 
 from headrace.protos.status import Reason
 from headrace.worker.request import FinishReason, Request
-from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, make_engine
+from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
 
 
@@ -52,14 +52,47 @@ def test_a_repeated_prompt_is_found_in_the_cache(engine: EngineUnderTest) -> Non
     assert engine.runner.num_tokens - computed == 1 + 7
 
 
-def test_a_prompt_that_is_cached_whole_still_computes_its_last_block(engine: EngineUnderTest) -> None:
+def test_of_a_prompt_that_is_cached_whole_only_the_last_token_is_computed(engine: EngineUnderTest) -> None:
     prompt = list(range(40))
     engine.request(prompt)
     engine.run()
     second = engine.request(prompt)
     engine.run()
-    assert second.num_cached_tokens == 40 - BLOCK_SIZE
+    assert second.num_cached_tokens == 39
     assert engine.tokens[second] == right(second, 8)
+
+
+def test_a_prompt_that_turns_off_inside_a_block_copies_its_beginning(engine: EngineUnderTest) -> None:
+    first = engine.request(list(range(40)))
+    engine.run()
+    computed = engine.runner.num_tokens
+    second = engine.request([*range(35), 500, 501], max_tokens=6)
+    engine.run()
+    assert second.num_cached_tokens == 35
+    assert engine.runner.num_tokens - computed == 2 + 5
+    assert engine.tokens[second] == right(second, 6)
+    third = engine.request(list(first.token_ids)[:47], max_tokens=3)
+    engine.run()
+    assert engine.tokens[third] == right(third, 3), "the copied block was changed"
+
+
+def test_a_block_whose_beginning_is_copied_may_still_be_growing(engine: EngineUnderTest) -> None:
+    first = engine.request(list(range(11)), max_tokens=30)
+    engine.step()
+    engine.step()
+    second = engine.request(list(range(11)), max_tokens=30)
+    engine.run()
+    assert second.num_cached_tokens == 10
+    assert engine.tokens[first] == engine.tokens[second] == right(first, 30)
+
+
+def test_with_no_block_to_spare_nothing_is_copied() -> None:
+    engine = make_engine(num_blocks=3)
+    engine.request(list(range(12)), max_tokens=1)
+    engine.run()
+    second = engine.request([*range(10), 50, 51], max_tokens=1)
+    engine.run()
+    assert engine.tokens[second] == right(second, 1)
 
 
 def test_the_generated_tokens_of_a_request_are_found_by_its_next_turn(engine: EngineUnderTest) -> None:
@@ -81,13 +114,13 @@ def test_different_roots_share_nothing(engine: EngineUnderTest) -> None:
 
 def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
     engine = make_engine(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=32)
-    prompt = list(range(101))
+    prompt = list(range(103))
     requests = [engine.request(prompt, max_tokens=1) for _ in range(16)]
     engine.run()
     assert all(engine.tokens[request] == right(request, 1) for request in requests)
-    assert engine.runner.num_tokens == 100 + 16
-    assert engine.scheduler.stats.prompt_tokens_computed == 116
-    assert engine.scheduler.stats.prompt_tokens_cached == 15 * 100
+    assert engine.runner.num_tokens == 103 + 15
+    assert engine.scheduler.stats.prompt_tokens_computed == 103 + 15
+    assert engine.scheduler.stats.prompt_tokens_cached == 15 * 102
 
 
 def test_short_prompts_do_not_wait_for_a_long_one_and_the_long_one_goes_on() -> None:
