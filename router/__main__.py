@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -41,21 +40,27 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def refuse_if_taken(address: str) -> None:
-    """Raise CannotDoAsAskedError if the address is malformed, or a server lives behind its unix socket.
+    """Raise CannotDoAsAskedError if nobody can listen on this address, with the reason.
 
-    A bind to a unix socket takes it over from whoever serves there, so it has to be asked first.
+    gRPC says only that a bind failed; and its bind to a unix socket takes the socket over from whoever serves there.
     """
     path = address.removeprefix("unix:")
-    if path == address:
-        split_host_port(address)
+    if path != address:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            with contextlib.suppress(OSError):
+                probe.connect(path.removeprefix("//"))
+                raise CannotDoAsAskedError(f"{address} is in use: stop who listens there, or choose another --listen")
         return
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path.removeprefix("//"))
-        except OSError:
-            return
-    raise CannotDoAsAskedError(f"{address} is in use: stop who listens there, or choose another with --listen")
+    host, port = split_host_port(address)
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        problem = f"cannot listen on {address} ({error.strerror}): choose another address with --listen"
+        raise CannotDoAsAskedError(problem) from None
 
 
 async def serve(listen: str, metrics_address: str | None, server: RouterServer, metrics: RouterMetrics) -> None:
@@ -68,7 +73,7 @@ async def serve(listen: str, metrics_address: str | None, server: RouterServer, 
     try:
         port = server.bind(listen)
     except OSError:
-        problem = f"cannot listen on {listen}: in use, or not an address of this host; choose another with --listen"
+        problem = f"cannot listen on {listen}: choose another address with --listen"
         raise CannotDoAsAskedError(problem) from None
     if metrics_address is not None:
         try:
@@ -86,13 +91,12 @@ async def serve(listen: str, metrics_address: str | None, server: RouterServer, 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_ROUTER", "show_default": True})
 @click.option("--listen", required=True, metavar="ADDR", help="Address to serve on: HOST:PORT or unix:/path.sock.")
-@click.option("--worker", "workers", multiple=True, metavar="ADDR", help="A worker's address; may be repeated.")
-@click.option("--metrics", "metrics_address", metavar="HOST:PORT", help="Serve Prometheus metrics here.")
+@click.option("--worker", multiple=True, metavar="ADDR", help="A worker's address; may be repeated.")
+@click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics here.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
-@click.option("--lease", "lease_s", type=click.FloatRange(min=0.5), default=6.0, help="Seconds a registration lasts.")
+@click.option("--lease", type=click.FloatRange(min=0.5), default=6.0, help="Seconds a registration lasts.")
 @click.option(
     "--capacity-wait",
-    "capacity_wait_s",
     type=click.FloatRange(min=0),
     default=10.0,
     help="Seconds a request waits for a worker to come back when none is ready.",
@@ -107,11 +111,11 @@ async def serve(listen: str, metrics_address: str | None, server: RouterServer, 
 )
 def main(
     listen: str,
-    workers: tuple[str, ...],
-    metrics_address: str | None,
+    worker: tuple[str, ...],
+    metrics: str | None,
     log_level: str,
-    lease_s: float,
-    capacity_wait_s: float,
+    lease: float,
+    capacity_wait: float,
     max_attempts: int,
     max_in_flight: int,
     max_index_entries: int,
@@ -122,15 +126,17 @@ def main(
     )
 
     async def run() -> None:
-        metrics = RouterMetrics()
-        fleet = Fleet(Registry(workers, lease_s=lease_s), FleetConfig(max_index_entries=max_index_entries))
-        metrics.observe(fleet)
-        forwarding = ForwardingConfig(max_attempts=max_attempts, capacity_wait_s=capacity_wait_s)
-        await serve(
-            listen, metrics_address, RouterServer(fleet, metrics, forwarding, max_in_flight=max_in_flight), metrics
-        )
+        counters = RouterMetrics()
+        fleet = Fleet(Registry(worker, lease_s=lease), FleetConfig(max_index_entries=max_index_entries))
+        counters.observe(fleet)
+        forwarding = ForwardingConfig(max_attempts=max_attempts, capacity_wait_s=capacity_wait)
+        server = RouterServer(fleet, counters, forwarding, max_in_flight=max_in_flight)
+        await serve(listen, metrics, server, counters)
 
     try:
+        for address in worker:
+            if not address.startswith("unix:"):
+                split_host_port(address)
         uvloop.run(run())
     except CannotDoAsAskedError as error:
         click.echo(f"error: {error}", err=True)
@@ -138,7 +144,4 @@ def main(
 
 
 if __name__ == "__main__":
-    # grpc writes its own account of a failed bind before ours; HEADRACE users who want it set the variable.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    main()

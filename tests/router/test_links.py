@@ -1,0 +1,165 @@
+"""Links to scripted workers: states, gaps, restarts, silence, bookings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.router.links import LinkState, WorkerLink
+from headrace.router.prefix_index import PrefixIndex
+from tests.router.conftest import HEARTBEAT_MS, StartWorker
+from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
+
+PROMPT = list(range(40, 52))
+HASHES = block_hashes(root_hash("f" * 64), PROMPT, BLOCK_SIZE)
+
+Linked = Callable[[FakeWorker], Awaitable[tuple[WorkerLink, PrefixIndex]]]
+
+
+@pytest.fixture
+async def linked() -> AsyncIterator[Linked]:
+    """Link a worker; the link ends with the test."""
+    links: list[WorkerLink] = []
+
+    async def link_to(worker: FakeWorker) -> tuple[WorkerLink, PrefixIndex]:
+        index = PrefixIndex(1000, 1000, 30.0)
+        link = WorkerLink(worker.address, index, lambda: None, heartbeat_ms=HEARTBEAT_MS)
+        links.append(link)
+        link.start()
+        await until(lambda: link.is_ready)
+        return link, index
+
+    yield link_to
+    for link in links:
+        await link.close()
+
+
+def num_matched(index: PrefixIndex, link: WorkerLink) -> int:
+    return index.match(HASHES, [link.address])[link.address]
+
+
+async def test_the_snapshot_and_what_follows_reach_the_index(start_worker: StartWorker, linked: Linked) -> None:
+    worker = await start_worker("w")
+    worker.store(PROMPT[:BLOCK_SIZE])
+    link, index = await linked(worker)
+    assert num_matched(index, link) == 1
+    worker.store(PROMPT)
+    await until(lambda: num_matched(index, link) == 3)
+    worker.report(evicted=HASHES[1:2])
+    await until(lambda: num_matched(index, link) == 1)
+    assert (link.worker_id, link.epoch) == ("w", worker.epoch)
+
+
+async def test_a_gap_is_followed_by_a_new_watch_with_a_snapshot(start_worker: StartWorker, linked: Linked) -> None:
+    worker = await start_worker()
+    link, index = await linked(worker)
+    worker.skip_sequence = True
+    await until(lambda: worker.num_watches == 2)
+    worker.cached.update(HASHES)  # known from the snapshot alone
+    worker.skip_sequence = True
+    await until(lambda: worker.num_watches == 3)
+    await until(lambda: num_matched(index, link) == 3)
+    assert link.incarnation == 1, "a gap takes no worker out of service"
+
+
+async def test_a_restart_on_the_same_address_is_seen_and_voids_the_index(
+    start_worker: StartWorker, linked: Linked
+) -> None:
+    worker = await start_worker()
+    link, index = await linked(worker)
+    worker.store(PROMPT)
+    await until(lambda: num_matched(index, link) == 3)
+    await worker.kill()
+    await until(lambda: link.state is LinkState.UNREACHABLE)
+    assert link.detail
+    await worker.restart()
+    await until(lambda: link.is_ready)
+    assert (link.epoch, link.incarnation, num_matched(index, link)) == (worker.epoch, 2, 0)
+
+
+async def test_silence_makes_a_worker_suspect_then_lost_and_its_voice_makes_it_ready(
+    start_worker: StartWorker, linked: Linked
+) -> None:
+    worker = await start_worker()
+    link, _ = await linked(worker)
+
+    class Call:
+        why = ""
+
+        def abandon(self, why: str) -> None:
+            self.why = why
+
+    call = Call()
+    with link.running(call):
+        worker.is_silent = True
+        await until(lambda: link.state is LinkState.SUSPECT)
+        assert (call.why, link.candidate().takes_requests) == ("", False)
+        await until(lambda: link.state is LinkState.UNREACHABLE)
+        assert "silent" in call.why
+    worker.is_silent = False
+    await until(lambda: link.is_ready)
+
+
+async def test_a_suspect_worker_is_ready_when_it_is_heard_again(start_worker: StartWorker, linked: Linked) -> None:
+    worker = await start_worker()
+    link, _ = await linked(worker)
+    link.suspect("a call failed")
+    assert (link.state, link.detail) == (LinkState.SUSPECT, "a call failed")
+    await until(lambda: link.is_ready)
+    assert (link.detail, link.incarnation) == ("", 2)
+
+
+async def test_a_draining_worker_says_so_and_may_come_back(start_worker: StartWorker, linked: Linked) -> None:
+    worker = await start_worker()
+    link, _ = await linked(worker)
+    worker.report(draining=True)
+    await until(lambda: link.state is LinkState.DRAINING)
+    worker.report(draining=False)
+    await until(lambda: link.is_ready)
+
+
+async def test_a_booking_counts_until_reports_show_it_and_is_in_flight_until_released(
+    start_worker: StartWorker, linked: Linked
+) -> None:
+    worker = await start_worker()
+    link, _ = await linked(worker)
+    first, second = link.book(100, 7), link.book(10, 1)
+    assert link.candidate().num_booked_tokens == 110
+    link.settle(second)
+    assert (link.candidate().num_booked_requests, link.candidate().num_booked_blocks) == (1, 7)
+    await until(lambda: link.candidate().num_booked_requests == 0)  # a report that was made later
+    assert link.num_in_flight == 2
+    for booking in (first, second):
+        link.release(booking)
+    link.check()
+    assert link.num_in_flight == 0
+
+
+async def test_rates_that_are_no_numbers_count_as_unknown(start_worker: StartWorker, linked: Linked) -> None:
+    worker = await start_worker()
+    link, _ = await linked(worker)
+    worker.report(prefill_tokens_per_s=float("nan"), decode_step_ms=float("inf"))
+    await until(lambda: link.load.prefill_tokens_per_s == 0.0)
+    assert link.load.decode_step_ms == 0.0
+
+
+async def test_a_large_snapshot_is_applied_whole(start_worker: StartWorker, linked: Linked) -> None:
+    worker = await start_worker()
+    worker.cached.update(range(1, 900), HASHES)
+    link, index = await linked(worker)
+    assert len(index) == 902
+    link.retire()
+    assert len(index) == 0
+
+
+async def test_a_link_to_nobody_says_why_and_can_be_closed() -> None:
+    link = WorkerLink("127.0.0.1:1", PrefixIndex(10, 10, 1.0), lambda: None)
+    link.start()
+    await until(lambda: "UNAVAILABLE" in link.detail)
+    assert link.state is LinkState.UNREACHABLE
+    assert link.info().worker_id == "127.0.0.1:1"
+    async with asyncio.timeout(10):
+        await link.close()

@@ -1,0 +1,203 @@
+"""Router's own methods, health and metrics, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import generate_latest
+
+from headrace.protos import router_pb2
+from headrace.protos.status import Reason, error_of
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
+from tests.router.fake_worker import BUNDLE, answer, until
+
+
+async def health_of(router: RunningRouter, service: str) -> str:
+    stub = health_pb2_grpc.HealthStub(router.channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+async def bundle_of(router: RunningRouter, sha256: str) -> bytes:
+    request = router_pb2.RouterGetTokenizerRequest(sha256=sha256)
+    return b"".join([piece.chunk async for piece in router.router.GetTokenizer(request)])
+
+
+async def test_the_models_are_those_of_live_workers_sorted(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name, model=model) for name, model in (("a", "y"), ("b", "x"), ("c", "y"))]
+    router = await start_router(*workers)
+    listed = await router.router.ListModels(router_pb2.ListModelsRequest())
+    assert [card.name for card in listed.models] == ["x", "y"]
+    assert listed.models[1] == workers[0].card
+    await workers[1].kill()
+    await router.until_ready(2)
+    listed = await router.router.ListModels(router_pb2.ListModelsRequest())
+    assert [card.name for card in listed.models] == ["y"]
+
+
+async def test_workers_are_listed_reachable_or_not(start_router: StartRouter, start_worker: StartWorker) -> None:
+    workers = [await start_worker(name) for name in ("b", "a", "c")]
+    router = await start_router(*workers)
+    workers[0].report(num_running=3)
+    workers[1].report(draining=True)
+    await workers[2].kill()
+    await router.until_ready(1)
+    await until(lambda: any(link.load.num_running == 3 for link in router.fleet.links()))
+    listed = (await router.router.ListWorkers(router_pb2.ListWorkersRequest())).workers
+    assert [(info.worker_id, info.state) for info in listed] == [
+        ("a", router_pb2.WORKER_STATE_DRAINING),
+        ("b", router_pb2.WORKER_STATE_READY),
+        ("c", router_pb2.WORKER_STATE_UNREACHABLE),
+    ]
+    assert (listed[1].model, listed[1].load.num_running, listed[1].detail) == ("m", 3, "")
+    assert listed[1].address == workers[0].address
+    assert listed[2].detail
+
+
+async def test_requests_in_flight_are_listed(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.budget = 1
+    call = router.call([1, 2, 3])
+    await call.read()
+    (info,) = (await router.router.ListWorkers(router_pb2.ListWorkersRequest())).workers
+    assert info.num_in_flight == 1
+    call.cancel()
+
+
+async def test_a_registered_worker_serves_until_its_lease_ends(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker("w")
+    router = await start_router(lease_s=1.0)
+    request = router_pb2.RegisterRequest(worker_id="w", address=worker.address)
+    assert (await router.router.Register(request)).lease_ms == 1000
+    assert (await router.generate([1, 2, 3]))[0] == answer([1, 2, 3], 20)
+    await until(lambda: not router.fleet.links())
+    assert len(router.fleet.index) == 0
+
+
+async def test_a_deregistered_worker_ends_what_it_has_and_gets_no_more(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker, other = await start_worker("w"), await start_worker("v")
+    router = await start_router(lease_s=60.0)
+    await router.router.Register(router_pb2.RegisterRequest(worker_id="w", address=worker.address))
+    await router.until_ready(1)
+    worker.budget = 1
+    answered = asyncio.create_task(collected(router.call([1, 2, 3])))
+    await until(lambda: worker.is_stuck)
+    await router.router.Deregister(router_pb2.DeregisterRequest(worker_id="w", address=worker.address))
+    await router.router.Register(router_pb2.RegisterRequest(worker_id="v", address=other.address))
+    await router.generate([1, 2, 3])
+    assert (len(worker.requests), len(other.requests)) == (1, 1)
+    worker.budget = None
+    assert (await answered)[0] == answer([1, 2, 3], 20)
+    router.check_is_idle()
+
+
+async def test_a_registration_without_a_name_is_refused(start_router: StartRouter) -> None:
+    router = await start_router()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.router.Register(router_pb2.RegisterRequest(address="127.0.0.1:1"))
+    error = error_of(caught.value)
+    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "worker_id")
+
+
+async def test_a_tokenizer_comes_from_a_worker_that_has_it(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    router = await start_router(await start_worker())
+    assert await bundle_of(router, "ab" * 32) == BUNDLE
+
+
+@pytest.mark.parametrize(("sha256", "reason"), [("cd" * 32, Reason.NOT_FOUND), ("", Reason.INVALID_FIELD)])
+async def test_a_tokenizer_that_nobody_has_is_refused(
+    start_router: StartRouter, start_worker: StartWorker, sha256: str, reason: Reason
+) -> None:
+    router = await start_router(await start_worker())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await bundle_of(router, sha256)
+    assert error_of(caught.value).reason is reason
+
+
+async def test_health_of_inference_follows_the_workers_and_that_of_the_router_does_not(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+
+    async def reaches(status: str) -> None:
+        async with asyncio.timeout(10):
+            while await health_of(router, "headrace.v1.Inference") != status:
+                await asyncio.sleep(0.01)
+
+    await reaches("SERVING")
+    await worker.kill()
+    await reaches("NOT_SERVING")
+    assert await health_of(router, "headrace.v1.Router") == "SERVING"
+    assert await health_of(router, "") == "SERVING"
+    await worker.restart()
+    await reaches("SERVING")
+
+
+async def test_reflection_names_both_services(start_router: StartRouter) -> None:
+    router = await start_router()
+    stub = reflection_pb2_grpc.ServerReflectionStub(router.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async for response in stub.ServerReflectionInfo(iter([request])):
+        names = {service.name for service in response.list_services_response.service}
+        assert {"headrace.v1.Inference", "headrace.v1.Router"} <= names
+        return
+    pytest.fail("no answer")
+
+
+async def test_metrics_count_placements_resumes_and_ends(start_router: StartRouter, start_worker: StartWorker) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget = 2
+    answered = asyncio.create_task(router.generate([1, 2, 3]))
+    await until(lambda: any(worker.is_stuck for worker in workers))
+    victim = next(worker for worker in workers if worker.is_stuck)
+    for worker in workers:
+        if worker is not victim:
+            worker.budget = None
+    await victim.kill()
+    await answered
+    await until(lambda: router.server.inference.num_in_flight == 0)
+    page = generate_latest(router.metrics.registry).decode()
+    for line in (
+        'headrace_router_placements_total{reason="load"} 1.0',
+        'headrace_router_placements_total{reason="only"} 1.0',
+        "headrace_router_resumes_total 1.0",
+        'headrace_router_requests_total{code="OK"} 1.0',
+        "headrace_router_requests_in_flight 0.0",
+        "headrace_router_decision_seconds_count 2.0",
+        "headrace_router_index_entries_max 4e+06",
+    ):
+        assert line in page
+
+
+async def test_a_stopping_router_lets_running_streams_end_and_takes_no_new_ones(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.budget = 1
+    answered = asyncio.create_task(collected(router.call([1, 2, 3])))
+    await until(lambda: worker.is_stuck)
+    stopping = asyncio.create_task(router.server.stop(20.0))
+    with pytest.raises(grpc.aio.AioRpcError):
+        while True:  # until the refusal is in force, calls may still pass
+            await router.router.ListWorkers(router_pb2.ListWorkersRequest())
+    worker.budget = None
+    assert (await answered)[0] == answer([1, 2, 3], 20)
+    await stopping
+    router.check_is_idle()
