@@ -15,16 +15,20 @@ help:
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make dev                                      set up only'
 
+# Setting up writes to standard error: what `make serve` writes to standard output is the ready line.
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "headrace needs Python 3.11 or newer; say make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	@echo "making .venv with $(PYTHON)" >&2
+	@$(PYTHON) -m venv .venv >&2
 
 .venv/.serve: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert]'
+	@echo "installing headrace and what it needs into .venv" >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert]' >&2
 	@touch $@
 
 .venv/.dev: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,dev]'
+	@echo "installing headrace and what its development needs into .venv" >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,dev]' >&2
 	@touch $@ .venv/.serve
 
 # Tools that cannot follow an editable install see the packages under their real names through these links.

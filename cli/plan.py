@@ -9,6 +9,9 @@ from pathlib import Path
 
 from headrace.cli.errors import CommandError
 
+# Of the available memory, for the KV caches of all workers together: what a worker takes that is alone.
+_KV_CACHE_SHARE = 0.4
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
@@ -92,6 +95,8 @@ def _worker(options: ServeOptions, python: str, index: int, cpus: tuple[int, ...
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
     argv += _given("--threads", options.num_threads)
     argv += _given("--kv-cache-gb", options.kv_cache_gb)
+    if options.kv_cache_gb is None and options.num_workers > 1:
+        argv += ["--kv-cache-share", str(_KV_CACHE_SHARE / options.num_workers)]
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
     argv += _given("--log-level", options.log_level)

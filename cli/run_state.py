@@ -79,12 +79,27 @@ def own_start_ticks() -> int:
 
 def make_socket_directory(port: int) -> Path:
     """An empty directory for the sockets of the serve on that port, with a path short enough for them."""
+    _sweep()
     directory = runtime_directory() / str(port)
     if len(os.fsencode(directory)) > _MAX_SOCKET_DIRECTORY_BYTES or _in_use(directory):
         return Path(tempfile.mkdtemp(prefix="headrace-", dir="/tmp"))
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(mode=0o700)
     return directory
+
+
+def _sweep() -> None:
+    """Remove what serves that were killed left behind."""
+    for path in runtime_directory().glob("serve-*.json"):
+        record = _read(path)
+        if record is None or not _live(record):
+            path.unlink(missing_ok=True)
+            if record is not None and _is_socket_directory(Path(record.socket_directory)):
+                shutil.rmtree(record.socket_directory, ignore_errors=True)
+
+
+def _is_socket_directory(directory: Path) -> bool:
+    return directory.parent == runtime_directory() or directory.match("/tmp/headrace-*")
 
 
 def _in_use(directory: Path) -> bool:

@@ -193,7 +193,7 @@ class Serving:
 )
 @click.option("--workers", type=click.IntRange(1, 256), default=1, show_default=True, help="Number of workers.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: CPUs / workers]")
-@click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GB.")
+@click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GiB.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Largest step of each worker, in tokens.")
 @click.option("--name", help="Name of the model in requests, if not its own.")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.chat import Conversation, statistics
+from headrace.cli.chat import ChatClient, Chunk, Conversation, statistics
 from headrace.cli.main import cli
 
 
@@ -125,6 +125,18 @@ def test_no_server_is_a_clear_sentence(cache: Path) -> None:
     assert result.stderr == (
         "error: no server at http://127.0.0.1:9; start one with headrace serve, or name another with --url\n"
     )
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_came_of_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_client: ChatClient, messages: list[dict[str, str]]) -> Iterator[Chunk]:
+        server.asked.append({"messages": messages})
+        yield Chunk("ha")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChatClient, "answer", interrupted)
+    result = chat(server, "ab\ncd\n")
+    assert (result.exit_code, result.stdout) == (0, "ha\nha\n")
+    assert [message["content"] for message in server.asked[1]["messages"]] == ["ab", "ha", "cd"]
 
 
 def test_a_refused_turn_does_not_become_part_of_the_conversation() -> None:

@@ -44,8 +44,15 @@ def test_the_gateway_stops_before_router_and_workers() -> None:
 
 def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
     worker, *_ = processes_of(OPTIONS, "python")
-    flags = ("--threads", "--kv-cache-gb", "--max-num-seqs", "--max-num-batched-tokens", "--log-level")
-    assert [argument(worker.argv, flag) for flag in flags] == [None] * 5
+    flags = (
+        "--threads",
+        "--kv-cache-gb",
+        "--kv-cache-share",
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+        "--log-level",
+    )
+    assert [argument(worker.argv, flag) for flag in flags] == [None] * 6
     assert worker.cpus == ()
 
 
@@ -56,6 +63,13 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         assert argument(worker.argv, "--kv-cache-gb") == "1.5"
         assert argument(worker.argv, "--max-num-seqs") == "8"
         assert argument(worker.argv, "--max-num-batched-tokens") == "64"
+
+
+def test_several_workers_share_the_memory_of_one() -> None:
+    first, second, *_ = processes_of(replace(OPTIONS, num_workers=2), "python")
+    assert argument(first.argv, "--kv-cache-share") == argument(second.argv, "--kv-cache-share") == "0.2"
+    (asked, *_) = processes_of(replace(OPTIONS, num_workers=2, kv_cache_gb=1), "python")
+    assert argument(asked.argv, "--kv-cache-share") is None
 
 
 def test_several_workers_have_cpus_of_their_own() -> None:

@@ -163,6 +163,16 @@ def test_a_record_is_gone_with_its_sockets(cache: Path) -> None:
     assert list(runtime_directory().iterdir()) == []
 
 
+def test_the_next_serve_sweeps_what_a_killed_one_left(cache: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    RunState(9).write(record(9, start_ticks=1, socket_directory=str(make_socket_directory(9))))
+    RunState(10).write(record(10, start_ticks=1, socket_directory=str(elsewhere)))
+    directory = make_socket_directory(11)
+    assert list(runtime_directory().iterdir()) == [directory]
+    assert elsewhere.exists()
+
+
 def test_two_serves_on_one_port_of_different_hosts_have_records_and_sockets_of_their_own(cache: Path) -> None:
     first = record(9, socket_directory=str(make_socket_directory(9)))
     RunState(9).write(first)

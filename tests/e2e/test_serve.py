@@ -208,6 +208,18 @@ def test_a_signal_stops_every_process_within_5_seconds_and_ends_streams_cleanly(
     assert "killed" not in own_system.tail()
 
 
+def test_a_second_signal_does_not_wait_for_streams(own_system: Serve) -> None:
+    pids = [row["pid"] for row in own_system.status()]
+    body = {"model": MODEL, "messages": CAPITAL, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+    with httpx.stream("POST", f"{own_system.base_url}/v1/chat/completions", json=body, timeout=BOUND_S) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+        own_system.process.send_signal(signal.SIGINT)
+        until(lambda: any("stopping" in line for line in own_system.logs), "the stop began")
+        own_system.process.send_signal(signal.SIGINT)
+        assert own_system.wait() == 1
+    assert not any(alive(pid) for pid in pids)
+
+
 def test_nothing_outlives_a_serve_that_is_killed(own_system: Serve) -> None:
     pids = [row["pid"] for row in own_system.status()]
     own_system.process.kill()
