@@ -159,7 +159,14 @@ def _bind(host: str, port: int) -> socket.socket:
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=8000, type=click.IntRange(0, 65535), help="Port of the HTTP API; 0 takes a free one.")
 @click.option("--grpc-port", default=0, type=click.IntRange(0, 65535), help="Port of the gRPC API; 0 for none.")
-@click.option("--router", "routers", multiple=True, required=True, help="Router (or worker) to use; may be repeated.")
+@click.option(
+    "--router",
+    "routers",
+    multiple=True,
+    required=True,
+    envvar="HEADRACE_GATEWAY_ROUTER",
+    help="Router (or worker) to use; may be repeated.",
+)
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least level of log lines.")
 def command(host: str, port: int, grpc_port: int, routers: tuple[str, ...], log_level: str) -> None:
     """Serve the OpenAI API for the models that routers know."""

@@ -149,12 +149,11 @@ class Models:
             return StatusError(Reason.NO_CAPACITY, "no model is being served yet; try again shortly", retry_after_s=1.0)
         entry = next(iter(self._entries.values())) if not name and len(self._entries) == 1 else self._entries.get(name)
         if entry is not None:
+            what = f"the tokenizer of '{entry.card.name}'"
             problem = self._problems.get(entry.card.tokenizer_sha256)
             if problem is not None:
-                return StatusError(Reason.INTERNAL, f"the tokenizer of '{entry.card.name}' cannot be used: {problem.message}")
-            return StatusError(
-                Reason.NO_CAPACITY, f"the tokenizer of '{entry.card.name}' is still being loaded", retry_after_s=1.0
-            )
+                return StatusError(Reason.INTERNAL, f"{what} cannot be used: {problem.message}")
+            return StatusError(Reason.NO_CAPACITY, f"{what} is still being loaded", retry_after_s=1.0)
         known = ", ".join(f"'{known}'" for known in sorted(self._entries)[:20])
         if not name:
             return StatusError(Reason.INVALID_FIELD, f"model is required; there are {known}", field="model")

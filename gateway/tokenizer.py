@@ -80,6 +80,7 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         chat_template = _rt_text(encoder_graph, "chat_template")
         tokens = _special_tokens(encoder_graph, token_bytes)
         _lift_truncation(encoder_graph)
+        encoder_graph = _taking_bytes(encoder_graph)
         encoder = plain = _Encoder(encoder_graph)
         if _drop_added_tokens(encoder_graph):
             plain = _Encoder(encoder_graph)
@@ -104,7 +105,8 @@ class _Encoder:
         except IndexError:
             request = self._compiled.create_infer_request()
         try:
-            request.infer([openvino.Tensor([text])])
+            raw = np.frombuffer(text.encode(), np.uint8)
+            request.infer([np.zeros(1, np.int32), np.array([raw.size], np.int32), raw], share_inputs=True)
             token_ids = request.get_output_tensor(self._ids).data[0]
             if self._mask is not None:
                 mask = request.get_output_tensor(self._mask).data[0]
@@ -169,6 +171,21 @@ def _run(outputs: list[Any], parameters: list[Any], inputs: list[Any]) -> list[A
     compiled = _core().compile_model(openvino.Model(outputs, parameters, "part"), "CPU", _COMPILE_OPTIONS)
     results = compiled(inputs)
     return [np.array(results[i]) for i in range(len(outputs))]
+
+
+def _taking_bytes(graph: Any) -> Any:
+    """The graph with begins, ends and bytes of its texts as inputs.
+
+    Texts given as a string tensor would pass through numpy, which cuts off their trailing NUL characters.
+    """
+    unpack = next((n for n in graph.get_ordered_ops() if n.get_type_name() == "StringTensorUnpack"), None)
+    if unpack is None or len(graph.inputs) != 1:
+        raise BundleError("openvino_tokenizer.xml does not take one text")
+    types = (openvino.Type.i32, openvino.Type.i32, openvino.Type.u8)
+    inputs = [openvino.op.Parameter(kind, openvino.PartialShape([-1])) for kind in types]
+    for position, parameter in enumerate(inputs):
+        unpack.output(position).replace(parameter.output(0))
+    return openvino.Model(graph.get_results(), graph.get_sinks(), inputs, "tokenizer")
 
 
 def _drop_added_tokens(graph: Any) -> bool:

@@ -39,7 +39,7 @@ from headrace.protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from headrace.protos.status import StatusError, abort
+from headrace.protos.status import Reason, StatusError, abort  # noqa: F401  # Reason is for tests
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b"hell", b"o"), (b" ", b"w")]
@@ -165,6 +165,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.answer = "Hello, wörld 😀!"
         self.num_cached = 0
         self.streams: list[Stream] = []
+        self._contexts: dict[int, Any] = {}
         self.num_lists = 0
         self.workers: list[router_pb2.WorkerInfo] = []
         self.cards = [self.card()]
@@ -183,9 +184,14 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         }
         return worker_pb2.ModelCard(**{**values, **changes})
 
+    def context_of(self, stream: Stream) -> Any:
+        """The gRPC context of a call, for statuses that are no `StatusError`."""
+        return self._contexts[id(stream)]
+
     async def Generate(self, request: Any, context: Any) -> None:
         stream = Stream(request, dict(context.invocation_metadata()))
         self.streams.append(stream)
+        self._contexts[id(stream)] = context
 
         async def send(tokens: list[int], position: int, reason: Any, _: Any = None, logprobs: bool = True) -> None:
             message = inference_pb2.GenerateResponse(start_pos=position, token_ids=tokens)

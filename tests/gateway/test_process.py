@@ -1,0 +1,130 @@
+"""The gateway as a process: starts at once, says clearly what is wrong, stops within its bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def start(*flags: str, **environment: str) -> asyncio.subprocess.Process:
+    import os
+
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "headrace.gateway",
+        *flags,
+        stderr=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+
+
+async def until_ready(url: str, path: str = "/health/ready") -> None:
+    async with httpx.AsyncClient() as http, asyncio.timeout(20):
+        while True:
+            try:
+                if (await http.get(url + path)).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def router(kit: Any, tiny_bundle: bytes) -> AsyncIterator[Any]:
+    fake = kit.FakeRouter(tiny_bundle)
+    async with kit.serving_router(fake) as (address, _):
+        fake.address = address
+        yield fake
+
+
+async def test_it_serves_stops_on_a_signal_and_ends_streams_with_an_error(router: Any, kit: Any) -> None:
+    async def endless(_: Any, stream: Any, send: Any) -> None:
+        await send(kit.tokens_of("a"), 0, None)
+        await asyncio.Event().wait()
+
+    router.script = endless
+    port, grpc_port = free_port(), free_port()
+    process = await start("--port", str(port), "--grpc-port", str(grpc_port), "--router", router.address)
+    url = f"http://127.0.0.1:{port}"
+    await until_ready(url)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="headrace.v1.Text")
+        )
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    async with (
+        httpx.AsyncClient(timeout=20) as http,
+        http.stream("POST", f"{url}/v1/chat/completions", json=BODY) as response,
+    ):
+        seen = ""
+        stopped_s = 0.0
+        async for text in response.aiter_text():
+            seen += text
+            if '"content":"a"' in seen and not stopped_s:
+                process.send_signal(signal.SIGTERM)
+                stopped_s = asyncio.get_running_loop().time()
+    error = json.loads(seen.rstrip("\n").split("\n\n")[-1].removeprefix("data: "))["error"]
+    assert error["code"] == "draining"
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+    await asyncio.wait_for(router.streams[0].cancelled.wait(), 5)
+    assert process.stdout is not None
+    assert await process.stdout.read() == b""
+
+
+async def test_it_is_live_before_there_is_a_router_and_ready_when_one_comes(kit: Any, tiny_bundle: bytes) -> None:
+    port, router_port = free_port(), free_port()
+    process = await start(HEADRACE_GATEWAY_PORT=str(port), HEADRACE_GATEWAY_ROUTER=f"127.0.0.1:{router_port}")
+    url = f"http://127.0.0.1:{port}"
+    try:
+        await until_ready(url, "/health/live")
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"{url}/health/ready")).status_code == 503
+        async with kit.serving_router(kit.FakeRouter(tiny_bundle), f"127.0.0.1:{router_port}"):
+            await until_ready(url)
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+async def test_a_port_in_use_is_told_in_one_sentence(flag: str) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        flags = {"--port": "0", flag: port}
+        process = await start("--router", "127.0.0.1:1", *(part for pair in flags.items() for part in pair))
+        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2
+    last = stderr.decode().strip().splitlines()[-1]
+    assert last.startswith("error: cannot listen")
+    assert port in last
+    assert flag in last
+
+
+async def test_a_bad_flag_has_the_same_status() -> None:
+    for flags in (["--port", "x", "--router", "a"], [], ["--nothing"]):
+        process = await start(*flags)
+        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 2
+        assert stderr.decode().startswith("error: ")
