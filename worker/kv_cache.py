@@ -8,6 +8,9 @@ from headrace.protos.block_hash import next_hash, token_bytes_of
 from headrace.worker.block_pool import BlockPool
 from headrace.worker.request import Request
 
+# Tokens that a hit leaves to be computed. One would do for the logits of the last, but a token that is computed alone
+# goes through other kernels than one of several, with other bits (docs/decisions/0006).
+MIN_TOKENS_LEFT = 2
 # Copying a block costs about 0.1 ms over all layers, computing a token of a small model about 0.4 ms.
 MIN_COPIED_TOKENS = 2
 
@@ -37,13 +40,12 @@ class KVCacheManager:
     def reuse(self, request: Request) -> int:
         """Put findable blocks behind the request's computed tokens, as far as they match; give the tokens gained.
 
-        Called each time the request is about to compute, so that what others have computed meanwhile is used too. At
-        least one token is left to compute, for it is its logits that are wanted.
+        Called each time the request is about to compute, so that what others have computed meanwhile is used too.
         """
         size = self.block_size
         if request.num_computed_tokens != len(request.block_table) * size:
             return 0
-        last_reusable = (request.num_tokens - 1) // size
+        last_reusable = (request.num_tokens - MIN_TOKENS_LEFT) // size
         found: list[int] = []
         for index in range(len(request.block_table), last_reusable):
             block_hash = self.hash_of(request, index)
@@ -64,7 +66,9 @@ class KVCacheManager:
         index = len(request.block_table)
         if request.num_computed_tokens != index * self.block_size or self.pool.num_free_blocks == 0:
             return 0
-        wanted = token_bytes_of(request.token_ids[index * self.block_size : request.num_tokens - 1][: self.block_size])
+        start = index * self.block_size
+        end = min(start + self.block_size, request.num_tokens - MIN_TOKENS_LEFT)
+        wanted = token_bytes_of(request.token_ids[start : max(start, end)])
         source, gained = self.pool.find_beginning(self._parent_of(request, index), wanted)
         if gained < MIN_COPIED_TOKENS:
             return 0

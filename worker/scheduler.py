@@ -22,6 +22,8 @@ from headrace.worker.request import FinishReason, Request, RequestOutput, Reques
 
 # Part of the budget for catching up that is kept for the first in rank.
 FIRST_IN_RANK_SHARE = 4
+# Room with which any number of tokens can be begun, so that the first in rank always goes on; see chunk_of.
+MIN_CHUNK_ROOM = 3
 
 
 NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits are not numbers for this request")
@@ -70,6 +72,17 @@ def rank(request: Request) -> tuple[int, float]:
     return (-request.priority, request.arrival_s)
 
 
+def chunk_of(remaining: int, room: int) -> int:
+    """The most of `remaining` tokens to compute now, `room` at most, so that no token of several is ever computed
+    alone: a lone token goes through other kernels, with other bits (docs/decisions/0006). 0 if that cannot be."""
+    if remaining == 1:
+        return min(remaining, room)
+    num_tokens = min(remaining, room)
+    if remaining - num_tokens == 1:
+        num_tokens -= 1
+    return num_tokens if num_tokens > 1 else 0
+
+
 @dataclass(slots=True)
 class Scheduler:
     """Owns the requests of a worker from `add` until their last output; the engine thread owns it."""
@@ -82,10 +95,11 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens - MIN_CHUNK_ROOM + 1:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), which must be at least 1: every running request computes a token in each step"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be over max_num_seqs "
+                f"({self.max_num_seqs}) by {MIN_CHUNK_ROOM - 1} at least: every running request computes a token in "
+                "each step, and prompts must go on beside them"
             )
 
     @property
@@ -200,7 +214,7 @@ class Scheduler:
         for request in behind:
             self._count_cached_tokens(request, self.kv_cache.reuse(request))
         first = behind[0]
-        for_first = min(first.num_uncomputed_tokens, max(budget // FIRST_IN_RANK_SHARE, 1))
+        for_first = min(first.num_uncomputed_tokens, max(budget // FIRST_IN_RANK_SHARE, MIN_CHUNK_ROOM))
         left = budget - for_first
         begun: set[tuple[int, bytes]] = set()
         for request in sorted(behind, key=lambda request: request.num_uncomputed_tokens):
@@ -208,10 +222,11 @@ class Scheduler:
             if floor + left == 0 or self._is_begun(request, begun):
                 continue
             self._count_cached_tokens(request, self.kv_cache.copy_beginning(request))
-            num_tokens = min(request.num_uncomputed_tokens, floor + left)
-            wanted[request] = num_tokens
-            left -= num_tokens - floor
-            self._begin(request, num_tokens, begun)
+            num_tokens = chunk_of(request.num_uncomputed_tokens, floor + left)
+            if num_tokens:
+                wanted[request] = num_tokens
+                left -= num_tokens - floor
+                self._begin(request, num_tokens, begun)
 
     def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
         """Whether the request's next block is another's work in this step: after the step it can be found instead of

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from headrace.protos.status import Reason
+from headrace.worker.batch import Batch
 from headrace.worker.request import FinishReason, Request
+from headrace.worker.scheduler import MIN_CHUNK_ROOM, chunk_of
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
 
@@ -31,7 +35,7 @@ def test_a_stop_token_ends_a_request_and_is_delivered(engine: EngineUnderTest) -
     assert (engine.finish(request), engine.last[request].stop_token_id) == (FinishReason.STOP, tokens[3])
 
 
-@pytest.mark.parametrize("budget", [8, 9, 31, 64])
+@pytest.mark.parametrize("budget", [10, 11, 31, 64])
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks(budget: int) -> None:
     engine = make_engine(max_num_batched_tokens=budget)
     request = engine.request(list(range(100)), max_tokens=6)
@@ -48,17 +52,17 @@ def test_a_repeated_prompt_is_found_in_the_cache(engine: EngineUnderTest) -> Non
     second = engine.request(prompt)
     engine.run()
     assert engine.tokens[first] == engine.tokens[second] == right(second, 8)
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40)
-    assert engine.runner.num_tokens - computed == 1 + 7
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 39)
+    assert engine.runner.num_tokens - computed == 2 + 7
 
 
-def test_of_a_prompt_that_is_cached_whole_only_the_last_token_is_computed(engine: EngineUnderTest) -> None:
+def test_of_a_prompt_that_is_cached_whole_only_two_tokens_are_computed(engine: EngineUnderTest) -> None:
     prompt = list(range(40))
     engine.request(prompt)
     engine.run()
     second = engine.request(prompt)
     engine.run()
-    assert second.num_cached_tokens == 39
+    assert second.num_cached_tokens == 38
     assert engine.tokens[second] == right(second, 8)
 
 
@@ -82,7 +86,7 @@ def test_a_block_whose_beginning_is_copied_may_still_be_growing(engine: EngineUn
     engine.step()
     second = engine.request(list(range(11)), max_tokens=30)
     engine.run()
-    assert second.num_cached_tokens == 10
+    assert second.num_cached_tokens == 8
     assert engine.tokens[first] == engine.tokens[second] == right(first, 30)
 
 
@@ -114,13 +118,13 @@ def test_different_roots_share_nothing(engine: EngineUnderTest) -> None:
 
 def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
     engine = make_engine(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=32)
-    prompt = list(range(103))
+    prompt = list(range(107))
     requests = [engine.request(prompt, max_tokens=1) for _ in range(16)]
     engine.run()
     assert all(engine.tokens[request] == right(request, 1) for request in requests)
-    assert engine.runner.num_tokens == 103 + 15
-    assert engine.scheduler.stats.prompt_tokens_computed == 103 + 15
-    assert engine.scheduler.stats.prompt_tokens_cached == 15 * 102
+    assert engine.runner.num_tokens == 107 + 15 * 3
+    assert engine.scheduler.stats.prompt_tokens_computed == 107 + 15 * 3
+    assert engine.scheduler.stats.prompt_tokens_cached == 15 * 104
 
 
 def test_short_prompts_do_not_wait_for_a_long_one_and_the_long_one_goes_on() -> None:
@@ -131,9 +135,50 @@ def test_short_prompts_do_not_wait_for_a_long_one_and_the_long_one_goes_on() -> 
     engine.step()
     engine.step()
     assert all(short in engine.last for short in shorts)
-    assert long.num_computed_tokens >= 32 + 2 * 32 // 4
+    assert long.num_computed_tokens >= 32 + 2 * 31 // 4
     engine.run()
     assert engine.tokens[long] == right(long, 1)
+
+
+@pytest.mark.parametrize("remaining", range(1, 12))
+@pytest.mark.parametrize("room", range(12))
+def test_a_chunk_never_leaves_a_token_alone(remaining: int, room: int) -> None:
+    chunk = chunk_of(remaining, room)
+    assert 0 <= chunk <= min(remaining, room)
+    if remaining > 1:
+        assert chunk != 1
+        assert remaining - chunk != 1
+    if room >= MIN_CHUNK_ROOM:
+        assert chunk > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_prompt_token_is_ever_computed_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(num_blocks=100, max_num_seqs=6, max_num_batched_tokens=8)
+    lonely = []
+    execute = engine.runner.execute
+
+    def watch(batch: Batch) -> npt.NDArray[np.float32]:
+        new = np.diff(batch.subsequence_begins)
+        computed = batch.past_lens[new == 1].tolist()
+        decoding = [request.num_computed_tokens for request in engine.scheduler.running if request.num_generated_tokens]
+        lonely.extend(set(computed) - set(decoding))
+        return execute(batch)
+
+    engine.runner.execute = watch  # type: ignore[method-assign]
+    prefix = [rng.randrange(VOCAB_SIZE) for _ in range(30)]
+    for _ in range(40):
+        prompt = prefix[: rng.randint(2, 30)] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 9))]
+        engine.request(prompt, max_tokens=rng.randint(1, 6))
+        engine.step()
+    engine.run()
+    assert lonely == []
+
+
+def test_limits_that_leave_prompts_no_room_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(9\) must be over max_num_seqs \(8\) by 2"):
+        make_engine(max_num_seqs=8, max_num_batched_tokens=9)
 
 
 def test_no_step_is_larger_than_the_limits() -> None:
@@ -227,7 +272,7 @@ def test_a_block_computed_in_a_failed_step_is_not_found_afterwards(engine: Engin
 def test_random_load_with_cancels_and_preemptions_keeps_every_promise(seed: int) -> None:
     rng = random.Random(seed)
     engine = make_engine(
-        num_blocks=rng.randint(16, 64), max_num_seqs=rng.randint(1, 8), max_num_batched_tokens=rng.randint(8, 40)
+        num_blocks=rng.randint(16, 64), max_num_seqs=rng.randint(1, 8), max_num_batched_tokens=rng.randint(10, 40)
     )
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
     alive: list[Request] = []
