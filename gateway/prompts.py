@@ -14,6 +14,8 @@ from headrace.protos.status import Reason, StatusError
 # Tokenizing this much takes about 0.2 ms, which a running stream does not notice.
 MAX_INLINE_CHARS = 2000
 MAX_PENDING = 256
+# What a message costs besides its content.
+_MESSAGE_CHARS = 20
 
 _T = TypeVar("_T")
 
@@ -58,7 +60,7 @@ class Prompts:
             )
             return model.text.tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
 
-        num_chars = sum(len(str(message.get("content", ""))) for message in conversation.messages)
+        num_chars = sum(len(message["content"]) + _MESSAGE_CHARS for message in conversation.messages)
         return await self._run(render_and_encode, num_chars)
 
     async def _run(self, work: Callable[[], _T], num_chars: int) -> _T:
