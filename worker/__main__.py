@@ -189,12 +189,25 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True})
-@click.option("--model", "model_dir", required=True, type=click.Path(path_type=Path), help="Model directory.")
+@click.option(
+    "--model",
+    "model_dir",
+    required=True,
+    envvar="HEADRACE_WORKER_MODEL",
+    type=click.Path(path_type=Path),
+    help="Model directory.",
+)
 @click.option("--name", help="Name of the model in requests; by default the directory's.")
 @click.option("--worker-id", help="Stable name of this worker; by default host and listen address.")
 @click.option("--listen", default="127.0.0.1:50061", help="host:port or unix:/path to serve gRPC on.")
 @click.option("--advertise", help="Address at which routers reach this worker; by default the listen address.")
-@click.option("--router", "routers", multiple=True, help="Router to register with; may be given several times.")
+@click.option(
+    "--router",
+    "routers",
+    multiple=True,
+    envvar="HEADRACE_WORKER_ROUTER",
+    help="Router to register with; may be given several times.",
+)
 @click.option("--threads", type=click.IntRange(1), help="Cores to compute with; by default all usable ones.")
 @click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="Size of the KV cache in GiB.")
 @click.option(

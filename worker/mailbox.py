@@ -113,7 +113,8 @@ class Mailbox:
     async def wait_until_empty(self, timeout_s: float | None) -> bool:
         """Wait until no request is left, for a time at most; tell whether none is."""
         try:
-            await asyncio.wait_for(self._nobody.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._nobody.wait()
         except TimeoutError:
             return False
         return True

@@ -93,7 +93,8 @@ class WatchHub:
                     continue
                 await asyncio.sleep(MIN_INTERVAL_S)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(watcher.changed.wait(), heartbeat_s - MIN_INTERVAL_S)
+                    async with asyncio.timeout(heartbeat_s - MIN_INTERVAL_S):
+                        await watcher.changed.wait()
         finally:
             self._watchers.discard(watcher)
 
