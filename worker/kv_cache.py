@@ -63,13 +63,7 @@ class KVCacheManager:
     def copy_beginning(self, request: Request) -> int:
         """Put a copy of the block that begins like the request's next one behind its computed tokens; give the tokens
         gained. What the copy has beyond them is overwritten as the request goes on."""
-        index = len(request.block_table)
-        if request.num_computed_tokens != index * self.block_size or self.pool.num_free_blocks == 0:
-            return 0
-        start = index * self.block_size
-        end = min(start + self.block_size, request.num_tokens - MIN_TOKENS_LEFT)
-        wanted = token_bytes_of(request.token_ids[start : max(start, end)])
-        source, gained = self.pool.find_beginning(self._parent_of(request, index), wanted)
+        source, gained = self._find_beginning(request)
         if gained < MIN_COPIED_TOKENS:
             return 0
         # Held, so that the block taken for the copy is not the one to be copied.
@@ -82,6 +76,20 @@ class KVCacheManager:
             gained = 0
         self.pool.release([source])
         return gained
+
+    def can_copy_rest(self, request: Request) -> bool:
+        """Whether a copy would leave no more to compute than any hit does."""
+        gained = self._find_beginning(request)[1]
+        return gained >= MIN_COPIED_TOKENS and request.num_uncomputed_tokens - gained <= MIN_TOKENS_LEFT
+
+    def _find_beginning(self, request: Request) -> tuple[int, int]:
+        """The block that begins most like the request's next one, and by how many tokens; (-1, 0) if none."""
+        index = len(request.block_table)
+        start = index * self.block_size
+        end = min(start + self.block_size, request.num_tokens - MIN_TOKENS_LEFT)
+        if request.num_computed_tokens != start or end - start < MIN_COPIED_TOKENS:
+            return -1, 0
+        return self.pool.find_beginning(self._parent_of(request, index), token_bytes_of(request.token_ids[start:end]))
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies to be made before the next step computes, in this order."""

@@ -125,6 +125,7 @@ def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
     assert engine.runner.num_tokens == 107 + 15 * 3
     assert engine.scheduler.stats.prompt_tokens_computed == 107 + 15 * 3
     assert engine.scheduler.stats.prompt_tokens_cached == 15 * 104
+    assert len(engine.runner.batch_sizes) == 4 + 2, "those who had only the tail to copy waited for each other"
 
 
 def test_short_prompts_do_not_wait_for_a_long_one_and_the_long_one_goes_on() -> None:
