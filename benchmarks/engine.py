@@ -62,7 +62,7 @@ class Pair:
 
 
 def pairs_of(peers: Peers, case: str, make: Callable[[np.random.Generator], list[Job]], count: int) -> list[Pair]:
-    """`count` pairs after one that is not counted; fresh tokens for each run, so that no cache of an earlier one helps."""
+    """`count` pairs after one that is not counted; fresh tokens for each run, so that no earlier one helps."""
     pairs = []
     for number in range(count + 1):
         runs = {}

@@ -77,10 +77,12 @@ class KVCacheManager:
         self.pool.release([source])
         return gained
 
-    def can_copy_rest(self, request: Request) -> bool:
-        """Whether a copy would leave no more to compute than any hit does."""
+    def is_worth_waiting(self, request: Request) -> bool:
+        """Whether a copy of the request's next block, once another has computed it, would spare tokens that a copy
+        made now does not."""
         gained = self._find_beginning(request)[1]
-        return gained >= MIN_COPIED_TOKENS and request.num_uncomputed_tokens - gained <= MIN_TOKENS_LEFT
+        computed_now = request.num_uncomputed_tokens - (gained if gained >= MIN_COPIED_TOKENS else 0)
+        return computed_now - MIN_TOKENS_LEFT >= MIN_COPIED_TOKENS
 
     def _find_beginning(self, request: Request) -> tuple[int, int]:
         """The block that begins most like the request's next one, and by how many tokens; (-1, 0) if none."""

@@ -230,11 +230,11 @@ class Scheduler:
 
     def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
         """Whether the request's next block is another's work in this step: after the step it can be found instead of
-        being computed twice. Not worth a step's wait when hardly anything is left to compute."""
+        being computed twice."""
         index, offset = divmod(request.num_computed_tokens, self.kv_cache.block_size)
         if offset != 0 or self.kv_cache.work_on(request, index) not in begun:
             return False
-        return not self.kv_cache.can_copy_rest(request)
+        return self.kv_cache.is_worth_waiting(request)
 
     def _begin(self, request: Request, num_tokens: int, begun: set[tuple[int, bytes]]) -> None:
         """Note the blocks that the request's next tokens make."""
