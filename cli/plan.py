@@ -48,6 +48,7 @@ class ServeOptions:
     kv_cache_gb: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    execution_mode: str | None = None
     log_level: str | None = None
 
 
@@ -99,6 +100,7 @@ def _worker(options: ServeOptions, python: str, index: int, cpus: tuple[int, ...
         argv += ["--kv-cache-share", str(_KV_CACHE_SHARE / options.num_workers)]
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
+    argv += _given("--execution-mode", options.execution_mode)
     argv += _given("--log-level", options.log_level)
     # A worker takes all CPUs of its mask unless it is told a number of threads.
     return ProcessSpec(name, "worker", tuple(argv), address, cpus if options.num_workers > 1 else (), stop_phase=1)

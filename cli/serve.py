@@ -196,6 +196,11 @@ class Serving:
 @click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GiB.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Largest step of each worker, in tokens.")
+@click.option(
+    "--execution-mode",
+    type=click.Choice(["performance", "accuracy"]),
+    help="Compute in the fastest precision, or in that of the model.  [default: performance]",
+)
 @click.option("--name", help="Name of the model in requests, if not its own.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of all processes.")
 def serve(
@@ -208,6 +213,7 @@ def serve(
     kv_cache_gb: float | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
+    execution_mode: str | None,
     name: str | None,
     log_level: str | None,
 ) -> None:
@@ -240,6 +246,7 @@ def serve(
             kv_cache_gb=kv_cache_gb,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            execution_mode=execution_mode,
             log_level=log_level,
         )
         status = asyncio.run(Serving(options, log, begun_s).run())

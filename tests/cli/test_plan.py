@@ -50,19 +50,29 @@ def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
         "--kv-cache-share",
         "--max-num-seqs",
         "--max-num-batched-tokens",
+        "--execution-mode",
         "--log-level",
     )
-    assert [argument(worker.argv, flag) for flag in flags] == [None] * 6
+    assert [argument(worker.argv, flag) for flag in flags] == [None] * 7
     assert worker.cpus == ()
 
 
 def test_what_was_asked_for_reaches_every_worker() -> None:
-    asked = replace(OPTIONS, num_workers=2, num_threads=2, kv_cache_gb=1.5, max_num_seqs=8, max_num_batched_tokens=64)
+    asked = replace(
+        OPTIONS,
+        num_workers=2,
+        num_threads=2,
+        kv_cache_gb=1.5,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        execution_mode="accuracy",
+    )
     for worker in processes_of(asked, "python")[:2]:
         assert argument(worker.argv, "--threads") == "2"
         assert argument(worker.argv, "--kv-cache-gb") == "1.5"
         assert argument(worker.argv, "--max-num-seqs") == "8"
         assert argument(worker.argv, "--max-num-batched-tokens") == "64"
+        assert argument(worker.argv, "--execution-mode") == "accuracy"
 
 
 def test_several_workers_share_the_memory_of_one() -> None:
