@@ -95,7 +95,12 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         runner.block_size,
     )
     pool = BlockPool(num_blocks, runner.block_size)
-    scheduler = Scheduler(KVCacheManager(pool), config.max_num_seqs, config.max_num_batched_tokens)
+    scheduler = Scheduler(
+        KVCacheManager(pool),
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        target_step_ms=config.target_tpot_ms,
+    )
     engine = Engine(scheduler, runner, BatchSampler())
     card = model_card(config, pool, model_dir, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle)
@@ -220,6 +225,11 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
 @click.option("--execution-mode", type=click.Choice(["performance", "accuracy"]), default="performance")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Most requests in the running batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=256, help="Most tokens in a step.")
+@click.option(
+    "--target-tpot-ms",
+    type=click.FloatRange(0, min_open=True),
+    help="Cut prompts so that running streams get a token this often; by default the largest step decides.",
+)
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Most requests waiting.")
 @click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most; by default the model's.")
 @click.option("--metrics", help="host:port to serve Prometheus metrics on.")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.batch import Batch, build_batch
 from headrace.worker.request import Request, RequestOutput
-from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput
+from headrace.worker.scheduler import Sampled, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -45,25 +45,6 @@ class EngineStats:
 
 
 @dataclass(slots=True)
-class StepRates:
-    """Moving averages of what steps cost, for load reports. 0 while unknown."""
-
-    prefill_tokens_per_s: float = 0.0
-    decode_step_ms: float = 0.0
-    weight: float = 0.1
-
-    def observe(self, output: SchedulerOutput, seconds: float) -> None:
-        """Learn from a step: one where all computed a single token, or one that was mostly prompts."""
-        if output.num_tokens == len(output.scheduled):
-            self.decode_step_ms = self._mixed(self.decode_step_ms, 1000 * seconds)
-        elif output.num_tokens >= 4 * len(output.scheduled):
-            self.prefill_tokens_per_s = self._mixed(self.prefill_tokens_per_s, output.num_tokens / seconds)
-
-    def _mixed(self, old: float, new: float) -> float:
-        return new if old == 0.0 else old + self.weight * (new - old)
-
-
-@dataclass(slots=True)
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls everything."""
 
@@ -71,7 +52,6 @@ class Engine:
     runner: ModelRunner
     sampler: Sampler
     stats: EngineStats = field(default_factory=EngineStats)
-    rates: StepRates = field(default_factory=StepRates)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give what it gave to each request. Whatever goes wrong in it ends its requests and
@@ -89,10 +69,11 @@ class Engine:
         except Exception as error:
             log.exception("a step of %d requests failed", len(output.scheduled))
             return self.scheduler.fail([request for request, _ in output.scheduled], _step_error(error))
-        self.rates.observe(output, infer_s)
+        step_s = time.perf_counter() - start
+        self.scheduler.step_cost.observe(output.num_tokens, output.num_context_tokens, 1000 * step_s)
         self.stats.num_steps += 1
         self.stats.infer_s += infer_s
-        self.stats.overhead_s += time.perf_counter() - start - infer_s
+        self.stats.overhead_s += step_s - infer_s
         return outputs
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from headrace.worker.engine import Engine
 from headrace.worker.mailbox import LoadReport, Mailbox
+from headrace.worker.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def report_of(engine: Engine) -> LoadReport:
         for requests in (scheduler.running, scheduler.waiting)
         for request in requests
     )
+    prefill_tokens_per_s, decode_step_ms = _rates_of(scheduler)
     counters = asdict(scheduler.stats)
     counters["steps"] = engine.stats.num_steps
     counters["infer_us"] = int(engine.stats.infer_s * 1e6)
@@ -71,9 +73,21 @@ def report_of(engine: Engine) -> LoadReport:
         num_blocks=pool.num_blocks,
         num_free_blocks=pool.num_free_blocks,
         num_cached_blocks=pool.num_cached_blocks,
-        prefill_tokens_per_s=engine.rates.prefill_tokens_per_s,
-        decode_step_ms=engine.rates.decode_step_ms,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        decode_step_ms=decode_step_ms,
         counters=counters,
         stored=stored,
         evicted=evicted,
     )
+
+
+def _rates_of(scheduler: Scheduler) -> tuple[float, float]:
+    """Prompt tokens per second of a full step, and milliseconds of a step in which each running request computes one
+    token; 0 while unknown."""
+    cost = scheduler.step_cost
+    if not cost.is_learned:
+        return 0.0, 0.0
+    num_context_tokens = sum(request.num_computed_tokens for request in scheduler.running)
+    full = scheduler.max_num_batched_tokens
+    prefill_tokens_per_s = 1000 * full / max(cost.predict_ms(full, full + num_context_tokens), 0.001)
+    return prefill_tokens_per_s, cost.predict_ms(max(1, len(scheduler.running)), num_context_tokens)

@@ -12,18 +12,21 @@ Requests stand in two lists in order of rank (priority, then arrival): `waiting`
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.kv_cache import BlockCopy, KVCacheManager
 from headrace.worker.request import FinishReason, Request, RequestOutput, RequestState, TokenLogprobs
+from headrace.worker.step_cost import StepCostModel
 
 # Part of the budget for catching up that is kept for the first in rank.
 FIRST_IN_RANK_SHARE = 4
 # Room with which any number of tokens can be begun, so that the first in rank always goes on; see chunk_of.
 MIN_CHUNK_ROOM = 3
+# Tokens for catching up that a step has even where running streams then miss their time per token.
+MIN_CHUNK = 8
 
 
 NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits are not numbers for this request")
@@ -39,10 +42,11 @@ class Scheduled(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """The content of one step, in the order of the batch. Requests that catch up in it are sampled. `copies` are made
-    before anything is computed."""
+    before anything is computed. `num_context_tokens` are all tokens that the step's sequences attend to."""
 
     scheduled: Sequence[Scheduled]
     num_tokens: int
+    num_context_tokens: int
     copies: Sequence[BlockCopy]
 
 
@@ -90,6 +94,8 @@ class Scheduler:
     kv_cache: KVCacheManager
     max_num_seqs: int
     max_num_batched_tokens: int
+    step_cost: StepCostModel = field(default_factory=StepCostModel)
+    target_step_ms: float | None = None
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -135,7 +141,8 @@ class Scheduler:
         wanted = self._share_budget()
         scheduled = self._reserve(wanted)
         num_tokens = sum(num_tokens for _, num_tokens in scheduled)
-        return SchedulerOutput(scheduled, num_tokens, self.kv_cache.take_copies())
+        num_context_tokens = num_tokens + sum(request.num_computed_tokens for request, _ in scheduled)
+        return SchedulerOutput(scheduled, num_tokens, num_context_tokens, self.kv_cache.take_copies())
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         """Account for a computed step. `sampled` has one entry for each request that caught up, in batch order."""
@@ -207,8 +214,18 @@ class Scheduler:
             else:
                 behind.append(request)
         if behind:
-            self._share_among(behind, self.max_num_batched_tokens - len(wanted), wanted)
+            self._share_among(behind, self._budget_for_catching_up(wanted), wanted)
         return wanted
+
+    def _budget_for_catching_up(self, decoding: Collection[Request]) -> int:
+        """Tokens of the step beside one for each request that has caught up. Where a target for the step's time is
+        set, no more than keeps it, so that running streams keep their time per token."""
+        budget = self.max_num_batched_tokens - len(decoding)
+        if self.target_step_ms is None or not decoding or not self.step_cost.is_learned:
+            return budget
+        num_context_tokens = sum(request.num_computed_tokens for request in decoding)
+        within = self.step_cost.tokens_within(self.target_step_ms, num_context_tokens) - len(decoding)
+        return min(budget, max(MIN_CHUNK, within))
 
     def _share_among(self, behind: list[Request], budget: int, wanted: dict[Request, int]) -> None:
         for request in behind:
