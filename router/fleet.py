@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.status import Reason, StatusError
-from headrace.router.links import HEARTBEAT_MS, Booking, LinkState, WorkerLink
+from headrace.router.bookings import Booking
+from headrace.router.links import HEARTBEAT_MS, LinkState, WorkerLink
 from headrace.router.policy import Placement, RequestFacts, place
 from headrace.router.prefix_index import PrefixIndex
 from headrace.router.registry import Registry

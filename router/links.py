@@ -26,6 +26,7 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
+from headrace.router.bookings import Booking, Bookings
 from headrace.router.policy import Candidate, LoadReport
 from headrace.router.prefix_index import PrefixIndex
 
@@ -63,8 +64,6 @@ _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 # A timer that fires this late says that the router itself stood still, and nothing about the worker.
 _STALL_S = 0.25
-# A report may have been made before a request arrived that was placed this long before the report came in.
-_BOOKING_GRACE_S = 0.05
 # Hashes applied in one go; the event loop runs in between.
 _SLICE = 4096
 
@@ -83,18 +82,6 @@ class Abandonable(Protocol):
 
     def abandon(self, why: str) -> None:
         """End the call; whoever reads it learns that the worker was lost."""
-
-
-class Booking:
-    """The load of one request that was placed on a worker, until it is released."""
-
-    __slots__ = ("at_s", "is_pending", "num_blocks", "num_tokens")
-
-    def __init__(self, num_tokens: int, num_blocks: int, at_s: float) -> None:
-        self.num_tokens = num_tokens
-        self.num_blocks = num_blocks
-        self.at_s = at_s
-        self.is_pending = True  # the worker's reports do not show it yet
 
 
 # Quoted: the class takes no parameters while running.
@@ -130,7 +117,6 @@ class WorkerLink:
         self.created_at_s = clock()
         self.load = LoadReport()
         self.load_message = worker_pb2.Load()
-        self.num_in_flight = 0
         self._own_id = ""
         self._heartbeat_ms = heartbeat_ms
         self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
@@ -140,9 +126,7 @@ class WorkerLink:
         self._clock = clock
         self._away_since_s = self.created_at_s
         self._heard_at_s = self.created_at_s
-        self._pending: dict[Booking, None] = {}
-        self._pending_tokens = 0
-        self._pending_blocks = 0
+        self._bookings = Bookings()
         self._candidate: Candidate | None = None
         self._calls: set[Abandonable] = set()
         self._wake = asyncio.Event()
@@ -192,44 +176,37 @@ class WorkerLink:
                 load=self.load,
                 block_size=self.card.block_size,
                 takes_requests=self.is_ready,
-                num_booked_requests=len(self._pending),
-                num_booked_tokens=self._pending_tokens,
-                num_booked_blocks=self._pending_blocks,
+                num_booked_requests=self._bookings.num_pending,
+                num_booked_tokens=self._bookings.num_tokens,
+                num_booked_blocks=self._bookings.num_blocks,
             )
         return self._candidate
 
     # -- bookings ---------------------------------------------------------------------------------------------------
 
+    @property
+    def num_in_flight(self) -> int:
+        """Requests booked here and not released."""
+        return self._bookings.num_in_flight
+
     def book(self, num_tokens: int, num_blocks: int) -> Booking:
         """Count a request's uncached tokens and its new blocks as load of this worker, until reports show them."""
-        booking = Booking(num_tokens, num_blocks, self._clock())
-        self.num_in_flight += 1
-        self._pending[booking] = None
-        self._pending_tokens += num_tokens
-        self._pending_blocks += num_blocks
         self._candidate = None
-        return booking
+        return self._bookings.book(num_tokens, num_blocks, self._clock())
 
     def settle(self, booking: Booking) -> None:
         """The worker's reports show this request from now on. No effect when they did before."""
-        if booking.is_pending:
-            booking.is_pending = False
-            del self._pending[booking]
-            self._pending_tokens -= booking.num_tokens
-            self._pending_blocks -= booking.num_blocks
+        if self._bookings.settle(booking):
             self._candidate = None
 
     def release(self, booking: Booking) -> None:
         """The request is no longer there. Once for each booking."""
-        self.settle(booking)
-        self.num_in_flight -= 1
-        assert self.num_in_flight >= 0, "released more than was booked"
+        self._candidate = None
+        self._bookings.release(booking)
 
     def check(self) -> None:
         """Assert that the sums are those of the bookings."""
-        assert len(self._pending) <= self.num_in_flight
-        assert self._pending_tokens == sum(booking.num_tokens for booking in self._pending)
-        assert self._pending_blocks == sum(booking.num_blocks for booking in self._pending)
+        self._bookings.check()
 
     @contextlib.contextmanager
     def running(self, call: Abandonable) -> Iterator[None]:
@@ -382,13 +359,7 @@ class WorkerLink:
             received_at_s=now_s,
         )
         self._candidate = None
-        shown = []
-        for booking in self._pending:  # oldest first
-            if booking.at_s > now_s - _BOOKING_GRACE_S:
-                break
-            shown.append(booking)
-        for booking in shown:
-            self.settle(booking)
+        self._bookings.settle_shown(now_s)
 
     def _judge_silence(self) -> float | None:
         """Act on how long the worker has been silent; seconds until to look again, or None when it is given up."""
