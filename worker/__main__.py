@@ -25,8 +25,9 @@ from headrace.worker.block_pool import BlockPool
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine import Engine
 from headrace.worker.engine_thread import EngineThread
+from headrace.worker.forecast import Forecast
 from headrace.worker.kv_cache import KVCacheManager
-from headrace.worker.mailbox import Mailbox
+from headrace.worker.mailbox import LoadReport, Mailbox
 from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model_dir import ModelDir, read_model_dir
 from headrace.worker.numa import pin
@@ -144,8 +145,14 @@ async def serve(config: WorkerConfig) -> None:
         return
     model = loading.result()
     hub = WatchHub(time.time_ns(), config.max_num_seqs)
-    mailbox = Mailbox(config.max_num_seqs + config.max_num_waiting, hub.publish)
-    health = add_services(server, config, model, mailbox, hub)
+    forecast = Forecast(config.max_num_seqs, config.max_ttft_s)
+
+    def publish(report: LoadReport) -> None:
+        hub.publish(report)
+        forecast.observe(report)
+
+    mailbox = Mailbox(config.max_num_seqs + config.max_num_waiting, publish)
+    health = add_services(server, config, model, mailbox, hub, forecast)
     if config.metrics:
         _serve_metrics(config.metrics, hub)
     thread = EngineThread(model.engine, mailbox)
@@ -167,14 +174,20 @@ async def serve(config: WorkerConfig) -> None:
 
 
 def add_services(
-    server: grpc.aio.Server, config: WorkerConfig, model: LoadedModel, mailbox: Mailbox, hub: WatchHub
+    server: grpc.aio.Server,
+    config: WorkerConfig,
+    model: LoadedModel,
+    mailbox: Mailbox,
+    hub: WatchHub,
+    forecast: Forecast,
 ) -> health.aio.HealthServicer:
     """Let the server answer for the model; gives the health to be set."""
     card = model.card
     limits = ModelLimits(
         card.name, card.fingerprint, card.vocab_size, card.max_context_tokens, frozenset(card.eos_token_ids)
     )
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(mailbox, hub, limits), server)
+    inference = InferenceService(mailbox, hub, limits, forecast)
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
     worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
@@ -225,6 +238,12 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
 @click.option("--execution-mode", type=click.Choice(["performance", "accuracy"]), default="performance")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Most requests in the running batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=256, help="Most tokens in a step.")
+@click.option(
+    "--max-ttft-s",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    help="Refuse requests whose first token would come later than this.",
+)
 @click.option(
     "--target-tpot-ms",
     type=click.FloatRange(0, min_open=True),

@@ -28,6 +28,7 @@ class WorkerConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 256
     max_num_waiting: int = 1024
+    max_ttft_s: float = 60.0
     target_tpot_ms: float | None = None
     max_context_tokens: int | None = None
     metrics: str | None = None

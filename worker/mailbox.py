@@ -19,6 +19,8 @@ import msgspec
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.request import Request, RequestOutput
 
+RETRY_AFTER_S = 1.0
+
 
 class LoadReport(msgspec.Struct, frozen=True):
     """The engine's state after a step; fields are those of the messages Load and Counters, and what changed in the
@@ -90,7 +92,6 @@ class Mailbox:
         self._commands: deque[Command] = deque()
         self._arrived = threading.Condition()
         self._stopping = False
-        self.retry_after_s = 1.0
 
     @property
     def num_open(self) -> int:
@@ -98,12 +99,13 @@ class Mailbox:
         return len(self._streams)
 
     def submit(self, request: Request) -> OutputStream:
-        """Hand a request to the engine. StatusError QUEUE_FULL when too many are in it already."""
-        if len(self._streams) >= self._capacity:
+        """Hand a request to the engine. StatusError QUEUE_FULL when too many are in it already, unless a client has the
+        beginning of its answer."""
+        if len(self._streams) >= self._capacity and not request.is_resumed:
             raise StatusError(
                 Reason.QUEUE_FULL,
                 f"the worker has {len(self._streams)} requests already, as many as it takes; try again later",
-                retry_after_s=self.retry_after_s,
+                retry_after_s=RETRY_AFTER_S,
             )
         stream = self._streams[request] = OutputStream(request, self._closed)
         self._nobody.clear()

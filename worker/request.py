@@ -120,6 +120,11 @@ class Request:
         self.token_ids.extend(self.resume_token_ids)
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether a client already has the beginning of the answer. Such a request is not turned away."""
+        return len(self.resume_token_ids) > 0
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens so far."""
         return len(self.token_ids)

@@ -13,6 +13,7 @@ import grpc
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.admission import ModelLimits, admit, already_finished
+from headrace.worker.forecast import Forecast
 from headrace.worker.mailbox import Mailbox, OutputStream
 from headrace.worker.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from headrace.worker.watch import WatchHub
@@ -37,8 +38,9 @@ _REASON_ON_WIRE = {
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Generate: one stream per request, from admission to its one finish or status."""
 
-    def __init__(self, mailbox: Mailbox, hub: WatchHub, limits: ModelLimits) -> None:
+    def __init__(self, mailbox: Mailbox, hub: WatchHub, limits: ModelLimits, forecast: Forecast) -> None:
         self._mailbox = mailbox
+        self._forecast = forecast
         self._hub = hub
         self._limits = limits
         self._unnamed = itertools.count()
@@ -48,12 +50,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See the proto."""
         try:
-            admitted = self._admit(request)
+            admitted = self._admit(request, context.time_remaining())
             ended = already_finished(admitted)
             if ended is not None:
                 yield _finished_at_once(admitted, *ended)
                 return
             stream = self._mailbox.submit(admitted)
+            self._forecast.submitted(admitted.num_tokens)
         except StatusError as error:
             await abort(context, error)
         try:
@@ -64,13 +67,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         finally:
             stream.close()
 
-    def _admit(self, message: inference_pb2.GenerateRequest) -> Request:
+    def _admit(self, message: inference_pb2.GenerateRequest, deadline_s: float | None) -> Request:
         if self._hub.draining:
             raise StatusError(
                 Reason.DRAINING, "the worker ends its work and takes no new requests", retry_after_s=DRAINING_RETRY_S
             )
         request_id = message.request_id or f"unnamed-{next(self._unnamed)}"
-        return admit(message, self._limits, request_id=request_id, arrival_s=time.monotonic())
+        admitted = admit(message, self._limits, request_id=request_id, arrival_s=time.monotonic())
+        if not admitted.is_resumed:
+            self._forecast.check(admitted.num_tokens, deadline_s)
+        return admitted
 
 
 async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.GenerateResponse]:

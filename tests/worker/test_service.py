@@ -17,7 +17,8 @@ from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse, Sam
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.worker.admission import ModelLimits
 from headrace.worker.engine_thread import EngineThread
-from headrace.worker.mailbox import Mailbox
+from headrace.worker.forecast import Forecast
+from headrace.worker.mailbox import LoadReport, Mailbox
 from headrace.worker.service import InferenceService, WorkerService
 from headrace.worker.watch import WatchHub
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, make_engine
@@ -51,6 +52,7 @@ class RunningWorker:
     gate: threading.Event
     hub: WatchHub
     mailbox: Mailbox
+    forecast: Forecast
     inference: inference_pb2_grpc.InferenceStub
     worker: worker_pb2_grpc.WorkerStub
 
@@ -69,12 +71,19 @@ async def worker() -> AsyncIterator[RunningWorker]:
     gated = GatedRunner(under_test.runner)
     under_test.engine.runner = gated  # type: ignore[assignment]
     hub = WatchHub(epoch=7, max_num_seqs=4)
-    mailbox = Mailbox(4 + 2, hub.publish)
+    forecast = Forecast(4, 60.0)
+
+    def publish(report: LoadReport) -> None:
+        hub.publish(report)
+        forecast.observe(report)
+
+    mailbox = Mailbox(4 + 2, publish)
     limits = ModelLimits(MODEL, "f" * 64, VOCAB_SIZE, NUM_BLOCKS * BLOCK_SIZE, frozenset({EOS}))
     card = worker_pb2.ModelCard(name=MODEL, tokenizer_sha256=hashlib.sha256(BUNDLE).hexdigest())
     described = worker_pb2.GetModelCardResponse(card=card, worker_id="w", epoch=7)
     server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(mailbox, hub, limits), server)
+    inference = InferenceService(mailbox, hub, limits, forecast)
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(described, BUNDLE, mailbox, hub), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -83,7 +92,7 @@ async def worker() -> AsyncIterator[RunningWorker]:
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stubs = inference_pb2_grpc.InferenceStub(channel), worker_pb2_grpc.WorkerStub(channel)
-            yield RunningWorker(under_test, gated.gate, hub, mailbox, *stubs)
+            yield RunningWorker(under_test, gated.gate, hub, mailbox, forecast, *stubs)
     finally:
         gated.gate.set()
         await server.stop(None)
@@ -206,6 +215,30 @@ async def test_more_requests_than_the_bound_are_refused_with_a_time_to_come_back
     worker.gate.set()
     for call in calls:
         assert [response async for response in call][-1].HasField("finish")
+
+
+async def test_a_resumed_request_is_taken_in_beyond_the_bound(worker: RunningWorker) -> None:
+    worker.gate.clear()
+    sampling = SamplingParams(max_tokens=4, **GREEDY)
+    calls = [worker.inference.Generate(GenerateRequest(token_ids=[i], sampling=sampling)) for i in range(6)]
+    await worker.until(lambda: worker.mailbox.num_open == 6)
+    whole = expected_tokens([9], 4, VOCAB_SIZE)
+    resumed = asyncio.create_task(worker.generate(token_ids=[9], resume_token_ids=whole[:2], sampling=sampling))
+    await worker.until(lambda: worker.mailbox.num_open == 7)
+    worker.gate.set()
+    assert [token for response in await resumed for token in response.token_ids] == whole[2:]
+    for call in calls:
+        assert [response async for response in call][-1].HasField("finish")
+
+
+async def test_a_request_whose_deadline_cannot_be_met_is_refused_at_the_door(worker: RunningWorker) -> None:
+    slow = LoadReport(num_uncached_tokens=1000, prefill_tokens_per_s=100.0)
+    worker.forecast.observe(slow)
+    call = worker.inference.Generate(GenerateRequest(token_ids=[1] * 100), timeout=8)
+    error = await error_from(call.read())
+    assert error.reason is Reason.QUEUE_FULL
+    assert error.retry_after_s == pytest.approx(3.0, abs=0.3)
+    assert worker.under_test.scheduler.stats.requests_admitted == 0
 
 
 async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_on(worker: RunningWorker) -> None:
