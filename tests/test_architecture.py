@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "gateway", "router", "worker", "cli")
+PACKAGES = ("protos", "gateway", "router", "worker", "cli", "sim")
 
 # package -> headrace packages that it may import, besides itself
 MAY_IMPORT = {
@@ -19,6 +19,20 @@ MAY_IMPORT = {
     "router": {"protos"},
     "worker": {"protos"},
     "cli": {"protos"},
+    "sim": {"protos", "router", "worker"},
+}
+
+# modules of router and worker that the simulator may import: those that do no I/O and start nothing
+SIM_MAY_IMPORT = {
+    "router.bookings",
+    "router.policy",
+    "router.prefix_index",
+    "worker.block_pool",
+    "worker.engine",
+    "worker.engine_thread",
+    "worker.kv_cache",
+    "worker.request",
+    "worker.scheduler",
 }
 
 # foreign distribution -> the only files that may import it
@@ -71,6 +85,14 @@ def test_protos_imports_only_the_standard_library_grpc_and_protobuf() -> None:
             top = name.split(".")[0]
             allowed = {"grpc", "grpc_health", "grpc_reflection", "google", "headrace"}
             assert top in sys.stdlib_module_names or top in allowed, f"{path.name} imports {name}"
+
+
+def test_the_simulator_imports_only_the_pure_parts_of_router_and_worker() -> None:
+    for path in modules("sim"):
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] == "headrace" and parts[1] in ("router", "worker"):
+                assert ".".join(parts[1:3]) in SIM_MAY_IMPORT, f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize("distribution", ONLY_IN)

@@ -1,0 +1,147 @@
+"""What a step of the worker costs, measured and fitted: `python -m benchmarks.step_cost MODEL_DIR [--out FILE]`.
+
+Steps of many shapes (decode batches, prompt chunks behind a context, both mixed) are run on the worker's own model
+runner and sampler in random order, several rounds; the median of each shape counts. The coefficients of
+headrace.sim.step_cost are fitted by least squares on relative errors, over three quarters of the shapes; the error is
+stated over the rest, which the fit has not seen. `--out` writes what `headrace sim` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from headrace.sim.step_cost import StepCost, StepShape
+from headrace.worker.batch import build_batch
+from headrace.worker.model_runner import OpenVINOModelRunner
+from headrace.worker.numa import usable_cpus
+from headrace.worker.request import Request, SamplingParams
+from headrace.worker.sampler import BatchSampler
+from headrace.worker.scheduler import Scheduled
+
+NUM_BLOCKS = 2100
+LONGEST_CONTEXT = 16_384
+# A step: for each sequence the tokens that it has computed and those that the step computes.
+Step = tuple[tuple[int, int], ...]
+
+
+def steps() -> list[Step]:
+    """The shapes that are measured."""
+    decode: list[Step] = [
+        ((context, 1),) * batch
+        for batch in (1, 2, 4, 8, 16, 32)
+        for context in (64, 512, 2048, 8192, LONGEST_CONTEXT)
+        if batch * context <= NUM_BLOCKS * 32 * 0.9
+    ]
+    chunks: list[Step] = [
+        ((past, tokens),) for tokens in (8, 32, 64, 128, 256) for past in (0, 512, 1024, 4096, 8192, LONGEST_CONTEXT)
+    ]
+    mixed: list[Step] = [
+        (*(((context, 1),) * batch), (past, 256 - batch))
+        for batch in (1, 4, 16)
+        for context in (256, 2048)
+        for past in (0, 2048, 8192)
+    ]
+    several: list[Step] = [((0, 64),) * 4, ((512, 128),) * 2, ((2048, 32),) * 8]
+    return [*decode, *chunks, *mixed, *several]
+
+
+def requests_of(step: Step, rng: random.Random, block_size: int) -> list[Scheduled]:
+    """Requests in the middle of their lives, each with blocks of its own."""
+    blocks = iter(rng.sample(range(NUM_BLOCKS), NUM_BLOCKS))
+    scheduled = []
+    for number, (past, tokens) in enumerate(step):
+        prompt = array("I", (rng.randrange(100, 49_000) for _ in range(past + tokens)))
+        request = Request(str(number), prompt, SamplingParams(max_tokens=10, seed=0, temperature=0.0), 0)
+        request.num_computed_tokens = past
+        num_blocks = -(-(past + tokens) // block_size)
+        request.block_table = array("i", (next(blocks) for _ in range(num_blocks)))
+        scheduled.append(Scheduled(request, tokens))
+    return scheduled
+
+
+def measured(model_dir: Path, rounds: int, threads: int) -> list[tuple[Step, float]]:
+    """Each step with the median of its milliseconds."""
+    runner = OpenVINOModelRunner(model_dir, threads=threads, kv_precision="u8", execution_mode="performance")
+    runner.allocate(NUM_BLOCKS)
+    sampler, rng = BatchSampler(), random.Random(1)
+    shapes = steps()
+    taken: dict[Step, list[float]] = {step: [] for step in shapes}
+    for number in range(rounds + 1):
+        for step in rng.sample(shapes, len(shapes)):
+            scheduled = requests_of(step, rng, runner.block_size)
+            began = time.perf_counter()
+            batch = build_batch(scheduled, runner.block_size)
+            sampler.sample(batch.sampled, runner.execute(batch))
+            if number:  # in the first round kernels are built
+                taken[step].append(1000 * (time.perf_counter() - began))
+    return [(step, statistics.median(times)) for step, times in taken.items()]
+
+
+def fitted(samples: Sequence[tuple[Step, float]]) -> tuple[float, ...]:
+    """Coefficients that are not negative, by least squares on relative errors: the worst negative one is left out."""
+    features = np.array([StepShape.of(step).features for step, _ in samples])
+    milliseconds = np.array([ms for _, ms in samples])
+    used = list(range(features.shape[1]))
+    while True:
+        rows = features[:, used] / milliseconds[:, None]
+        solution = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+        if min(solution) >= 0:
+            coefficients = np.zeros(features.shape[1])
+            coefficients[used] = solution
+            return tuple(float(value) for value in coefficients)
+        del used[int(np.argmin(solution))]
+
+
+def errors_of(cost: StepCost, samples: Sequence[tuple[Step, float]]) -> list[float]:
+    """Relative errors, sorted by size."""
+    return sorted(abs(cost.milliseconds(StepShape.of(step)) / ms - 1) for step, ms in samples)
+
+
+def machine() -> str:
+    """Processor and number of threads, for people."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine()}, {len(usable_cpus())} threads"
+
+
+def main() -> None:
+    """Measure, fit, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(usable_cpus()))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    samples = measured(args.model_dir, args.rounds, args.threads)
+    random.Random(2).shuffle(samples)
+    cut = len(samples) * 3 // 4
+    errors = errors_of(StepCost(*fitted(samples[:cut])), samples[cut:])
+    median, p90 = statistics.median(errors), errors[int(0.9 * len(errors))]
+    cost = StepCost(
+        *fitted(samples),
+        model=args.model_dir.resolve().name,
+        machine=machine(),
+        median_error=round(median, 3),
+        p90_error=round(p90, 3),
+    )
+    for step, ms in sorted(samples, key=lambda sample: sample[1]):
+        shape = StepShape.of(step)
+        print(f"{ms:9.2f} ms, fit {cost.milliseconds(shape):9.2f}   {shape}")
+    print(f"error on unseen shapes: median {median:.1%}, 90th percentile {p90:.1%}, worst {errors[-1]:.1%}")
+    print(cost)
+    if args.out:
+        args.out.write_bytes(msgspec.json.format(msgspec.json.encode(cost), indent=2) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
