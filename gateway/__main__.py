@@ -1,4 +1,4 @@
-"""`python -m headrace.gateway`: wires the parts, listens, and stops within `STOP_S` when it is told to."""
+"""`python -m headrace.gateway`: wires the parts, listens, and stops within a bound when it is told to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -28,8 +29,9 @@ from headrace.protos.introspection import add_introspection, set_serving
 from headrace.protos.text_pb2_grpc import add_TextServicer_to_server
 
 NUM_TOKENIZER_THREADS = 2
-STREAMS_GRACE_S = 2.0
-STOP_S = 3
+DRAIN_TIMEOUT_S = 2.0
+# Beyond the drain timeout, for the last words of streams that are interrupted then.
+STOP_S = 1.0
 EXIT_USAGE = 2
 
 _SERVER_OPTIONS = (
@@ -54,6 +56,8 @@ class Settings:
     grpc_port: int
     """0 for no gRPC edge."""
     routers: tuple[str, ...]
+    drain_timeout_s: float
+    """How long running requests may take to end after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ async def _run(
     settings: Settings, parts: _Parts, bound: socket.socket, loading: ThreadPoolExecutor, stop: asyncio.Event
 ) -> None:
     grpc_server = await _start_grpc(settings, parts)
-    http_server = HttpServer(parts.edge, STOP_S)
+    http_server = HttpServer(parts.edge, math.ceil(settings.drain_timeout_s + STOP_S))
     serving = asyncio.create_task(http_server.serve(sockets=[bound]))
     # OpenVINO takes a third of a second to import: by the time a router has a model, it is there.
     loading.submit(importlib.import_module, "headrace.gateway.tokenizer")
@@ -112,8 +116,9 @@ async def _run(
     _LOG.info("stopping")
     http_server.should_exit = True
     parts.text.stopping = True
-    interrupting = asyncio.get_running_loop().call_later(STREAMS_GRACE_S, parts.edge.interrupt)
-    await asyncio.gather(serving, *([grpc_server.stop(STREAMS_GRACE_S)] if grpc_server is not None else []))
+    interrupting = asyncio.get_running_loop().call_later(settings.drain_timeout_s, parts.edge.interrupt)
+    drained = [grpc_server.stop(settings.drain_timeout_s)] if grpc_server is not None else []
+    await asyncio.gather(serving, *drained)
     interrupting.cancel()
     for task in (polling, stopping):
         task.cancel()
@@ -167,11 +172,19 @@ def _bind(host: str, port: int) -> socket.socket:
     envvar="HEADRACE_GATEWAY_ROUTER",
     help="Router (or worker) to use; may be repeated.",
 )
+@click.option(
+    "--drain-timeout",
+    default=DRAIN_TIMEOUT_S,
+    type=click.FloatRange(min=0),
+    help="Seconds that running requests may take to end after SIGTERM; nobody else can go on with them.",
+)
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least level of log lines.")
-def command(host: str, port: int, grpc_port: int, routers: tuple[str, ...], log_level: str) -> None:
+def command(
+    host: str, port: int, grpc_port: int, routers: tuple[str, ...], drain_timeout: float, log_level: str
+) -> None:
     """Serve the OpenAI API for the models that routers know."""
     configure_logging(log_level)
-    uvloop.run(serve(Settings(host, port, grpc_port, routers)))
+    uvloop.run(serve(Settings(host, port, grpc_port, routers, drain_timeout)))
 
 
 def main() -> None:

@@ -2,12 +2,14 @@
 
 The list is polled. A name that is not in it triggers one refresh at once, shared by all who wait for it and not more
 often than `MIN_FORCED_INTERVAL_S`. A model that is no longer listed can be asked for during `FORGET_AFTER_S` more: the
-router knows better, and its workers may only be restarting.
+router knows better, and its workers may only be restarting. In the first `SETTLE_S` of its life a gateway lets requests
+wait for the list and the tokenizer, so that its own restart is a pause to them and not an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -31,6 +33,7 @@ MAX_LIST_AGE_S = 5.0
 MIN_FORCED_INTERVAL_S = 0.2
 FORGET_AFTER_S = 300.0
 RETRY_BUNDLE_AFTER_S = 30.0
+SETTLE_S = 10.0
 _MAX_ECHO_CHARS = 100
 
 _LOG = logging.getLogger(__name__)
@@ -83,8 +86,17 @@ class _Problem:
 class Models:
     """The list of models, kept up to date by `run`."""
 
-    def __init__(self, upstream: Upstream, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        settle_s: float = SETTLE_S,
+    ) -> None:
         """`executor` runs what takes long: compiling a tokenizer."""
+        self._settled_s = clock() + settle_s
+        self._changed = asyncio.Event()
         self._upstream = upstream
         self._executor = executor
         self._clock = clock
@@ -121,9 +133,20 @@ class Models:
             self._forced_s = self._clock()
             await self._refresh_quietly()
             model = self._find(name)
-        if model is None:
-            raise self._why_not(name)
+        while model is None:
+            problem = self._why_not(name)
+            left_s = self._settled_s - self._clock()
+            if problem.reason is not Reason.NO_CAPACITY or left_s <= 0:
+                raise problem
+            await self._next_change(left_s)
+            model = self._find(name)
         return model
+
+    async def _next_change(self, timeout_s: float) -> None:
+        """Return when the list was refreshed, or when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def close(self) -> None:
         """Let go of all tokenizers. No encoding may be running."""
@@ -188,6 +211,8 @@ class Models:
             del self._texts[sha256]  # freed with the last request that uses it
         for sha256 in sorted(wanted - self._texts.keys()):
             await self._load(sha256)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def _load(self, sha256: str) -> None:
         problem = self._problems.get(sha256)

@@ -56,7 +56,7 @@ class Clock:
 def parts(tiny_bundle: bytes) -> Iterator[tuple[FakeUpstream, Clock, Models]]:
     upstream, clock = FakeUpstream(tiny_bundle), Clock()
     with ThreadPoolExecutor(1) as executor:
-        models = Models(upstream, executor, clock)  # type: ignore[arg-type]
+        models = Models(upstream, executor, clock, settle_s=0.0)  # type: ignore[arg-type]
         yield upstream, clock, models
         models.close()
 
@@ -158,3 +158,19 @@ async def test_a_bundle_that_cannot_be_used_is_told_and_tried_again_later(
     assert upstream.num_bundles == 1
     clock.now_s += RETRY_BUNDLE_AFTER_S
     assert (await models.find("a")).name == "a"
+
+
+async def test_a_gateway_that_has_just_started_lets_requests_wait_for_the_list(parts: Any) -> None:
+    upstream, clock, _ = parts
+    with ThreadPoolExecutor(1) as executor:
+        models = Models(upstream, executor, clock)
+        asked = asyncio.create_task(models.find("a"))
+        while not upstream.num_lists:
+            await asyncio.sleep(0)
+        upstream.cards = [upstream.card("a")]
+        running = asyncio.create_task(models.run())
+        assert (await asked).name == "a"
+        running.cancel()
+        clock.now_s += 1
+        assert (await failure(models, "b")).reason is Reason.MODEL_NOT_FOUND
+        models.close()
