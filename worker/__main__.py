@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -158,6 +159,9 @@ async def serve(config: WorkerConfig) -> None:
     thread = EngineThread(model.engine, mailbox)
     thread.start()
     await server.start()
+    # What is there now stays: the collector need not walk it again and again while streams wait.
+    gc.collect()
+    gc.freeze()
     await set_serving(health, SERVICE_NAMES, True)
     registrations = [
         Registration(router, config.worker_id, config.advertise, CHANNEL_OPTIONS) for router in config.routers

@@ -8,6 +8,7 @@ stateful IR --(paged_attention_transformation)--> inputs of batch.Batch + key_ca
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,8 @@ class OpenVINOModelRunner:
         )
         self._infer = self._compiled.create_infer_request()
         self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]
-        self._inputs: tuple[ov.Tensor, ...] = ()
+        self.infer_s = 0.0
+        self._inputs: dict[str, npt.NDArray[np.generic]] = {}
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.generic]] = []
         key = next(port for port in self._caches if port.any_name.startswith("key_cache."))
@@ -86,13 +88,23 @@ class OpenVINOModelRunner:
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]
-        # The tensors share the arrays' memory and must live until the step is over.
-        self._inputs = tuple(ov.Tensor(getattr(batch, name), shared_memory=True) for name in _STEP_INPUTS)
-        for name, tensor in zip(_STEP_INPUTS, self._inputs, strict=True):
-            self._infer.set_tensor(name, tensor)
+        for name in _STEP_INPUTS:
+            self._set_input(name, getattr(batch, name))
+        start = time.perf_counter()
         self._infer.infer()
+        self.infer_s = time.perf_counter() - start
         logits: npt.NDArray[np.float32] = self._infer.get_output_tensor(0).data
         return logits.reshape(-1, self.vocab_size)
+
+    def _set_input(self, name: str, values: npt.NDArray[np.generic]) -> None:
+        """Write into the tensor of the step before if the shape is the same, as in a run of decode steps: a tenth of
+        the cost of binding a new one. The arrays kept here own the tensors' memory."""
+        kept = self._inputs.get(name)
+        if kept is not None and kept.shape == values.shape:
+            kept[...] = values
+            return
+        self._inputs[name] = values.copy()
+        self._infer.set_tensor(name, ov.Tensor(self._inputs[name], shared_memory=True))
 
 
 def _dims(port: ov.Output) -> list[int]:

@@ -10,6 +10,7 @@ request that needs nothing special is one row of one argmax over the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -83,21 +84,19 @@ class BatchSampler:
         if not requests:
             return []
         if all(request.sampling.is_plain for request in requests):
-            return [Sampled(token_id) for token_id in _greedy(logits)]
+            return [Sampled(_greedy(row)) for row in logits]
         return [self._sample_row(request, row) for request, row in zip(requests, logits, strict=True)]
 
     def _sample_row(self, request: Request, row: FloatArray) -> Sampled:
         sampling = request.sampling
-        best = int(row.argmax())
-        if not np.isfinite(row[best]):
-            return Sampled(-1)
-        if sampling.is_plain:
+        best = _greedy(row)
+        if best < 0 or sampling.is_plain:
             return Sampled(best)
         original = row.copy() if sampling.num_logprobs is not None and sampling.changes_logits else row
         if sampling.changes_logits:
             self._change_logits(request, row)
-            best = int(row.argmax())
-            if not np.isfinite(row[best]):
+            best = _greedy(row)
+            if best < 0:
                 return Sampled(-1)
         if sampling.is_greedy:
             chosen = best
@@ -131,11 +130,10 @@ class BatchSampler:
             row[list(sampling.stop_token_ids)] = -np.inf
 
 
-def _greedy(logits: FloatArray) -> list[int]:
-    best = logits.argmax(axis=1)
-    finite = np.isfinite(logits[np.arange(len(best)), best])
-    chosen: list[int] = np.where(finite, best, -1).tolist()
-    return chosen
+def _greedy(row: FloatArray) -> int:
+    """The best token, or -1 if there is none: argmax stops at the first NaN."""
+    best = int(row.argmax())
+    return best if math.isfinite(row[best]) else -1
 
 
 def _penalise(row: FloatArray, counts: TokenCounts, sampling: SamplingParams) -> None:

@@ -37,6 +37,7 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self.blocks = np.full((num_blocks, block_size), EMPTY, np.int64)
         self.vocab_size = vocab_size
+        self.infer_s = 0.0
         self.num_tokens = 0
         self.batch_sizes: list[int] = []
         self.fail_next: Exception | None = None

@@ -36,6 +36,7 @@ class GatedRunner:
 
     def __init__(self, runner: object) -> None:
         self.runner = runner
+        self.infer_s = 0.0
         self.gate = threading.Event()
         self.gate.set()
 
