@@ -1,0 +1,200 @@
+"""The discrete events: arrivals at routers, steps of workers, reports on their way.
+
+    arrival -> router.place -> worker.take -> step ... step -> first token -> ... -> last token
+                   ^                           |
+                   +----- report_delay --------+   at most one message every 20 ms from each worker
+
+Routers share nothing. A message between processes takes no time but for reports, which take `report_delay_s`.
+Everything random is drawn from one seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.sim.clock import VirtualClock
+from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
+from headrace.sim.trace import Job
+from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
+
+# As worker.watch: a worker sends a watcher at most one message in this time.
+WATCH_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """The simulated fleet. `concurrency`, when set, replaces the arrival times: so many requests are always in flight,
+    and the next of the trace follows each that ends."""
+
+    worker: WorkerSettings
+    num_workers: int = 16
+    num_routers: int = 1
+    report_delay_s: float = 0.02
+    seed: int = 1
+    concurrency: int | None = None
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """What became of a request; times in seconds, negative until they come."""
+
+    job: Job
+    worker: int
+    arrived_s: float
+    first_token_s: float = -1.0
+    ended_s: float = -1.0
+    cached_tokens: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All requests of a simulation in order of arrival, and of each worker its busy seconds, its number of steps and
+    how often it preempted."""
+
+    records: Sequence[JobRecord]
+    busy_s: Sequence[float]
+    num_steps: int
+    num_preemptions: int
+
+
+class _Outbox:
+    """Reports of a worker on their way to the routers."""
+
+    def __init__(self, clock: VirtualClock, interval_s: float, send: Callable[[list[Report]], None]) -> None:
+        self._clock = clock
+        self._interval_s = interval_s
+        self._send = send
+        self._reports: list[Report] = []
+        self._next_s = 0.0
+        self._is_waiting = False
+
+    def put(self, report: Report) -> None:
+        self._reports.append(report)
+        if self._is_waiting:
+            return
+        if self._clock.now_s >= self._next_s:
+            self._flush()
+        else:
+            self._is_waiting = True
+            self._clock.at(self._next_s, self._flush)
+
+    def _flush(self) -> None:
+        self._is_waiting = False
+        self._next_s = self._clock.now_s + self._interval_s
+        reports, self._reports = self._reports, []
+        self._send(reports)
+
+
+class Simulation:
+    """One run of a trace over a fleet with one policy. `on_end` is called with each request that ends."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        kind: PolicyKind,
+        settings: FleetSettings,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        rng = random.Random(settings.seed)
+        count, exact = settings.num_workers, kind.is_exact
+        self._jobs = deque(jobs)
+        self._settings = settings
+        self._on_end = on_end
+        self._rng = rng
+        self._delay_s = 0.0 if exact else settings.report_delay_s
+        self.clock = VirtualClock()
+        self.workers = [SimulatedWorker(settings.worker, reports_every_step=exact) for _ in range(count)]
+        self.routers = [
+            SimulatedRouter(
+                kind.make(count, random.Random(rng.random())), count, settings.worker.block_size, is_exact=exact
+            )
+            for _ in range(1 if exact else settings.num_routers)
+        ]
+        self._outboxes = [self._outbox(worker, 0.0 if exact else WATCH_INTERVAL_S) for worker in range(count)]
+        self._records: list[JobRecord] = []
+        self._in_flight: dict[str, tuple[JobRecord, PlacedJob, SimulatedRouter]] = {}
+
+    def run(self) -> Outcome:
+        """Run to the end of the last request. Every request has ended once, and nothing is held."""
+        if self._settings.concurrency is None:
+            for job in self._jobs:
+                self.clock.at(job.arrival_s, lambda job=job: self._arrive(job))  # type: ignore[misc]
+        else:
+            for _ in range(min(self._settings.concurrency, len(self._jobs))):
+                self._arrive(self._jobs.popleft())
+        self.clock.run()
+        self.check()
+        assert not self._in_flight, "a request has no end"
+        return Outcome(
+            self._records,
+            [worker.busy_s for worker in self.workers],
+            sum(worker.num_steps for worker in self.workers),
+            sum(worker.scheduler.stats.preemptions for worker in self.workers),
+        )
+
+    def check(self) -> None:
+        """Assert the invariants of workers and bookings."""
+        for worker in self.workers:
+            worker.check()
+        for router in self.routers:
+            router.check()
+        assert sum(router.num_in_flight for router in self.routers) == len(self._in_flight)
+
+    def _arrive(self, job: Job) -> None:
+        now_s = self.clock.now_s
+        router = self._rng.choice(self.routers)
+        placed = router.place(job, now_s)
+        record = JobRecord(job, placed.worker, now_s)
+        self._records.append(record)
+        request = job.request(now_s)
+        self._in_flight[request.request_id] = (record, placed, router)
+        worker = self.workers[placed.worker]
+        worker.take(request, job)
+        if not worker.is_stepping:
+            self._step(placed.worker)
+
+    def _step(self, number: int) -> None:
+        milliseconds = self.workers[number].begin_step()
+        if milliseconds is not None:
+            self.clock.at(self.clock.now_s + milliseconds / 1000, lambda: self._end_step(number))
+
+    def _end_step(self, number: int) -> None:
+        now_s = self.clock.now_s
+        outputs, report = self.workers[number].end_step(now_s)
+        for output in outputs:
+            record, placed, router = self._in_flight[output.request.request_id]
+            if record.num_tokens == 0:
+                record.first_token_s = now_s
+                router.first_token(placed)
+            record.num_tokens += len(output.token_ids)
+            if output.is_last:
+                assert output.error is None, "nothing fails here"
+                assert record.ended_s < 0, "a request ends once"
+                record.ended_s = now_s
+                record.cached_tokens = output.request.num_cached_tokens
+                router.ended(placed)
+                del self._in_flight[output.request.request_id]
+                self._on_end()
+                if self._settings.concurrency is not None and self._jobs:
+                    self._arrive(self._jobs.popleft())
+        if report is not None:
+            self._outboxes[number].put(report)
+        if not self.workers[number].is_stepping:
+            self._step(number)
+
+    def _outbox(self, number: int, interval_s: float) -> _Outbox:
+        def deliver(reports: list[Report]) -> None:
+            for router in self.routers:
+                router.observe(number, reports, self.clock.now_s)
+
+        def send(reports: list[Report]) -> None:
+            if self._delay_s:
+                self.clock.at(self.clock.now_s + self._delay_s, lambda: deliver(reports))
+            else:
+                deliver(reports)
+
+        return _Outbox(self.clock, interval_s, send)

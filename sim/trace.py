@@ -1,0 +1,153 @@
+"""What is asked of the simulated fleet: requests with arrival times, from a file or generated.
+
+A prompt is a run of segments, each an id and a number of tokens. Segments with the same id have the same tokens, so two
+prompts share a prefix as far as their segments are equal from the start. Tokens are made only while a request is in
+flight; its block hashes are computed once.
+
+Pure but for `read`.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from headrace.protos.block_hash import block_hashes
+from headrace.worker.request import Request, SamplingParams
+
+ROOT_HASH = 0
+# Token ids of answers are from here, of prompts below.
+_ANSWER_TOKENS = 1 << 31
+# Tokens of a block of the Mooncake traces.
+MOONCAKE_BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request to be simulated. `number` is its place in the trace; `hashes` are those of its prompt's full blocks, in
+    the block size of the fleet, empty before `hashed`."""
+
+    number: int
+    arrival_s: float
+    segments: tuple[tuple[int, int], ...]
+    num_output_tokens: int
+    hashes: tuple[int, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return sum(length for _, length in self.segments)
+
+    @property
+    def answer_token_id(self) -> int:
+        """The token of which this request's answer is made; no other has it."""
+        return _ANSWER_TOKENS + self.number
+
+    def token_ids(self) -> array[int]:
+        """The prompt."""
+        tokens = array("I")
+        for segment, length in self.segments:
+            tokens += array("I", (segment,)) * length
+        return tokens
+
+    def hashed(self, block_size: int) -> Job:
+        """With the hashes of its blocks."""
+        return replace(self, hashes=tuple(block_hashes(ROOT_HASH, self.token_ids(), block_size)))
+
+    def request(self, arrival_s: float) -> Request:
+        """The request as a worker's engine takes it."""
+        return Request(
+            request_id=str(self.number),
+            prompt_token_ids=self.token_ids(),
+            sampling=SamplingParams(max_tokens=self.num_output_tokens, seed=0, temperature=0.0),
+            root_hash=ROOT_HASH,
+            arrival_s=arrival_s,
+            block_hashes=list(self.hashes),
+        )
+
+
+class _Line(msgspec.Struct):
+    """A line of a Mooncake trace: milliseconds, tokens, ids of blocks of 512 prompt tokens."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read(path: Path, limit: int | None = None) -> list[Job]:
+    """The requests of a trace in Mooncake's format (one JSON object a line), in order of arrival; the first `limit`.
+
+    Raises OSError, or ValueError that names the line.
+    """
+    decode = msgspec.json.Decoder(_Line).decode
+    jobs: list[Job] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and len(jobs) == limit:
+                break
+            try:
+                jobs.append(_job_of(decode(line)))
+            except (msgspec.DecodeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    jobs.sort(key=lambda job: job.arrival_s)
+    return [replace(job, number=number) for number, job in enumerate(jobs)]
+
+
+def _job_of(line: _Line) -> Job:
+    if line.input_length < 1 or line.output_length < 1:
+        raise ValueError("input_length and output_length must be at least 1")
+    if not 0 <= len(line.hash_ids) * MOONCAKE_BLOCK_TOKENS - line.input_length < MOONCAKE_BLOCK_TOKENS:
+        raise ValueError(f"{len(line.hash_ids)} hash_ids do not fit {line.input_length} tokens")
+    segments = []
+    left = line.input_length
+    for block in line.hash_ids:
+        if not 0 <= block < _ANSWER_TOKENS:
+            raise ValueError(f"hash id {block} is not from 0 to 2^31 - 1")
+        segments.append((block, min(left, MOONCAKE_BLOCK_TOKENS)))
+        left -= MOONCAKE_BLOCK_TOKENS
+    return Job(0, line.timestamp / 1000, tuple(segments), line.output_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A generated trace: Poisson arrivals; prompts with one of several system prompts, popular ones first (Zipf), and a
+    log-normal rest of their own; exponential answers. Lengths in tokens."""
+
+    num_requests: int = 2000
+    num_system_prompts: int = 32
+    system_prompt_tokens: int = 1024
+    prompt_median: float = 400.0
+    prompt_sigma: float = 1.0
+    output_mean: float = 128.0
+    max_prompt_tokens: int = 32_768
+    max_output_tokens: int = 2048
+
+    def jobs(self, rng: random.Random) -> list[Job]:
+        """The requests, one a second on average."""
+        weights = [1 / (rank + 1) for rank in range(self.num_system_prompts)]
+        jobs: list[Job] = []
+        now_s = 0.0
+        for number in range(self.num_requests):
+            now_s += rng.expovariate(1.0)
+            own = round(self.prompt_median * rng.lognormvariate(0.0, self.prompt_sigma))
+            segments = [(self.num_system_prompts + number, min(max(own, 1), self.max_prompt_tokens))]
+            if weights:
+                system = rng.choices(range(self.num_system_prompts), weights)[0]
+                segments.insert(0, (system, self.system_prompt_tokens))
+            output = min(1 + round(rng.expovariate(1 / self.output_mean)), self.max_output_tokens)
+            jobs.append(Job(number, now_s, tuple(segments), output))
+        return jobs
+
+
+def at_rate(jobs: Sequence[Job], per_s: float) -> list[Job]:
+    """The same requests in the same rhythm, `per_s` a second on average, from time 0."""
+    first_s = jobs[0].arrival_s
+    span_s = jobs[-1].arrival_s - first_s
+    scale = (len(jobs) - 1) / per_s / span_s if span_s > 0 else 0.0
+    return [replace(job, arrival_s=(job.arrival_s - first_s) * scale) for job in jobs]
