@@ -37,8 +37,9 @@ SIM_MAY_IMPORT = {
 
 # foreign distribution -> the only files that may import it
 ONLY_IN = {
-    "openvino": {"worker/model_runner.py", "worker/numa.py", "gateway/tokenizer.py"},
-    "openvino_tokenizers": {"gateway/tokenizer.py"},
+    "openvino": {"worker/model_runner.py", "worker/numa.py", "worker/vocabulary.py", "gateway/tokenizer.py"},
+    "openvino_tokenizers": {"worker/vocabulary.py", "gateway/tokenizer.py"},
+    "llguidance": {"worker/grammar.py"},
     "openvino_genai": {"cli/convert.py"},
     "gguf": {"cli/convert.py"},
     "starlette": {"gateway/http.py"},
