@@ -1,0 +1,161 @@
+"""The engine on the real model: hits and chunking give the cold run's bits; in accuracy mode also the same text.
+
+The seams that remain are in docs/decisions/0006.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import headrace.worker
+from headrace.cli.model_cache import model_directory
+from headrace.worker.batch import Batch
+from headrace.worker.block_pool import BlockPool
+from headrace.worker.engine import Engine
+from headrace.worker.kv_cache import KVCacheManager
+from headrace.worker.model_runner import OpenVINOModelRunner
+from headrace.worker.request import Request, SamplingParams
+from headrace.worker.sampler import BatchSampler
+from headrace.worker.scheduler import Scheduler
+from tests.e2e.serving import MODEL, headrace
+
+NUM_BLOCKS = 600
+pytestmark = pytest.mark.e2e
+
+
+@dataclass
+class RealEngine:
+    """Fresh schedulers and pools over one compiled model, whose logits are recorded."""
+
+    runner: OpenVINOModelRunner
+
+    def __post_init__(self) -> None:
+        self.logits: dict[Request, list[npt.NDArray[np.float32]]] = {}
+        self._execute = self.runner.execute
+        self.runner.execute = self._record  # type: ignore[method-assign]
+
+    def _record(self, batch: Batch) -> npt.NDArray[np.float32]:
+        logits = self._execute(batch)
+        for request, row in zip(batch.sampled, logits, strict=True):
+            self.logits.setdefault(request, []).append(row.copy())
+        return logits
+
+    def fresh(self, *, num_blocks: int = NUM_BLOCKS, budget: int = 256, max_num_seqs: int = 64) -> Engine:
+        """An engine with an empty cache."""
+        pool = BlockPool(num_blocks, self.runner.block_size)
+        return Engine(Scheduler(KVCacheManager(pool), max_num_seqs, budget), self.runner, BatchSampler())
+
+    def run(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> list[Request]:
+        """Run greedy requests to their end, checked after every step."""
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
+        requests = [Request(str(i), list(prompt), sampling, 1, arrival_s=i) for i, prompt in enumerate(prompts)]
+        for request in requests:
+            engine.scheduler.add(request)
+        while engine.scheduler.has_requests:
+            engine.step()
+            engine.scheduler.check()
+        return requests
+
+    def blocks_of(self, engine: Engine, prompt: Sequence[int]) -> list[npt.NDArray[np.generic]]:
+        """Keys and values of a prompt's full blocks, over all layers, as they are in the cache now."""
+        request = Request("look", [*prompt, 0, 0], SamplingParams(max_tokens=1, seed=0), 1)
+        engine.scheduler.kv_cache.reuse(request)
+        table = list(request.block_table)
+        assert len(table) == len(prompt) // self.runner.block_size
+        found = [view[table].copy() for view in self.runner._cache_views]
+        engine.scheduler.kv_cache.free(request)
+        return found
+
+
+def real_engine(execution_mode: str) -> RealEngine:
+    pulled = headrace("pull", MODEL, timeout_s=600)
+    assert pulled.returncode == 0, pulled.stderr
+    directory: Path = model_directory(MODEL)
+    runner = OpenVINOModelRunner(directory, threads=2, kv_precision="u8", execution_mode=execution_mode)
+    runner.allocate(NUM_BLOCKS)
+    return RealEngine(runner)
+
+
+@pytest.fixture(scope="module")
+def default() -> RealEngine:
+    return real_engine("performance")
+
+
+@pytest.fixture(scope="module")
+def accurate() -> RealEngine:
+    return real_engine("accuracy")
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(100, 49_000, length).tolist()
+    return tokens
+
+
+def assert_same_bits(left: Sequence[npt.NDArray[np.generic]], right: Sequence[npt.NDArray[np.generic]]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("length", [65, 100, 333])
+@pytest.mark.parametrize("budget", [70, 97, 256])
+def test_any_chunking_gives_the_bits_of_the_whole(default: RealEngine, length: int, budget: int) -> None:
+    prompt = prompt_of(length, length)
+    whole, cut = default.fresh(budget=512), default.fresh(budget=budget)
+    (cold,) = default.run(whole, [prompt])
+    cold_blocks = default.blocks_of(whole, prompt)
+    (chunked,) = default.run(cut, [prompt])
+    assert_same_bits(default.logits[chunked], default.logits[cold])
+    assert_same_bits(default.blocks_of(cut, prompt), cold_blocks)
+
+
+@pytest.mark.parametrize("shared", [64, 70, 95, 150, 198, 199, 200])
+def test_a_hit_gives_the_bits_of_the_cold_run(default: RealEngine, shared: int) -> None:
+    prompt = prompt_of(1, 200)
+    cold_engine, engine = default.fresh(), default.fresh()
+    (cold,) = default.run(cold_engine, [prompt])
+    cold_blocks = default.blocks_of(cold_engine, prompt)
+    default.run(engine, [prompt[:shared] + prompt_of(2, 40)])
+    (hit,) = default.run(engine, [prompt])
+    assert hit.num_cached_tokens == min(shared, 198)
+    assert_same_bits(default.logits[hit], default.logits[cold])
+    assert_same_bits(default.blocks_of(engine, prompt), cold_blocks)
+
+
+def test_what_else_is_in_the_batch_changes_no_bit_of_a_prompt(default: RealEngine) -> None:
+    prompt = prompt_of(3, 150)
+    (alone,) = default.run(default.fresh(), [prompt])
+    together = default.run(default.fresh(budget=100), [*(prompt_of(10 + i, 30 + i) for i in range(20)), prompt])
+    assert_same_bits(default.logits[together[-1]], default.logits[alone])
+
+
+def texts(requests: Sequence[Request]) -> list[list[int]]:
+    return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests]
+
+
+def test_in_accuracy_mode_greedy_text_is_the_same_whatever_happens(accurate: RealEngine) -> None:
+    """Alone, in one batch, cut into chunks, after hits, and in a pool so small that requests are preempted."""
+    prompts = [prompt_of(100 + i, 20 + 7 * i) for i in range(12)]
+    alone = [texts(accurate.run(accurate.fresh(), [prompt], 20))[0] for prompt in prompts]
+    engine = accurate.fresh()
+    assert texts(accurate.run(engine, prompts, 20)) == alone
+    again = accurate.run(engine, prompts, 20)
+    assert texts(again) == alone
+    assert all(request.num_cached_tokens == request.num_prompt_tokens - 2 for request in again)
+    assert texts(accurate.run(accurate.fresh(budget=40, max_num_seqs=12), prompts, 20)) == alone
+    tight = accurate.fresh(num_blocks=14)
+    assert texts(accurate.run(tight, prompts, 20)) == alone
+    assert tight.scheduler.stats.preemptions > 0
+
+
+def test_with_a_pool_for_eight_sixty_four_requests_get_the_tokens_of_an_ample_one(accurate: RealEngine) -> None:
+    prompts = [prompt_of(200 + i, 40 + i % 9) for i in range(64)]
+    ample = texts(accurate.run(accurate.fresh(), prompts, 24))
+    tight = accurate.fresh(num_blocks=8 * 3)
+    assert texts(accurate.run(tight, prompts, 24)) == ample
+    assert tight.scheduler.stats.requests_finished == 64
