@@ -1,8 +1,8 @@
 """The gateway's view of what is behind it: one or more routers, or a single worker.
 
-Calls go to the first address that works. A generation whose transport fails is resumed, through the next address or
-the same one, behind the tokens that were already delivered: whoever iterates over `generate` sees a pause, never a
-gap or a repeat.
+Calls go to the addresses in turn, those left out that are not connected or failed a moment ago while another is there.
+A generation whose transport fails is resumed, through the next address or the same one, behind the tokens that were
+already delivered: whoever iterates over `generate` sees a pause, never a gap or a repeat.
 
     attempt 0   t0 t1 t2 |x            the router dies
     attempt 1            | t3 t4 ...   resume_token_ids = [t0, t1, t2], start_pos = 3
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -51,6 +52,8 @@ MAX_ATTEMPTS = 32
 _CROWDED_ATTEMPTS = 4
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.5
+# An address that failed is asked again when this time is over, or when no other one is left.
+AVOID_S = 1.0
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _LOG = logging.getLogger(__name__)
@@ -69,6 +72,12 @@ class _Endpoint:
     router: Any
     worker: Any
     is_worker: bool = field(default=False)
+    avoided_until_s: float = field(default=0.0)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection; if not, one is made."""
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
 
 @dataclass(slots=True)
@@ -106,7 +115,7 @@ class Upstream:
     def __init__(self, addresses: Sequence[str]) -> None:
         assert addresses, "no address"
         self._endpoints = [_endpoint(address) for address in addresses]
-        self._current = 0
+        self._turn = 0
 
     async def close(self) -> None:
         """End all calls and connections."""
@@ -176,7 +185,7 @@ class Upstream:
         retries = Retries(len(self._endpoints), request.attempt)
         while True:
             num_before = len(delivered)
-            endpoint = self._endpoints[self._current]
+            endpoint = self._next_endpoint()
             call = endpoint.inference.Generate(request, metadata=metadata, timeout=GENERATE_TIMEOUT_S)
             try:
                 while True:
@@ -198,7 +207,7 @@ class Upstream:
             delay_s = retries.after(failure, lost, len(delivered) > num_before, bool(delivered))
             if delay_s is None:
                 raise failure
-            self._turn_from(endpoint)
+            self._avoid(endpoint)
             _LOG.warning(
                 "%s: attempt %d through %s failed behind %d tokens: %s",
                 request.request_id,
@@ -211,23 +220,36 @@ class Upstream:
             request = _resumption(request, delivered, retries.attempt)
 
     async def _first_that_works(self, ask: Callable[[_Endpoint], Awaitable[_T]]) -> _T:
-        """The answer of the current address, or of the next one while the transport fails. Raises `StatusError`."""
+        """The answer of one address, or of the next one while the transport fails. Raises `StatusError`."""
         for remaining in reversed(range(len(self._endpoints))):
-            endpoint = self._endpoints[self._current]
+            endpoint = self._next_endpoint()
             try:
                 return await ask(endpoint)
             except grpc.aio.AioRpcError as error:
                 lost = _is_transport_failure(error) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 if not lost or remaining == 0:
                     raise error_of(error) from error
-                self._turn_from(endpoint)
+                self._avoid(endpoint)
         raise AssertionError("there is at least one address")
 
-    def _turn_from(self, endpoint: _Endpoint) -> None:
-        """Use the next address from now on, unless another call has already turned away from this one."""
+    def _next_endpoint(self) -> _Endpoint:
+        """The next address in turn, of those that seem to work if any does."""
+        endpoints = self._endpoints
+        if len(endpoints) == 1:
+            return endpoints[0]
+        now_s = time.monotonic()
+        in_turn = [endpoints[(self._turn + i) % len(endpoints)] for i in range(len(endpoints))]
+        # Each is asked for its state, so that those that are away are connected to again.
+        connected = [endpoint for endpoint in in_turn if endpoint.is_connected]
+        unsuspected = [endpoint for endpoint in connected or in_turn if endpoint.avoided_until_s <= now_s]
+        chosen = unsuspected[0] if unsuspected else min(in_turn, key=lambda endpoint: endpoint.avoided_until_s)
+        self._turn = (endpoints.index(chosen) + 1) % len(endpoints)
+        return chosen
+
+    def _avoid(self, endpoint: _Endpoint) -> None:
+        """It failed: others first for a while."""
         endpoint.is_worker = False
-        if self._endpoints[self._current] is endpoint:
-            self._current = (self._current + 1) % len(self._endpoints)
+        endpoint.avoided_until_s = time.monotonic() + AVOID_S
 
 
 def _endpoint(address: str) -> _Endpoint:

@@ -85,6 +85,23 @@ async def test_a_router_that_dies_in_the_middle_is_replaced_by_the_next(
     assert second.streams[1].request.attempt == 0
 
 
+async def test_requests_go_to_the_routers_in_turn_and_past_a_dead_one(
+    stack: AsyncExitStack, kit: Any, tiny_bundle: bytes
+) -> None:
+    first, second, gateway = await two_routers(stack, kit, tiny_bundle)
+    async with asyncio.timeout(20):
+        while not (first.streams and second.streams):  # the connections take a moment
+            await text_of_stream(gateway)
+    before = len(first.streams), len(second.streams)
+    for _ in range(6):
+        await text_of_stream(gateway)
+    assert (len(first.streams) - before[0], len(second.streams) - before[1]) == (3, 3)
+    await first.server.stop(None)
+    for _ in range(3):
+        await text_of_stream(gateway)
+    assert len(second.streams) == before[1] + 6
+
+
 @pytest.mark.parametrize("how", ["unavailable", "stream removed", "end without a finish", "gap", "draining"])
 async def test_every_way_to_break_off_is_resumed(stack: AsyncExitStack, kit: Any, tiny_bundle: bytes, how: str) -> None:
     router = kit.FakeRouter(tiny_bundle)

@@ -1,0 +1,230 @@
+"""Workers, routers and gateways as processes of their own, for tests that kill, stop and restart them one by one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+
+from headrace.cli import launch
+from headrace.cli.model_cache import model_directory
+from headrace.protos import router_pb2, router_pb2_grpc
+from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, headrace, until
+
+_TAIL_LINES = 40
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def pulled_model() -> Path:
+    """Directory of the demo model, pulled if the cache does not have it."""
+    done = headrace("pull", MODEL, timeout_s=600)
+    assert done.returncode == 0, done.stderr
+    return model_directory(MODEL)
+
+
+class Process:
+    """One process that can be started again and again with the same arguments; it dies with the tests."""
+
+    def __init__(self, name: str, argv: Iterable[str], *, before: Iterable[str] = ()) -> None:
+        """`before` is a command that runs `argv`, such as one that enters a namespace."""
+        self.name = name
+        self.logs: list[str] = []
+        self._argv = [*before, sys.executable, *argv]
+        self._popen: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now, or ran last."""
+        assert self._popen is not None
+        return self._popen.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._popen is not None and self._popen.poll() is None
+
+    def start(self) -> None:
+        """Start it; none may be running."""
+        assert not self.is_alive, f"{self.name} runs already"
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", *self._argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._popen,), daemon=True)
+        self._reader.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def gone(self, bound_s: float = BOUND_S) -> int:
+        """Wait for its end; the exit status as of Popen."""
+        assert self._popen is not None
+        assert self._reader is not None
+        status = self._popen.wait(bound_s)
+        self._reader.join(BOUND_S)
+        return status
+
+    def end(self) -> None:
+        """Make sure that it is gone."""
+        if self.is_alive:
+            self.signal(signal.SIGKILL)
+            self.gone()
+
+    def tail(self) -> str:
+        """The end of its logs."""
+        return "\n".join(f"{self.name} | {line}" for line in self.logs[-_TAIL_LINES:])
+
+    def _read(self, popen: subprocess.Popen[str]) -> None:
+        assert popen.stdout is not None
+        with popen.stdout:
+            for line in popen.stdout:
+                self.logs.append(line.rstrip("\n"))
+
+
+class Fleet:
+    """Processes that know one another. `start` and `end` frame its life.
+
+    Every worker registers with every router; the gateway has all routers. Addresses are sockets in `directory`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        num_workers: int,
+        num_routers: int,
+        worker_flags: Iterable[str] = (),
+        router_flags: Iterable[str] = (),
+        gateway_flags: Iterable[str] = (),
+    ) -> None:
+        self._router_addresses = [f"unix:{directory}/router-{index}.sock" for index in range(num_routers)]
+        known = [flag for address in self._router_addresses for flag in ("--router", address)]
+        model = ["--model", str(pulled_model()), "--name", MODEL]
+        self.workers = [
+            Process(
+                f"worker-{index}",
+                [
+                    *("-m", "headrace.worker", *model, "--worker-id", f"worker-{index}", "--threads", "1"),
+                    *("--listen", f"unix:{directory}/worker-{index}.sock", "--kv-cache-gb", "0.5"),
+                    *known,
+                    *worker_flags,
+                ],
+            )
+            for index in range(num_workers)
+        ]
+        self.routers = [
+            Process(f"router-{index}", ["-m", "headrace.router", "--listen", address, *router_flags])
+            for index, address in enumerate(self._router_addresses)
+        ]
+        self.port = free_port()
+        gateway = ["-m", "headrace.gateway", "--host", "127.0.0.1", "--port", str(self.port)]
+        self.gateway = Process("gateway", [*gateway, *known, *gateway_flags])
+
+    @property
+    def base_url(self) -> str:
+        """Of the gateway, without /v1."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def processes(self) -> list[Process]:
+        """All of them."""
+        return [*self.workers, *self.routers, self.gateway]
+
+    def start(self) -> None:
+        """Start everything and wait until every router has every worker, and the gateway answers."""
+        for process in self.processes:
+            process.start()
+        self.until_whole(READY_BOUND_S)
+
+    def end(self) -> None:
+        """Make sure that everything is gone."""
+        for process in self.processes:
+            process.end()
+
+    def until_whole(self, bound_s: float = BOUND_S) -> None:
+        """Wait until every router has every worker, and the gateway answers."""
+        for index in range(len(self.routers)):
+            until(lambda i=index: self.num_ready(i) == len(self.workers), f"router {index} has all workers", bound_s)  # type: ignore[misc]
+        until(self.is_ready, "the gateway is ready", bound_s)
+
+    def until_idle(self, bound_s: float = BOUND_S) -> None:
+        """Wait until no router books a request, no worker runs one, and every KV block is free."""
+        until(lambda: not self.what_is_held(), f"nothing is held any more: {self.what_is_held()}", bound_s)
+
+    def what_is_held(self) -> list[str]:
+        """What requests still hold somewhere, for people; empty when idle."""
+        held = []
+        for index in range(len(self.routers)):
+            for worker in self.list_workers(index):
+                load = worker.load
+                numbers = (worker.num_in_flight, load.num_running, load.num_waiting)
+                num_held_blocks = load.num_blocks - load.num_free_blocks
+                if any(numbers) or num_held_blocks:
+                    booked, running, waiting = numbers
+                    held.append(
+                        f"router {index}, {worker.worker_id}: {booked} booked, {running} running, {waiting} waiting, "
+                        f"{num_held_blocks} blocks"
+                    )
+        return held
+
+    def list_workers(self, router_index: int = 0) -> list[router_pb2.WorkerInfo]:
+        """As a router sees them; none while it does not answer."""
+        with grpc.insecure_channel(self._router_addresses[router_index]) as channel:
+            try:
+                answer = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)
+            except grpc.RpcError:
+                return []
+        return list(answer.workers)
+
+    def num_ready(self, router_index: int = 0) -> int:
+        """Workers that take requests of this router."""
+        return sum(worker.state == router_pb2.WORKER_STATE_READY for worker in self.list_workers(router_index))
+
+    def is_ready(self) -> bool:
+        """Whether the gateway answers requests."""
+        try:
+            return httpx.get(f"{self.base_url}/health/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric of the gateway over its labels."""
+        text = httpx.get(f"{self.base_url}/metrics").text
+        return sum(map(float, re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)))
+
+    def tail(self) -> str:
+        """The end of all logs."""
+        return "\n".join(process.tail() for process in self.processes)
+
+
+@contextmanager
+def fleet(directory: Path, *, num_workers: int = 2, num_routers: int = 1, **flags: Iterable[str]) -> Iterator[Fleet]:
+    """A fleet that answers, ended with the block."""
+    made = Fleet(directory, num_workers=num_workers, num_routers=num_routers, **flags)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.end()

@@ -1,0 +1,159 @@
+"""What dies, hangs or is restarted under load, and what clients see of it: nothing but a pause.
+
+`make test` runs each once; with HEADRACE_SOAK=1 (`make soak`) they are repeated, for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.fleet import Fleet, Process, fleet
+from tests.e2e.serving import Serve, serving, until
+from tests.e2e.streams import Stream, chat_body, load, run_streams
+
+pytestmark = pytest.mark.e2e
+
+SOAK = os.environ.get("HEADRACE_SOAK") == "1"
+ROUNDS = 20 if SOAK else 1
+RESTARTS = 5 if SOAK else 1
+NUM_STREAMS = 32
+MAX_TOKENS = 64
+NOTICED_WITHIN_S = 3.0
+
+GREEDY = {"temperature": 0}
+SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[Serve]:
+    """`headrace serve` with two workers of one thread, in the mode in which a resumed answer is the same bits."""
+    with serving("--workers", "2", "--threads", "1", "--execution-mode", "accuracy") as system:
+        until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
+        yield system
+
+
+def bodies(sampling: dict[str, Any]) -> list[dict[str, Any]]:
+    return [chat_body(number, MAX_TOKENS, **sampling) for number in range(NUM_STREAMS)]
+
+
+def tell(what: str, streams: list[Stream]) -> None:
+    """Print the pauses, for whoever reads the output (pytest -s, and the report of a failure)."""
+    pauses = sorted(stream.longest_pause_s for stream in streams)
+    print(f"{what}: longest pauses {pauses[0]:.2f} to {pauses[-1]:.2f} s, median {pauses[len(pauses) // 2]:.2f} s")
+
+
+@pytest.mark.timeout(120 + 60 * ROUNDS)
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+async def test_32_streams_survive_the_death_of_one_of_two_workers(two_workers: Serve, sampling: dict[str, Any]) -> None:
+    undisturbed = await run_streams(two_workers.base_url, bodies(sampling))
+    assert [stream.num_tokens for stream in undisturbed] == [MAX_TOKENS] * NUM_STREAMS
+    tell("undisturbed", undisturbed)
+    for number in range(ROUNDS):
+        victim = two_workers.process_of(f"worker-{number % 2}")
+
+        async def kill(pid: int = victim["pid"]) -> None:
+            os.kill(pid, signal.SIGKILL)
+
+        # Each round in another place.
+        streams = await run_streams(
+            two_workers.base_url, bodies(sampling), disturb_behind=2 + 7 * number % 40, disturb=kill
+        )
+        tell(f"round {number}", streams)
+        assert [stream.result for stream in streams] == [stream.result for stream in undisturbed]
+        until_whole_and_idle(two_workers)
+
+
+@pytest.mark.timeout(120 + 60 * ROUNDS)
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+async def test_32_streams_survive_a_worker_that_hangs(two_workers: Serve, sampling: dict[str, Any]) -> None:
+    undisturbed = await run_streams(two_workers.base_url, bodies(sampling))
+    for number in range(ROUNDS):
+        name = f"worker-{number % 2}"
+        pid = two_workers.process_of(name)["pid"]
+
+        async def hang(name: str = name, pid: int = pid) -> None:
+            os.kill(pid, signal.SIGSTOP)
+            noticed = asyncio.to_thread(
+                until, lambda: two_workers.process_of(name)["state"] != "ready", f"{name} is suspect", NOTICED_WITHIN_S
+            )
+            await noticed
+
+        try:
+            streams = await run_streams(
+                two_workers.base_url, bodies(sampling), disturb_behind=2 + 7 * number % 40, disturb=hang
+            )
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        tell(f"round {number}", streams)
+        assert [stream.result for stream in streams] == [stream.result for stream in undisturbed]
+        # What the worker sends now that it goes on reaches nobody; it drops those requests and takes new ones.
+        until_whole_and_idle(two_workers)
+        assert two_workers.process_of(name)["pid"] == pid
+
+
+def until_whole_and_idle(system: Serve) -> None:
+    """Wait until both workers are ready and hold nothing."""
+
+    def is_idle() -> bool:
+        rows = [row for row in system.status() if row["role"] == "worker"]
+        return all(
+            row["state"] == "ready"
+            and row["kv_blocks"] == row["kv_blocks_free"]
+            and row["requests_running"] == row["requests_waiting"] == 0
+            for row in rows
+        )
+
+    until(is_idle, "both workers are ready and idle")
+
+
+@pytest.fixture
+def own_fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """Two workers, two routers and a gateway, each a process of its own, for one test."""
+    flags = {"worker_flags": ["--execution-mode", "accuracy"], "gateway_flags": ["--drain-timeout", "60"]}
+    with fleet(tmp_path, num_workers=2, num_routers=2, **flags) as made:
+        yield made
+
+
+@pytest.mark.timeout(120 + 30 * ROUNDS)
+async def test_a_router_that_dies_cuts_no_stream_and_fails_no_request(own_fleet: Fleet) -> None:
+    undisturbed = await run_streams(own_fleet.base_url, bodies(GREEDY))
+    async with load(own_fleet.base_url) as requests:
+        for number in range(ROUNDS):
+            victim = own_fleet.routers[number % 2]
+
+            async def kill(router: Process = victim) -> None:
+                router.signal(signal.SIGKILL)
+
+            streams = await run_streams(
+                own_fleet.base_url, bodies(GREEDY), disturb_behind=2 + 7 * number % 40, disturb=kill
+            )
+            tell(f"round {number}", streams)
+            assert [stream.result for stream in streams] == [stream.result for stream in undisturbed]
+            victim.gone()
+            victim.start()
+            await asyncio.to_thread(own_fleet.until_whole)
+    assert requests.failed == []
+    own_fleet.until_idle()
+
+
+@pytest.mark.timeout(120 + 60 * RESTARTS)
+async def test_a_rolling_restart_of_every_tier_fails_no_request(own_fleet: Fleet) -> None:
+    async with load(own_fleet.base_url, num_clients=12) as requests:
+        for _ in range(RESTARTS):
+            for process in own_fleet.processes:
+                await requests.more(12)
+                process.signal(signal.SIGTERM)
+                assert await asyncio.to_thread(process.gone) == 0
+                process.start()
+                await asyncio.to_thread(own_fleet.until_whole)
+                assert [stream.error for stream in requests.failed] == []
+    assert [stream.error for stream in requests.failed] == []
+    print(f"{len(requests.finished)} requests, none failed")
+    own_fleet.until_idle()
