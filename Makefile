@@ -4,12 +4,13 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve test check protos bench dev clean
+.PHONY: help serve test soak check protos bench dev clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve [ARGS="--port 8000 --workers 2"]   set up, fetch the demo model, serve it'
 	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
+	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
 	@echo 'make check                                    types, lint, protos'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
@@ -42,6 +43,9 @@ serve: .venv/.serve
 
 test: .venv/.dev .links/headrace
 	$(BIN)/pytest $(ARGS)
+
+soak: .venv/.dev .links/headrace
+	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py $(ARGS)
 
 check: .venv/.dev .links/headrace
 	$(BIN)/ruff check .

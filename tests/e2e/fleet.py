@@ -119,8 +119,8 @@ class Fleet:
         router_flags: Iterable[str] = (),
         gateway_flags: Iterable[str] = (),
     ) -> None:
-        self._router_addresses = [f"unix:{directory}/router-{index}.sock" for index in range(num_routers)]
-        known = [flag for address in self._router_addresses for flag in ("--router", address)]
+        self.router_addresses = [f"unix:{directory}/router-{index}.sock" for index in range(num_routers)]
+        known = [flag for address in self.router_addresses for flag in ("--router", address)]
         model = ["--model", str(pulled_model()), "--name", MODEL]
         self.workers = [
             Process(
@@ -136,7 +136,7 @@ class Fleet:
         ]
         self.routers = [
             Process(f"router-{index}", ["-m", "headrace.router", "--listen", address, *router_flags])
-            for index, address in enumerate(self._router_addresses)
+            for index, address in enumerate(self.router_addresses)
         ]
         self.port = free_port()
         gateway = ["-m", "headrace.gateway", "--host", "127.0.0.1", "--port", str(self.port)]
@@ -191,7 +191,7 @@ class Fleet:
 
     def list_workers(self, router_index: int = 0) -> list[router_pb2.WorkerInfo]:
         """As a router sees them; none while it does not answer."""
-        with grpc.insecure_channel(self._router_addresses[router_index]) as channel:
+        with grpc.insecure_channel(self.router_addresses[router_index]) as channel:
             try:
                 answer = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)
             except grpc.RpcError:
