@@ -238,7 +238,7 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
     default=0.4,
     help="Part of the available memory to use for it when no size is given.",
 )
-@click.option("--kv-precision", type=click.Choice(["u8", "bf16", "f16", "f32"]), default="u8")
+@click.option("--kv-precision", type=click.Choice(["u8", "u4", "bf16", "f32"]), default="u8")
 @click.option("--execution-mode", type=click.Choice(["performance", "accuracy"]), default="performance")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Most requests in the running batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=256, help="Most tokens in a step.")

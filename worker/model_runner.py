@@ -20,7 +20,7 @@ from openvino._offline_transformations import paged_attention_transformation
 from headrace.worker.batch import Batch
 from headrace.worker.config import ConfigurationError
 
-KV_PRECISIONS = {"u8": ov.Type.u8, "bf16": ov.Type.bf16, "f16": ov.Type.f16, "f32": ov.Type.f32}
+KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _SAMPLED = "sampled_tokens_indices"
 _STEP_INPUTS = (
     "input_ids",
@@ -43,19 +43,7 @@ class OpenVINOModelRunner:
         model = _read(core, model_dir / "openvino_model.xml")
         _make_paged(model, model_dir)
         _project_only_sampled(model)
-        self._compiled = core.compile_model(
-            model,
-            "CPU",
-            {
-                "PERFORMANCE_HINT": "LATENCY",
-                "NUM_STREAMS": "1",
-                "INFERENCE_NUM_THREADS": threads,
-                "EXECUTION_MODE_HINT": execution_mode.upper(),
-                "KV_CACHE_PRECISION": KV_PRECISIONS[kv_precision],
-                # By token, a token's cache entry does not depend on its neighbours: any chunking gives the same bits.
-                "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
-            },
-        )
+        self._compiled = _compile(core, model, threads, kv_precision, execution_mode)
         self._infer = self._compiled.create_infer_request()
         self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]
         self.infer_s = 0.0
@@ -65,7 +53,7 @@ class OpenVINOModelRunner:
         key = next(port for port in self._caches if port.any_name.startswith("key_cache."))
         value = next(port for port in self._caches if port.any_name.startswith("value_cache."))
         self.block_size = _dims(value)[1]
-        self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.size for port in self._caches)
+        self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in self._caches)
         self.kv_precision = str(key.element_type.get_type_name())
         self.vocab_size = int(self._compiled.outputs[0].partial_shape[2].get_length())
 
@@ -81,7 +69,7 @@ class OpenVINOModelRunner:
                 ) from error
             self._infer.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
-            self._cache_views.append(tensor.data)
+            self._cache_views.append(tensor.data.reshape(num_blocks, -1))
 
     def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Logits `[len(batch.sampled), vocab_size]`, a view that the next call overwrites."""
@@ -118,6 +106,28 @@ def _read(core: ov.Core, path: Path) -> ov.Model:
     except RuntimeError as error:
         raise ConfigurationError(
             f"{path} (or its .bin) is corrupt or incomplete: {_reason(error)}; pull the model again"
+        ) from error
+
+
+def _compile(core: ov.Core, model: ov.Model, threads: int, kv_precision: str, execution_mode: str) -> ov.CompiledModel:
+    properties = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": "1",
+        "INFERENCE_NUM_THREADS": threads,
+        "EXECUTION_MODE_HINT": execution_mode.upper(),
+        "KV_CACHE_PRECISION": KV_PRECISIONS[kv_precision],
+        # By token, a token's cache entry does not depend on its neighbours: any chunking gives the same bits.
+        "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
+    }
+    try:
+        compiled = core.compile_model(model, "CPU", properties)
+        # The attention kernels are chosen with the first request; one that they do not have fails here.
+        compiled.create_infer_request()
+        return compiled
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"OpenVINO cannot compile the model with --kv-precision {kv_precision} and --execution-mode "
+            f"{execution_mode} on this CPU: {_reason(error)}; choose others"
         ) from error
 
 

@@ -17,6 +17,7 @@ import headrace.worker
 from headrace.cli.model_cache import model_directory
 from headrace.worker.batch import Batch
 from headrace.worker.block_pool import BlockPool
+from headrace.worker.config import ConfigurationError
 from headrace.worker.engine import Engine
 from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.model_runner import OpenVINOModelRunner
@@ -73,11 +74,11 @@ class RealEngine:
         return found
 
 
-def real_engine(execution_mode: str) -> RealEngine:
+def real_engine(execution_mode: str, kv_precision: str = "u8") -> RealEngine:
     pulled = headrace("pull", MODEL, timeout_s=600)
     assert pulled.returncode == 0, pulled.stderr
     directory: Path = model_directory(MODEL)
-    runner = OpenVINOModelRunner(directory, threads=2, kv_precision="u8", execution_mode=execution_mode)
+    runner = OpenVINOModelRunner(directory, threads=2, kv_precision=kv_precision, execution_mode=execution_mode)
     runner.allocate(NUM_BLOCKS)
     return RealEngine(runner)
 
@@ -159,3 +160,25 @@ def test_with_a_pool_for_eight_sixty_four_requests_get_the_tokens_of_an_ample_on
     tight = accurate.fresh(num_blocks=8 * 3)
     assert texts(accurate.run(tight, prompts, 24)) == ample
     assert tight.scheduler.stats.requests_finished == 64
+
+
+@pytest.mark.parametrize(("precision", "mode"), [("u4", "performance"), ("bf16", "performance"), ("f32", "accuracy")])
+def test_a_hit_gives_the_cold_bits_at_every_precision_of_the_cache(precision: str, mode: str) -> None:
+    engine_of = real_engine(mode, precision)
+    assert engine_of.runner.kv_precision == precision
+    prompt = prompt_of(4, 120)
+    (cold,) = engine_of.run(engine_of.fresh(), [prompt], 8)
+    warm = engine_of.fresh()
+    engine_of.run(warm, [prompt[:90]])
+    (hit,) = engine_of.run(warm, [prompt], 8)
+    assert hit.num_cached_tokens == 90
+    assert_same_bits(engine_of.logits[hit], engine_of.logits[cold])
+
+
+def test_a_precision_that_does_not_go_with_the_mode_is_refused_with_the_reason() -> None:
+    try:
+        real_engine("performance", "f32")
+    except ConfigurationError as error:
+        assert "cannot compile the model with --kv-precision f32" in str(error)
+    else:
+        pytest.skip("this CPU computes in f32 anyway")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -14,6 +15,9 @@ from headrace.worker.request import FinishReason, Request
 from headrace.worker.scheduler import MIN_CHUNK_ROOM, chunk_of
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
+
+# Steps of each of the twenty seeds of random load: 6,000 in all, or 100,000 as a soak.
+RANDOM_STEPS = 5000 if os.environ.get("HEADRACE_SOAK") else 300
 
 
 def right(request: Request, count: int) -> list[int]:
@@ -281,7 +285,7 @@ def test_random_load_with_cancels_and_preemptions_keeps_every_promise(seed: int)
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
     alive: list[Request] = []
     cancelled = set()
-    for _ in range(300):
+    for _ in range(RANDOM_STEPS):
         if rng.random() < 0.3:
             prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
             alive.append(engine.request(prompt, max_tokens=rng.randint(1, 20), priority=rng.choice([0, 0, 0, 1])))
