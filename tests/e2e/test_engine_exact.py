@@ -176,9 +176,11 @@ def test_a_hit_gives_the_cold_bits_at_every_precision_of_the_cache(precision: st
 
 
 def test_a_precision_that_does_not_go_with_the_mode_is_refused_with_the_reason() -> None:
+    refusal = ""
     try:
         real_engine("performance", "f32")
     except ConfigurationError as error:
-        assert "cannot compile the model with --kv-precision f32" in str(error)
-    else:
+        refusal = str(error)
+    if not refusal:
         pytest.skip("this CPU computes in f32 anyway")
+    assert "cannot compile the model with --kv-precision f32" in refusal
