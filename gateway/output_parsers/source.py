@@ -1,0 +1,170 @@
+"""The text that is being parsed, and the steps that every family takes on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+Steps = Generator[None, None, _T]
+"""Parsing that yields when it needs more text, and returns what it read."""
+
+SPACE = " \t\r\n"
+
+
+class MismatchError(Exception):
+    """The text is not what the steps expected, or it ended; the source stands where it became apparent."""
+
+
+class Source:
+    """Text so far that no step has taken. Unless marked, what was taken is forgotten with the next push."""
+
+    __slots__ = ("_dropped", "_mark", "closed", "pos", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.pos = 0
+        """Where the next step begins in `text`."""
+        self.closed = False
+        """Nothing follows."""
+        self._mark: int | None = None
+        self._dropped = 0
+
+    def push(self, text: str) -> None:
+        """Append the next piece."""
+        keep = self.pos if self._mark is None else self._mark
+        self.text = self.text[keep:] + text
+        self._dropped += keep
+        self.pos -= keep
+        if self._mark is not None:
+            self._mark = 0
+
+    @property
+    def position(self) -> int:
+        """Characters that were taken since the beginning."""
+        return self._dropped + self.pos
+
+    def mark(self) -> None:
+        """Remember what is taken from now on."""
+        self._mark = self.pos
+
+    def unmark(self) -> str:
+        """What was taken since the mark, which is gone."""
+        assert self._mark is not None
+        taken, self._mark = self.text[self._mark : self.pos], None
+        return taken
+
+
+def has(source: Source, num_chars: int) -> Steps[bool]:
+    """Wait until there are this many characters to take; False if the text ends before."""
+    while len(source.text) - source.pos < num_chars:
+        if source.closed:
+            return False
+        yield
+    return True
+
+
+def peek(source: Source) -> Steps[str]:
+    """The next character; empty at the end."""
+    return source.text[source.pos] if (yield from has(source, 1)) else ""
+
+
+def skip(source: Source, chars: str = SPACE) -> Steps[None]:
+    """Take all of these characters that come next."""
+    while (yield from has(source, 1)) and source.text[source.pos] in chars:
+        source.pos += 1
+
+
+def literal(source: Source, text: str) -> Steps[bool]:
+    """Take this text if it comes next."""
+    while True:
+        if source.text.startswith(text, source.pos):
+            source.pos += len(text)
+            return True
+        if source.closed or not text.startswith(source.text[source.pos :]):
+            return False
+        yield
+
+
+def closed_by(source: Source, text: str) -> Steps[None]:
+    """Take this text if it comes next, or as much of it as there is if it is cut off."""
+    if not (yield from literal(source, text)) and source.closed and text.startswith(source.text[source.pos :]):
+        source.pos = len(source.text)
+
+
+def expect(source: Source, text: str) -> Steps[None]:
+    """Take this text. Raises `MismatchError` if something else comes next."""
+    if not (yield from literal(source, text)):
+        raise MismatchError
+
+
+def matching(source: Source, pattern: re.Pattern[str], max_chars: int) -> Steps[str]:
+    """Take the longest run that matches, which must end before the text does: `pattern` is one class, repeated.
+
+    Raises `MismatchError` if nothing matches or more than `max_chars` do.
+    """
+    while True:
+        found = pattern.match(source.text, source.pos)
+        end = found.end() if found is not None else source.pos
+        if end < len(source.text) or source.closed:
+            break
+        if end - source.pos > max_chars:
+            break
+        yield
+    taken = source.text[source.pos : end]
+    if not 0 < len(taken) <= max_chars:
+        raise MismatchError
+    source.pos = end
+    return taken
+
+
+def text_until(source: Source, take: Callable[[str], None], *ends: str, whole: bool = False) -> Steps[str]:
+    """Give `take` the text in front of the first of `ends`, which is left to be taken next; empty at the end.
+
+    What could be the beginning of an end is held back until it is decided. If the text ends before, it was only text;
+    with `whole` it was the beginning, cut off, and is left.
+    """
+    pattern = _any_of(ends)
+    while True:
+        found = pattern.search(source.text, source.pos)
+        end = len(source.text) - (0 if source.closed and not whole else num_held(source.text, source.pos, ends))
+        if found is not None:
+            end = found.start()
+        if end > source.pos:
+            text = source.text[source.pos : end]
+            source.pos = end
+            take(text)
+        if found is not None:
+            return found[0]
+        if source.closed:
+            return ""
+        yield
+
+
+def rest(source: Source, take: Callable[[str], None]) -> Steps[None]:
+    """Give `take` everything that follows."""
+    while (yield from has(source, 1)):
+        text = source.text[source.pos :]
+        source.pos = len(source.text)
+        take(text)
+
+
+def num_held(text: str, start: int, ends: tuple[str, ...]) -> int:
+    """Length of the longest suffix of `text[start:]` that is a proper prefix of one of `ends`."""
+    longest = 0
+    for end in ends:
+        at = text.find(end[0], max(start, len(text) - len(end) + 1))
+        while at >= 0 and len(text) - at > longest:
+            if end.startswith(text[at:]):
+                longest = len(text) - at
+                break
+            at = text.find(end[0], at + 1)
+    return longest
+
+
+@lru_cache(maxsize=64)
+def _any_of(ends: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(end) for end in ends))
