@@ -15,11 +15,24 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
+
+class PlacementReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLACEMENT_REASON_UNSPECIFIED: _ClassVar[PlacementReason]
+    PLACEMENT_REASON_ONLY: _ClassVar[PlacementReason]
+    PLACEMENT_REASON_PREFIX: _ClassVar[PlacementReason]
+    PLACEMENT_REASON_LOAD: _ClassVar[PlacementReason]
+    PLACEMENT_REASON_SESSION: _ClassVar[PlacementReason]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_UNREACHABLE: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_SUSPECT: WorkerState
+PLACEMENT_REASON_UNSPECIFIED: PlacementReason
+PLACEMENT_REASON_ONLY: PlacementReason
+PLACEMENT_REASON_PREFIX: PlacementReason
+PLACEMENT_REASON_LOAD: PlacementReason
+PLACEMENT_REASON_SESSION: PlacementReason
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
@@ -98,3 +111,67 @@ class DeregisterRequest(_message.Message):
 class DeregisterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("model", "adapter", "token_ids", "cache_salt", "session_key", "max_tokens")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    adapter: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cache_salt: str
+    session_key: str
+    max_tokens: int
+    def __init__(self, model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("workers", "worker_id", "reason", "num_prompt_tokens")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[ExplainedWorker]
+    worker_id: str
+    reason: PlacementReason
+    num_prompt_tokens: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[ExplainedWorker, _Mapping]]] = ..., worker_id: _Optional[str] = ..., reason: _Optional[_Union[PlacementReason, str]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class ExplainedWorker(_message.Message):
+    __slots__ = ("worker_id", "address", "state", "detail", "num_cached_tokens", "cost")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    state: WorkerState
+    detail: str
+    num_cached_tokens: int
+    cost: CostTerms
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ...) -> None: ...
+
+class CostTerms(_message.Message):
+    __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_MS_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    backlog_ms: float
+    prefill_ms: float
+    decode_ms: float
+    eviction_ms: float
+    pressure_ms: float
+    total_ms: float
+    ttft_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., eviction_ms: _Optional[float] = ..., pressure_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ...) -> None: ...

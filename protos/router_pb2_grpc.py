@@ -60,6 +60,11 @@ class RouterStub(object):
                 request_serializer=headrace_dot_protos_dot_router__pb2.DeregisterRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_router__pb2.DeregisterResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/headrace.v1.Router/Explain',
+                request_serializer=headrace_dot_protos_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_router__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer(object):
@@ -101,6 +106,13 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Explain answers where a request would be placed at this moment and why, without placing it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Deregister,
                     request_deserializer=headrace_dot_protos_dot_router__pb2.DeregisterRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_router__pb2.DeregisterResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=headrace_dot_protos_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_router__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class Router(object):
             '/headrace.v1.Router/Deregister',
             headrace_dot_protos_dot_router__pb2.DeregisterRequest.SerializeToString,
             headrace_dot_protos_dot_router__pb2.DeregisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Router/Explain',
+            headrace_dot_protos_dot_router__pb2.ExplainRequest.SerializeToString,
+            headrace_dot_protos_dot_router__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,8 +12,9 @@ import random
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
@@ -35,6 +36,9 @@ _REMEMBER_MODEL_S = 600.0
 _SETTLE_S = 5.0
 
 
+_LinkAndCard: TypeAlias = tuple[WorkerLink, worker_pb2.ModelCard]
+
+
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
     """Bounds and times of a fleet; times in seconds."""
@@ -51,7 +55,7 @@ class RoutedRequest:
     def __init__(self, request: inference_pb2.GenerateRequest, tokens: array[int], num_generated: int) -> None:
         """`tokens` are the prompt and the `num_generated` tokens behind it that were delivered."""
         self.tokens = tokens
-        self.session = (request.model, request.session_key) if request.session_key else None
+        self.session_key = request.session_key
         self.max_new_tokens: int | None = None
         if request.sampling.HasField("max_tokens"):
             self.max_new_tokens = max(request.sampling.max_tokens - num_generated, 0)
@@ -241,28 +245,54 @@ class Fleet:
         differently.
         """
         links = {
-            link.address: (link, link.card)
-            for link in self._links.values()
-            if link.is_ready
-            and link.card is not None
-            and link.card.name == card.name
-            and (not same_weights or link.card.fingerprint == card.fingerprint)
-            and link not in excluded
+            link.address: (link, its_card)
+            for link, its_card in self._ready_links(card)
+            if (not same_weights or its_card.fingerprint == card.fingerprint) and link not in excluded
         }
         if not links:
             return None
+        cached_blocks = self._cached_blocks(request, links)
+        placement = self._decide(request, card.name, links, cached_blocks, self._rng)
+        return self._settle_on(request, *links[placement.worker_id], placement, cached_blocks[placement.worker_id])
+
+    def weigh(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> Placement | None:
+        """The decision that `place` would take now, with nothing booked; None if no worker of the model is ready."""
+        links = {link.address: (link, its_card) for link, its_card in self._ready_links(card)}
+        if not links:
+            return None
+        # Ties are broken by random numbers of its own: asking must not change what comes next.
+        return self._decide(request, card.name, links, self._cached_blocks(request, links), random.Random(0))
+
+    def _ready_links(self, card: worker_pb2.ModelCard) -> Iterator[_LinkAndCard]:
+        """The workers of this model that take requests, with their cards."""
+        for link in self._links.values():
+            if link.is_ready and link.card is not None and link.card.name == card.name:
+                yield link, link.card
+
+    def _cached_blocks(self, request: RoutedRequest, links: Mapping[str, _LinkAndCard]) -> dict[str, int]:
+        """For each worker, the blocks from the start of the prompt that are found there."""
         cached_blocks: dict[str, int] = {}
         by_chain: dict[tuple[str, int], list[str]] = {}
         for address, (_, its_card) in links.items():
             by_chain.setdefault((its_card.fingerprint, its_card.block_size), []).append(address)
         for addresses in by_chain.values():
             cached_blocks |= self.index.match(request.hashes(links[addresses[0]][1]), addresses)
-        now_s = self._clock()
-        session_worker = self._sessions.get(request.session) if request.session else None
+        return cached_blocks
+
+    def _decide(
+        self,
+        request: RoutedRequest,
+        model: str,
+        links: Mapping[str, _LinkAndCard],
+        cached_blocks: Mapping[str, int],
+        rng: random.Random,
+    ) -> Placement:
+        session_worker = self._sessions.get((model, request.session_key)) if request.session_key else None
         facts = RequestFacts(len(request.tokens), request.max_new_tokens, session_worker)
-        placement = place(facts, [link.candidate() for link, _ in links.values()], cached_blocks, now_s, self._rng)
+        candidates = [link.candidate() for link, _ in links.values()]
+        placement = place(facts, candidates, cached_blocks, self._clock(), rng)
         assert placement is not None, "every one of them takes requests"
-        return self._settle_on(request, *links[placement.worker_id], placement, cached_blocks[placement.worker_id])
+        return placement
 
     def _settle_on(
         self,
@@ -276,9 +306,10 @@ class Fleet:
         hashes = request.hashes(card)
         booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks)
         self.index.predict(link.address, hashes[num_cached_blocks:], self._clock())
-        if request.session:
-            self._sessions[request.session] = link.address
-            self._sessions.move_to_end(request.session)
+        if request.session_key:
+            session = (card.name, request.session_key)
+            self._sessions[session] = link.address
+            self._sessions.move_to_end(session)
             if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return PlacedRequest(link, card, booking, placement)

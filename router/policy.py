@@ -94,6 +94,11 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     pressure_ms: float
     total_ms: float
 
+    @property
+    def ttft_ms(self) -> float:
+        """Expected time to the first token."""
+        return self.queue_ms + self.backlog_ms + self.prefill_ms
+
 
 class PlacementReason(enum.Enum):
     """What decided. The value is the label in metrics."""
@@ -105,13 +110,14 @@ class PlacementReason(enum.Enum):
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """A decision with its grounds: `cost` of the chosen worker and `costs` of all that were weighed."""
+    """A decision with its grounds: `cost` of the chosen one; `costs` and `cached_tokens` of all that were weighed."""
 
     worker_id: str
     reason: PlacementReason
     predicted_cached_tokens: int
     cost: CostTerms
     costs: dict[str, CostTerms]
+    cached_tokens: dict[str, int]
 
 
 class Rates(msgspec.Struct, frozen=True, gc=False):
@@ -143,7 +149,7 @@ def place(
     cached_tokens = {c.worker_id: _cached_tokens(request, c, cached_blocks[c.worker_id]) for c in open_to}
     costs = {c.worker_id: cost(request, c, cached_tokens[c.worker_id], now_s, substitutes, priors) for c in open_to}
     worker_id, reason = _choose(request, costs, cached_tokens, rng, priors)
-    return Placement(worker_id, reason, cached_tokens[worker_id], costs[worker_id], costs)
+    return Placement(worker_id, reason, cached_tokens[worker_id], costs[worker_id], costs, cached_tokens)
 
 
 def cost(

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 from headrace.protos import router_pb2
 from headrace.protos.introspection import add_introspection, set_serving
 from headrace.protos.status import Reason, StatusError, abort
+from headrace.router.explain import explain
 from headrace.router.fleet import Fleet
 from headrace.router.forwarding import Forwarding, ForwardingConfig, Metadata, UpstreamError, Verdict, verdict_of
 from headrace.router.links import SERVER_OPTIONS, LinkState
@@ -127,6 +128,13 @@ class RouterService:
         self._fleet.deregister(request.worker_id, request.address)
         return router_pb2.DeregisterResponse()
 
+    async def explain(self, request: router_pb2.ExplainRequest, context: _Context) -> router_pb2.ExplainResponse:
+        """Where a request would go now."""
+        try:
+            return explain(self._fleet, request)
+        except StatusError as error:
+            await abort(context, error)
+
     async def get_tokenizer(self, raw: bytes, context: _Context) -> AsyncIterator[bytes]:
         """Pass on a bundle from a worker that has it. The messages of both services are the same on the wire."""
         try:
@@ -173,6 +181,7 @@ class RouterService:
             "ListWorkers": unary(self.list_workers, pb.ListWorkersRequest.FromString, serialize),
             "Register": unary(self.register, pb.RegisterRequest.FromString, serialize),
             "Deregister": unary(self.deregister, pb.DeregisterRequest.FromString, serialize),
+            "Explain": unary(self.explain, pb.ExplainRequest.FromString, serialize),
             "GetTokenizer": grpc.unary_stream_rpc_method_handler(self.get_tokenizer),
         }
         return grpc.method_handlers_generic_handler(ROUTER, methods)

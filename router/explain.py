@@ -1,0 +1,84 @@
+"""Where a request would be placed now, and why: the policy's own terms as a message."""
+
+from __future__ import annotations
+
+from array import array
+
+from headrace.protos import inference_pb2, router_pb2
+from headrace.protos.status import Reason, StatusError
+from headrace.router.fleet import Fleet, RoutedRequest
+from headrace.router.links import WorkerLink
+from headrace.router.policy import CostTerms, Placement, PlacementReason
+
+_REASONS = {
+    PlacementReason.ONLY: router_pb2.PLACEMENT_REASON_ONLY,
+    PlacementReason.PREFIX: router_pb2.PLACEMENT_REASON_PREFIX,
+    PlacementReason.LOAD: router_pb2.PLACEMENT_REASON_LOAD,
+    PlacementReason.SESSION: router_pb2.PLACEMENT_REASON_SESSION,
+}
+
+
+def explain(fleet: Fleet, asked: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
+    """Decide as a placement would, and book nothing.
+
+    Raises StatusError: INVALID_FIELD for an empty prompt, NO_CAPACITY while no worker of the model was ever reached,
+    and what `Fleet.resolve` raises.
+    """
+    if not asked.token_ids:
+        problem = "token_ids is empty: give the tokens of the prompt"
+        raise StatusError(Reason.INVALID_FIELD, problem, field="token_ids")
+    card = fleet.resolve(asked.model)
+    if card is None:
+        raise StatusError(Reason.NO_CAPACITY, "no worker has been reached yet", retry_after_s=1.0)
+    sampling = inference_pb2.SamplingParams()
+    if asked.HasField("max_tokens"):
+        sampling.max_tokens = asked.max_tokens
+    message = inference_pb2.GenerateRequest(
+        model=card.name,
+        adapter=asked.adapter,
+        sampling=sampling,
+        cache_salt=asked.cache_salt,
+        session_key=asked.session_key,
+    )
+    request = RoutedRequest(message, array("I", asked.token_ids), 0)
+    placement = fleet.weigh(request, card)
+    links = [link for link in fleet.links() if link.card is not None and link.card.name == card.name]
+    response = router_pb2.ExplainResponse(num_prompt_tokens=len(asked.token_ids))
+    if placement is not None:
+        response.reason = _REASONS[placement.reason]
+        response.worker_id = next(link.worker_id for link in links if link.address == placement.worker_id)
+        links.sort(key=lambda link: _rank(link, placement))
+    response.workers.extend(_explained(link, placement) for link in links)
+    return response
+
+
+def _rank(link: WorkerLink, placement: Placement) -> tuple[bool, float]:
+    """Weighed ones first, by cost."""
+    terms = placement.costs.get(link.address)
+    if terms is None:
+        return True, 0.0
+    return False, terms.total_ms
+
+
+def _explained(link: WorkerLink, placement: Placement | None) -> router_pb2.ExplainedWorker:
+    known = link.info()
+    worker = router_pb2.ExplainedWorker(
+        worker_id=known.worker_id, address=known.address, state=known.state, detail=known.detail
+    )
+    if placement is not None and link.address in placement.costs:
+        worker.num_cached_tokens = placement.cached_tokens[link.address]
+        worker.cost.CopyFrom(_terms(placement.costs[link.address]))
+    return worker
+
+
+def _terms(cost: CostTerms) -> router_pb2.CostTerms:
+    return router_pb2.CostTerms(
+        queue_ms=cost.queue_ms,
+        backlog_ms=cost.backlog_ms,
+        prefill_ms=cost.prefill_ms,
+        decode_ms=cost.decode_ms,
+        eviction_ms=cost.eviction_ms,
+        pressure_ms=cost.pressure_ms,
+        total_ms=cost.total_ms,
+        ttft_ms=cost.ttft_ms,
+    )
