@@ -27,6 +27,7 @@ from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine import Engine
 from headrace.worker.engine_thread import EngineThread
 from headrace.worker.forecast import Forecast
+from headrace.worker.grammar import Grammars, Vocabulary
 from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.mailbox import LoadReport, Mailbox
 from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
@@ -190,12 +191,20 @@ def add_services(
     limits = ModelLimits(
         card.name, card.fingerprint, card.vocab_size, card.max_context_tokens, frozenset(card.eos_token_ids)
     )
-    inference = InferenceService(mailbox, hub, limits, forecast)
+    grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
+    inference = InferenceService(mailbox, hub, limits, forecast, grammars)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
     worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     return add_introspection(server, SERVICE_NAMES)
+
+
+def _vocabulary_of(model_dir: Path) -> Vocabulary:
+    # Only when it is wanted: it imports OpenVINO's tokenizers.
+    from headrace.worker.vocabulary import read_vocabulary
+
+    return read_vocabulary(model_dir)
 
 
 def _serve_metrics(address: str, hub: WatchHub) -> None:

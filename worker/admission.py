@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.protos.block_hash import root_hash
 from headrace.protos.status import Reason, StatusError
+from headrace.worker.grammar import ConstraintSource
 from headrace.worker.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ _Number = TypeVar("_Number", int, float)
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 256
+MAX_CONSTRAINT_BYTES = 256 << 10
+MAX_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,32 @@ def already_finished(request: Request) -> tuple[FinishReason, int | None] | None
     if not request.resume_token_ids:
         return None
     last = request.resume_token_ids[-1]
-    if last in sampling.stop_token_ids and request.num_generated_tokens > sampling.min_tokens:
+    if last in sampling.stop_token_ids:
         return FinishReason.STOP, last
     if request.num_generated_tokens >= sampling.max_tokens:
         return FinishReason.LENGTH, None
     return None
+
+
+def constraint_of(message: inference_pb2.SamplingParams) -> ConstraintSource | None:
+    """The constraint that a request asks for; checked for its form and size, not for what it says."""
+    if not message.HasField("constraint"):
+        return None
+    kind = message.constraint.WhichOneof("kind")
+    if kind is None:
+        raise _invalid("sampling.constraint", "must be one of json_schema, json_object, regex, choice and grammar")
+    if kind == "json_object":
+        return ConstraintSource(kind)
+    source = ConstraintSource(kind, (getattr(message.constraint, kind),))
+    if kind == "choice":
+        source = ConstraintSource(kind, tuple(message.constraint.choice.texts))
+        if len(source.texts) > MAX_CHOICES:
+            raise _invalid(source.field, f"may have at most {MAX_CHOICES} texts")
+    if not source.texts or not all(source.texts):
+        raise _invalid(source.field, "must not be empty")
+    if sum(len(text.encode()) for text in source.texts) > MAX_CONSTRAINT_BYTES:
+        raise _invalid(source.field, f"may have at most {MAX_CONSTRAINT_BYTES} bytes")
+    return source
 
 
 def _token_ids(values: Sequence[int], field: str, limits: ModelLimits) -> array[int]:
@@ -90,6 +114,10 @@ def _sampling(message: inference_pb2.SamplingParams, limits: ModelLimits, room: 
     num_logprobs = message.logprobs if message.HasField("logprobs") else None
     if num_logprobs is not None and num_logprobs > MAX_LOGPROBS:
         raise _invalid("sampling.logprobs", f"must be 0 to {MAX_LOGPROBS}")
+    # A constrained answer must be able to end, whatever the caller ignores; where, its grammar says.
+    ends_at_eos = message.HasField("constraint") or not message.ignore_eos
+    if message.HasField("constraint") and message.allowed_token_ids:
+        raise _invalid("sampling.allowed_token_ids", "cannot be combined with a constraint; write it into the grammar")
     return SamplingParams(
         max_tokens=min(_number(message, "max_tokens", room, 1, math.inf), room),
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
@@ -98,7 +126,7 @@ def _sampling(message: inference_pb2.SamplingParams, limits: ModelLimits, room: 
         top_k=message.top_k,
         min_p=_number(message, "min_p", 0.0, 0.0, 1.0),
         min_tokens=message.min_tokens,
-        stop_token_ids=stop if message.ignore_eos else stop | limits.eos_token_ids,
+        stop_token_ids=stop | limits.eos_token_ids if ends_at_eos else stop,
         presence_penalty=_number(message, "presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=_number(message, "frequency_penalty", 0.0, -2.0, 2.0),
         repetition_penalty=_number(message, "repetition_penalty", 1.0, 0.0, 100.0, lowest_excluded=True),

@@ -18,10 +18,14 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.protos.status import StatusError
+
+if TYPE_CHECKING:
+    from headrace.worker.grammar import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class SamplingParams:
     """How tokens are chosen and when to stop; fields and ranges are those of the message of the same name.
 
     `max_tokens` is never absent here: the service has capped it by the context. `stop_token_ids` includes the model's
-    end-of-sequence tokens unless the caller ignores them.
+    end-of-sequence tokens unless the caller ignores them; with a `constraint` always, for it must be able to end.
     """
 
     max_tokens: int
@@ -47,6 +51,7 @@ class SamplingParams:
     num_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -63,6 +68,7 @@ class SamplingParams:
             or self.logit_bias
             or self.allowed_token_ids
             or self.bad_words
+            or self.constraint is not None
             or (self.min_tokens and self.stop_token_ids)
         )
 

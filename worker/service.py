@@ -6,14 +6,16 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.status import Reason, StatusError, abort
-from headrace.worker.admission import ModelLimits, admit, already_finished
+from headrace.worker.admission import ModelLimits, admit, already_finished, constraint_of
 from headrace.worker.forecast import Forecast
+from headrace.worker.grammar import Grammars
 from headrace.worker.mailbox import Mailbox, OutputStream
 from headrace.worker.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from headrace.worker.watch import WatchHub
@@ -38,9 +40,12 @@ _REASON_ON_WIRE = {
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Generate: one stream per request, from admission to its one finish or status."""
 
-    def __init__(self, mailbox: Mailbox, hub: WatchHub, limits: ModelLimits, forecast: Forecast) -> None:
+    def __init__(
+        self, mailbox: Mailbox, hub: WatchHub, limits: ModelLimits, forecast: Forecast, grammars: Grammars
+    ) -> None:
         self._mailbox = mailbox
         self._forecast = forecast
+        self._grammars = grammars
         self._hub = hub
         self._limits = limits
         self._unnamed = itertools.count()
@@ -55,6 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if ended is not None:
                 yield _finished_at_once(admitted, *ended)
                 return
+            await self._constrain(admitted, request.sampling)
             stream = self._mailbox.submit(admitted)
             self._forecast.submitted(admitted.num_tokens)
         except StatusError as error:
@@ -77,6 +83,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not admitted.is_resumed:
             self._forecast.check(admitted.num_tokens, deadline_s)
         return admitted
+
+    async def _constrain(self, request: Request, message: inference_pb2.SamplingParams) -> None:
+        """Compile the request's constraint, if it has one, before it is queued."""
+        source = constraint_of(message)
+        if source is None:
+            return
+        ends = message.stop_token_ids if message.ignore_eos else request.sampling.stop_token_ids
+        constraint = await self._grammars.constrain(source, end_token_ids=ends, generated=request.resume_token_ids)
+        request.sampling = replace(request.sampling, constraint=constraint)
 
 
 async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.GenerateResponse]:

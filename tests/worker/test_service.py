@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse, SamplingParams
+from headrace.protos.inference_pb2 import Constraint, GenerateRequest, GenerateResponse, SamplingParams
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.worker.admission import ModelLimits
 from headrace.worker.engine_thread import EngineThread
@@ -23,8 +24,8 @@ from headrace.worker.service import InferenceService, WorkerService
 from headrace.worker.watch import WatchHub
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
+from tests.worker.vocabulary import EOS, grammars, text_of
 
-EOS = 996
 MODEL = "fake"
 NUM_BLOCKS = 64
 BUNDLE = bytes(range(256)) * 10_000
@@ -83,7 +84,7 @@ async def worker() -> AsyncIterator[RunningWorker]:
     card = worker_pb2.ModelCard(name=MODEL, tokenizer_sha256=hashlib.sha256(BUNDLE).hexdigest())
     described = worker_pb2.GetModelCardResponse(card=card, worker_id="w", epoch=7)
     server = grpc.aio.server()
-    inference = InferenceService(mailbox, hub, limits, forecast)
+    inference = InferenceService(mailbox, hub, limits, forecast, grammars())
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(described, BUNDLE, mailbox, hub), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -274,6 +275,33 @@ async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_
         ({"sampling": {"stop_token_ids": range(65)}}, Reason.INVALID_FIELD, "sampling.stop_token_ids"),
         ({"sampling": {"allowed_token_ids": [VOCAB_SIZE]}}, Reason.INVALID_FIELD, "sampling.allowed_token_ids"),
         ({"sampling": {"bad_words": [{"token_ids": []}]}}, Reason.INVALID_FIELD, "sampling.bad_words"),
+        ({"sampling": {"constraint": {}}}, Reason.INVALID_FIELD, "sampling.constraint"),
+        (
+            {"sampling": {"constraint": {"json_schema": '{"not": {}}'}}},
+            Reason.INVALID_FIELD,
+            "sampling.constraint.json_schema",
+        ),
+        ({"sampling": {"constraint": {"json_schema": ""}}}, Reason.INVALID_FIELD, "sampling.constraint.json_schema"),
+        ({"sampling": {"constraint": {"regex": "("}}}, Reason.INVALID_FIELD, "sampling.constraint.regex"),
+        ({"sampling": {"constraint": {"regex": "a" * 300_000}}}, Reason.INVALID_FIELD, "sampling.constraint.regex"),
+        ({"sampling": {"constraint": {"choice": {}}}}, Reason.INVALID_FIELD, "sampling.constraint.choice"),
+        ({"sampling": {"constraint": {"choice": {"texts": [""]}}}}, Reason.INVALID_FIELD, "sampling.constraint.choice"),
+        (
+            {"sampling": {"constraint": {"choice": {"texts": ["a"] * 4097}}}},
+            Reason.INVALID_FIELD,
+            "sampling.constraint.choice",
+        ),
+        ({"sampling": {"constraint": {"grammar": "start: x"}}}, Reason.INVALID_FIELD, "sampling.constraint.grammar"),
+        (
+            {"sampling": {"constraint": {"regex": "a"}, "allowed_token_ids": [1]}},
+            Reason.INVALID_FIELD,
+            "sampling.allowed_token_ids",
+        ),
+        (
+            {"sampling": {"constraint": {"regex": "a"}}, "resume_token_ids": [98]},
+            Reason.INVALID_FIELD,
+            "resume_token_ids",
+        ),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(
@@ -282,6 +310,40 @@ async def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(
     error = await error_from(worker.generate(**{"token_ids": [1], **fields}))
     assert (error.reason, error.field) == (reason, field)
     assert worker.under_test.scheduler.stats.requests_admitted == 0
+
+
+WORDS = Constraint(regex="([a-z]{2,4} ){3}[a-z]{2,4}[.]")
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_constrained_answer_is_of_its_language_and_ends(worker: RunningWorker, ignore_eos: bool) -> None:
+    sampling = SamplingParams(max_tokens=60, seed=3, constraint=WORDS, ignore_eos=ignore_eos)
+    responses = await worker.generate(token_ids=[1, 2, 3], sampling=sampling)
+    assert re.fullmatch(WORDS.regex, text_of(tokens_of(responses)).decode())
+    assert responses[-1].finish.reason == inference_pb2.FINISH_REASON_STOP
+    assert responses[-1].finish.stop_token_id == EOS
+
+
+async def test_a_constrained_answer_can_be_resumed_anywhere(worker: RunningWorker) -> None:
+    sampling = SamplingParams(max_tokens=60, seed=3, constraint=WORDS, min_tokens=50)
+    whole = tokens_of(await worker.generate(token_ids=[1, 2, 3], sampling=sampling))
+    for cut in range(1, len(whole) + 1):
+        request = {"token_ids": [1, 2, 3], "resume_token_ids": whole[:cut], "sampling": sampling}
+        responses = await worker.generate(**request)
+        assert responses[0].start_pos == cut
+        assert [token for response in responses for token in response.token_ids] == whole[cut:]
+        assert responses[-1].finish.reason == inference_pb2.FINISH_REASON_STOP
+
+
+async def test_constrained_streams_and_others_share_steps(worker: RunningWorker) -> None:
+    constrained = SamplingParams(max_tokens=60, seed=3, constraint=WORDS)
+    plain = SamplingParams(max_tokens=20, ignore_eos=True, **GREEDY)
+    alone = tokens_of(await worker.generate(token_ids=[1, 2, 3], sampling=constrained))
+    answers = await asyncio.gather(
+        *(worker.generate(token_ids=[1, 2, 3], sampling=constrained if i % 2 else plain) for i in range(6))
+    )
+    for i, answer in enumerate(answers):
+        assert tokens_of(answer) == (alone if i % 2 else expected_tokens([1, 2, 3], 20, VOCAB_SIZE))
 
 
 async def test_max_tokens_is_capped_by_the_context(worker: RunningWorker) -> None:

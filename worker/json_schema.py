@@ -1,0 +1,89 @@
+"""A caller's JSON schema made ready for the grammar compiler (pure).
+
+What the compiler would take and not keep exactly is narrowed until it does, or refused:
+
+- dates are dates of the calendar, in the years 1 to 9999, and times have no leap seconds: any reader takes them;
+- a least number of properties is refused where only names made up by the model could reach it, for it may make up the
+  same name twice;
+- the compiler's own options cannot be set from within a schema.
+
+Answers are compact, without white space between tokens: docs/decisions/0007.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+# Every fourth year, but of the centuries only every fourth.
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_NARROWER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
+# keyword -> how subschemas are in its value
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLES = ("items", "additionalProperties", "additionalItems")
+
+_OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
+
+
+class UnsupportedSchema(Exception):
+    """The schema cannot be kept. The text says why."""
+
+
+def prepared(schema: str) -> str:
+    """The schema as the compiler gets it, both as JSON text. Raises `UnsupportedSchema`."""
+    try:
+        root = msgspec.json.decode(schema)
+        if root is True:
+            root = {}
+        if not isinstance(root, dict):
+            raise UnsupportedSchema("no answer satisfies it" if root is False else "it is not an object")
+        if "x-guidance" in root:
+            raise UnsupportedSchema("x-guidance cannot be set; leave it out")
+        return json.dumps({**_narrowed(root), "x-guidance": _OPTIONS})
+    except msgspec.DecodeError as error:
+        raise UnsupportedSchema(f"it is not JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UnsupportedSchema("it is not UTF-8") from error
+    except RecursionError as error:
+        raise UnsupportedSchema("it is nested too deeply") from error
+
+
+def _narrowed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    narrowed = dict(schema)
+    for keyword in _MAPS:
+        if isinstance(schema.get(keyword), dict):
+            narrowed[keyword] = {name: _narrowed(child) for name, child in schema[keyword].items()}
+    for keyword in _SINGLES:
+        if keyword in schema:
+            narrowed[keyword] = _narrowed(schema[keyword])
+    for keyword in _LISTS:
+        if isinstance(schema.get(keyword), list):
+            narrowed[keyword] = [_narrowed(child) for child in schema[keyword]]
+    _check_min_properties(schema)
+    pattern = _NARROWER.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if pattern is not None:
+        del narrowed["format"]
+        if "pattern" not in schema:
+            narrowed["pattern"] = pattern
+        else:
+            narrowed["allOf"] = [*narrowed.get("allOf", []), {"pattern": pattern}]
+    return narrowed
+
+
+def _check_min_properties(schema: dict[str, Any]) -> None:
+    least, required = schema.get("minProperties"), schema.get("required")
+    num_required = len(set(required)) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > max(1, num_required):
+        raise UnsupportedSchema(f"minProperties {least} is over the number of required properties, {num_required}")
