@@ -159,6 +159,17 @@ def test_status_shows_every_process_ready(system: Serve) -> None:
     assert all(row["name"] in shown for row in rows)
 
 
+def test_explain_shows_where_a_chat_would_go(system: Serve, client: openai.OpenAI) -> None:
+    story = "The water turns the wheel of the mill. " * 20
+    ask(client, [{"role": "user", "content": story}], max_tokens=1)
+    explained = headrace("explain", "--url", system.base_url, "--router", system.process_of("router")["address"], story)
+    assert explained.returncode == 0, explained.stderr
+    row = next(line.split() for line in explained.stdout.splitlines() if line.startswith("-> worker-0"))
+    cached, prompt = int(row[3]), int(row[5])
+    assert prompt - 64 <= cached < prompt
+    assert explained.stdout.splitlines()[-1] == "worker-0: there is no other to choose"
+
+
 def test_chat_answers_a_pipe(system: Serve) -> None:
     chatted = headrace("chat", "--url", system.base_url, stdin="What is the capital of France?\n")
     assert chatted.returncode == 0, chatted.stderr

@@ -1,0 +1,136 @@
+"""`headrace explain`: tokens in, the router's terms out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.cli.errors import CommandError
+from headrace.cli.explain import rows_of, tokens_of
+from headrace.cli.main import cli
+from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos.status import Reason, StatusError
+
+COST = router_pb2.CostTerms(prefill_ms=12.34, decode_ms=100, total_ms=112.34, ttft_ms=12.34)
+TOLD = router_pb2.ExplainResponse(
+    workers=[
+        router_pb2.ExplainedWorker(
+            worker_id="w0", state=router_pb2.WORKER_STATE_READY, num_cached_tokens=32, cost=COST
+        ),
+        router_pb2.ExplainedWorker(worker_id="w1", state=router_pb2.WORKER_STATE_DRAINING, detail="the worker drains"),
+    ],
+    worker_id="w0",
+    reason=router_pb2.PLACEMENT_REASON_PREFIX,
+    num_prompt_tokens=40,
+)
+
+
+class FakeRouter(router_pb2_grpc.RouterServicer):  # type: ignore[misc]
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[router_pb2.ExplainRequest] = []
+        self.address = ""
+
+    def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
+        self.asked.append(request)
+        if request.model == "nosuch":
+            status = StatusError(Reason.MODEL_NOT_FOUND, "no model 'nosuch' here")
+            context.set_trailing_metadata(status.trailing_metadata())
+            context.abort(status.row.grpc_code, status.message)
+        return TOLD
+
+
+@pytest.fixture
+def router(tmp_path: Path, cache: Path) -> Iterator[FakeRouter]:
+    fake = FakeRouter()
+    fake.address = f"unix:{tmp_path}/router.sock"
+    server = grpc.server(ThreadPoolExecutor(2))
+    router_pb2_grpc.add_RouterServicer_to_server(fake, server)
+    server.add_insecure_port(fake.address)
+    server.start()
+    yield fake
+    server.stop(None).wait()
+
+
+def explain(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["explain", *args])
+
+
+def test_tokens_are_asked_for_as_they_are_and_the_choice_is_marked(router: FakeRouter) -> None:
+    done = explain("--router", router.address, "--tokens", "1, 2 3", "--session-key", "s", "--max-tokens", "9")
+    assert done.exit_code == 0, done.output
+    (asked,) = router.asked
+    assert (list(asked.token_ids), asked.session_key, asked.max_tokens) == ([1, 2, 3], "s", 9)
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("-> w0") and "32 of 40" in line and "12.3" in line for line in lines)
+    assert lines[-1] == "w0: it is the cheapest, and none has more of the prompt cached"
+
+
+def test_json_is_the_answer_of_the_router(router: FakeRouter) -> None:
+    done = explain("--router", router.address, "--tokens", "1", "--json")
+    told = json.loads(done.stdout)
+    assert (told["worker_id"], told["reason"]) == ("w0", "PLACEMENT_REASON_PREFIX")
+    assert told["workers"][0]["cost"]["total_ms"] == 112.34
+    assert not router.asked[0].HasField("max_tokens")
+
+
+def test_a_worker_that_takes_no_requests_has_no_terms() -> None:
+    first, second = rows_of(TOLD)
+    assert len(first) == len(second)
+    assert second[:3] == ["   w1", "draining", ""]
+
+
+def test_what_the_router_refuses_is_told(router: FakeRouter) -> None:
+    done = explain("--router", router.address, "--tokens", "1", "--model", "nosuch")
+    assert done.exit_code == 1
+    assert "no model 'nosuch' here" in done.output
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "either a TEXT"),
+        (("hello", "--tokens", "1"), "either a TEXT"),
+        (("--tokens", "1"), "--router ADDR"),
+        (("--router", "unix:/nowhere.sock", "--tokens", "one"), "token ids such as 1,2,3"),
+        (("--router", "unix:/nowhere.sock", "--url", "http://127.0.0.1:9", "hello"), "no gateway at"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_with_the_remedy(cache: Path, args: tuple[str, ...], said: str) -> None:
+    done = explain(*args)
+    assert done.exit_code != 0
+    assert said in done.output
+
+
+def test_a_text_is_tokenized_as_a_chat_by_the_gateway(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    class Answer:
+        status_code = 200
+
+        def json(self) -> Any:
+            return {"tokens": [5, 6]}
+
+    def post(url: str, json: Any, timeout: float) -> Answer:
+        seen.append((url, json))
+        return Answer()
+
+    monkeypatch.setattr("headrace.cli.explain.httpx.post", post)
+    done = explain("hello", "--router", router.address, "--url", "http://h:1/v1", "--model", "m")
+    assert done.exit_code == 0, done.output
+    assert seen == [("http://h:1/tokenize", {"messages": [{"role": "user", "content": "hello"}], "model": "m"})]
+    assert list(router.asked[0].token_ids) == [5, 6]
+
+
+def test_token_ids_are_read_in_any_usual_form() -> None:
+    assert tokens_of("1,2\n3 4") == [1, 2, 3, 4]
+    with pytest.raises(CommandError):
+        tokens_of("-1")
