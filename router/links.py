@@ -58,7 +58,7 @@ CHANNEL_OPTIONS = (
 HEARTBEAT_MS = 500
 # Heartbeats of silence after which a worker gets no new requests, and after which its running ones move on.
 _SUSPECT_HEARTBEATS = 3
-_LOST_HEARTBEATS = 6
+_LOST_HEARTBEATS = 5
 _CARD_TIMEOUT_S = 2.0
 _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
