@@ -18,6 +18,7 @@ from headrace.gateway.choice import Choice, Ending, Piece
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Model
 from headrace.gateway.sampling import Sampling, check_sampling, invalid, sampling_params
+from headrace.gateway.structure import in_callers_terms
 from headrace.gateway.upstream import Metadata, Upstream
 from headrace.protos.inference_pb2 import GenerateRequest
 from headrace.protos.status import Reason, StatusError
@@ -178,6 +179,8 @@ class Generator:
                         break
                     yield piece
             yield piece  # the generation is cancelled by now, if a stop string ended the choice
+        except StatusError as error:
+            raise in_callers_terms(error, job.sampling.structure) from error
         finally:
             self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, last_s - first_s)
 

@@ -16,6 +16,7 @@ import msgspec
 from headrace.gateway.chat_template import ChatTemplate
 from headrace.gateway.prompts import Conversation
 from headrace.gateway.sampling import MAX_CHOICES, MAX_LOGPROBS, Sampling, check_range, invalid
+from headrace.gateway.structure import structure_of
 from headrace.protos.status import Reason, StatusError
 
 COMPLETION_MAX_TOKENS = 16
@@ -71,12 +72,13 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     bad_words: Any = None
     logits_processors: Any = None
     truncate_prompt_tokens: Any = None
-    response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: Any = None
+    structured_outputs: dict[str, Any] | None = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
 
@@ -211,12 +213,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
+    "guided_whitespace_pattern": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
@@ -240,6 +237,9 @@ _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 def check_chat(request: ChatRequest) -> None:
     """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
     _check_common(request)
+    structure = structure_of(request)
+    if structure is not None and request.tools and request.tool_choice != "none":
+        raise _unsupported(structure.field, f"{structure.field} cannot be combined with tools that may be called")
     if request.tools == []:
         raise invalid("tools", "tools must not be an empty list; leave the field out")
     if request.tools is None and request.tool_choice not in (None, "none"):
@@ -335,6 +335,7 @@ def sampling_of(request: ChatRequest | CompletionRequest) -> Sampling:
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         logprobs=logprobs,
+        structure=structure_of(request),
     )
 
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headrace.protos.inference_pb2 import SamplingParams
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
+
+if TYPE_CHECKING:
+    from headrace.gateway.structure import Structure
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -51,6 +55,8 @@ class Sampling:
     """Special tokens are no part of the text."""
     logprobs: int | None = None
     """Number of alternatives to report at each position; None: no log-probabilities at all."""
+    structure: Structure | None = None
+    """What the whole answer must be; None: any text."""
 
 
 # name, least, greatest, whether the least itself is excluded
@@ -79,6 +85,8 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
             raise invalid("min_tokens", f"min_tokens must be at most {sampling.max_tokens_field}")
     _check_stop(sampling)
     _check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS)
+    if sampling.structure is not None and sampling.allowed_token_ids:
+        raise invalid("allowed_token_ids", f"allowed_token_ids and {sampling.structure.field} exclude each other")
     _check_token_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size, vocab_size)
     _check_token_ids("logit_bias", sampling.logit_bias, vocab_size, MAX_LOGIT_BIASES)
     for bias in sampling.logit_bias.values():
@@ -112,6 +120,8 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
         params.top_k = max(sampling.top_k, 0)
     if sampling.ignore_eos:
         params.ignore_eos = True
+    if sampling.structure is not None:
+        params.constraint.CopyFrom(sampling.structure.constraint)
     params.stop_token_ids.extend(sampling.stop_token_ids)
     params.allowed_token_ids.extend(sampling.allowed_token_ids)
     for token_id, bias in sampling.logit_bias.items():
