@@ -19,27 +19,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from headrace.worker.distribution import FloatArray, draw, logprobs_of, uniform
 from headrace.worker.grammar import LookAhead, Matcher
-from headrace.worker.request import Request, SamplingParams, TokenLogprobs
+from headrace.worker.request import Request, SamplingParams
 from headrace.worker.scheduler import Sampled
-
-FloatArray = npt.NDArray[np.float32]
-
-_MASK = (1 << 64) - 1
-# Length of the runs in which a row is searched: sums or maxima of runs first, then within one.
-_RUN = 256
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on seed and position alone, so that a draw is the same in
-    every batch, and again after a resumption. Two rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
-    state = seed & _MASK
-    for step in (0x9E3779B97F4A7C15 * (position + 1), 0xD1B54A32D192ED03):
-        state = (state + step) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return (state >> 11) * 2.0**-53
 
 
 class TokenCounts:
@@ -111,7 +94,8 @@ class BatchSampler:
         best = _greedy(row)
         if best < 0 or sampling.is_plain:
             return Sampled(best)
-        original = row.copy() if sampling.num_logprobs is not None and sampling.changes_logits else row
+        overwritten = sampling.changes_logits or not sampling.is_greedy
+        original = row.copy() if sampling.num_logprobs is not None and overwritten else row
         few = None
         if sampling.changes_logits:
             few = self._change_logits(request, row)
@@ -195,87 +179,3 @@ def _penalise(row: FloatArray, counts: TokenCounts, sampling: SamplingParams) ->
         values = row[seen]
         row[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
     row[token_ids] -= sampling.presence_penalty + sampling.frequency_penalty * occurrences
-
-
-def draw(row: FloatArray, sampling: SamplingParams, u: float) -> int:
-    """The token at quantile `u` of the filtered distribution of `row` `[vocab]`, which is overwritten."""
-    row -= row.max()
-    if 0 < sampling.top_k < len(row):
-        return _draw_filtered(row, _at_least_kth(row, sampling.top_k), sampling, u)
-    row /= np.float32(sampling.temperature)
-    weights = np.exp(row, out=row)
-    if sampling.top_p < 1.0:
-        total = float(weights.sum(dtype=np.float64))
-        # Tokens less probable than this cannot reach (1 - top_p) even all together, so none is in the nucleus.
-        candidates = np.flatnonzero(weights >= (1.0 - sampling.top_p) * total / len(weights))
-        return _draw_nucleus(candidates, weights[candidates].astype(np.float64), total, sampling, u)
-    if sampling.min_p > 0.0:
-        candidates = np.flatnonzero(weights >= sampling.min_p)
-        return _pick(candidates, weights[candidates].astype(np.float64), u)
-    return _pick_from_all(weights, u)
-
-
-def _draw_filtered(row: FloatArray, candidates: npt.NDArray[np.intp], sampling: SamplingParams, u: float) -> int:
-    weights = np.exp(row[candidates].astype(np.float64) / sampling.temperature)
-    return _draw_nucleus(candidates, weights, float(weights.sum()), sampling, u)
-
-
-def _draw_nucleus(
-    candidates: npt.NDArray[np.intp],
-    weights: npt.NDArray[np.float64],
-    total: float,
-    sampling: SamplingParams,
-    u: float,
-) -> int:
-    """Draw among the most probable candidates whose weights reach top_p of `total`; the best has weight 1."""
-    if sampling.top_p < 1.0:
-        order = np.argsort(-weights, kind="stable")
-        reach = np.cumsum(weights[order])
-        order = np.sort(order[: int(np.searchsorted(reach, sampling.top_p * total)) + 1])
-        candidates, weights = candidates[order], weights[order]
-    if sampling.min_p > 0.0:
-        kept = weights >= sampling.min_p
-        candidates, weights = candidates[kept], weights[kept]
-    return _pick(candidates, weights, u)
-
-
-def _pick(candidates: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], u: float) -> int:
-    reach = np.cumsum(weights)
-    return int(candidates[min(int(np.searchsorted(reach, u * reach[-1], side="right")), len(candidates) - 1)])
-
-
-def _pick_from_all(weights: FloatArray, u: float) -> int:
-    """As `_pick` over a whole row, by sums of runs first: a running sum over the vocabulary costs four times more."""
-    starts = np.arange(0, len(weights), _RUN)
-    reach = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
-    target = u * reach[-1]
-    run = min(int(np.searchsorted(reach, target, side="right")), len(starts) - 1)
-    start = run * _RUN
-    within = np.cumsum(weights[start : start + _RUN], dtype=np.float64)
-    before = reach[run - 1] if run else 0.0
-    offset = int(np.searchsorted(within, target - before, side="right"))
-    return start + min(offset, int(np.flatnonzero(weights[start : start + _RUN])[-1]))
-
-
-def _at_least_kth(row: FloatArray, k: int) -> npt.NDArray[np.intp]:
-    """Indices, ascending, of the `k` largest; the lowest ids among equals at the edge."""
-    if k * _RUN >= len(row):
-        return np.sort(np.argsort(-row, kind="stable")[:k])
-    maxima = np.maximum.reduceat(row, np.arange(0, len(row), _RUN))
-    # The k largest lie in runs whose maximum is at least the k-th largest maximum.
-    edge = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
-    candidates = np.flatnonzero(row >= edge)
-    return np.sort(candidates[np.argsort(-row[candidates], kind="stable")[:k]])
-
-
-def logprobs_of(row: FloatArray, chosen: int, num_top: int) -> TokenLogprobs:
-    """Log-probability and rank of `chosen`, and the `num_top` best, under softmax of `row` `[vocab]`."""
-    best = float(row.max())
-    normaliser = best + float(np.log(np.exp(row - np.float32(best)).sum(dtype=np.float64)))
-    rank = 1 + int(np.count_nonzero(row > row[chosen]))
-    if num_top == 0:
-        return TokenLogprobs(float(row[chosen]) - normaliser, rank, (), ())
-    top = _at_least_kth(row, min(num_top, len(row)))
-    top = top[np.argsort(-row[top], kind="stable")]
-    values = row[top].astype(np.float64) - normaliser
-    return TokenLogprobs(float(row[chosen]) - normaliser, rank, tuple(top.tolist()), tuple(values.tolist()))

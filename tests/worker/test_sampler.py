@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.worker.distribution import draw, logprobs_of, uniform
 from headrace.worker.request import Request, SamplingParams
-from headrace.worker.sampler import BatchSampler, draw, logprobs_of, uniform
+from headrace.worker.sampler import BatchSampler
 
 VOCAB = 3000
 
@@ -202,6 +203,13 @@ def test_logprobs_equal_a_float64_reference(seed: int, num_top: int, size: int) 
     assert entry.rank == 1 + int((exact > exact[chosen]).sum())
     assert list(entry.top_token_ids) == order[:num_top].tolist()
     assert list(entry.top_logprobs) == pytest.approx(exact[order[:num_top]].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.7, "presence_penalty": 1.0}])
+def test_logprobs_of_drawn_tokens_are_of_the_row_as_it_came(fields: dict[str, Any]) -> None:
+    logits = (np.random.default_rng(8).normal(size=(1, VOCAB)) * 3).astype(np.float32)
+    sampled = BatchSampler().sample([request(params(num_logprobs=3, **fields))], logits.copy())[0]
+    assert sampled.logprobs == logprobs_of(logits[0], sampled.token_id, 3)
 
 
 def test_reported_logprobs_are_of_the_model_not_of_what_penalties_made_of_it() -> None:
