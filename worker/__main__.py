@@ -18,8 +18,7 @@ import grpc
 import uvloop
 from grpc_health.v1 import health
 
-from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.protos.inference_pb2 import SamplingParams
+from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.introspection import add_introspection, set_serving
 from headrace.worker.admission import ModelLimits
 from headrace.worker.block_pool import BlockPool
@@ -34,6 +33,7 @@ from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model_dir import ModelDir, read_model_dir
 from headrace.worker.numa import pin
 from headrace.worker.registration import Registration
+from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
 from headrace.worker.service import SERVICE_NAMES, InferenceService, WorkerService
@@ -42,6 +42,7 @@ from headrace.worker.watch import WatchHub
 log = logging.getLogger("headrace.worker")
 
 STOP_S = 2.0
+WARM_UP_TOKENS = 30
 MESSAGE_BYTES = 16 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -105,8 +106,18 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         target_step_ms=config.target_tpot_ms,
     )
     engine = Engine(scheduler, runner, BatchSampler())
+    warm_up(engine, pool)
     card = model_card(config, pool, model_dir, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle)
+
+
+def warm_up(engine: Engine, pool: BlockPool) -> None:
+    """Compute a short prompt and two tokens behind it, so that the first caller does not wait for what comes once."""
+    num_tokens = min(WARM_UP_TOKENS, pool.num_blocks * pool.block_size - 2)
+    sampling = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
+    start = time.monotonic()
+    engine.warm_up(Request("warm-up", [0] * num_tokens, sampling, 0))
+    log.info("warm after %.2f s", time.monotonic() - start)
 
 
 def model_card(
@@ -123,7 +134,7 @@ def model_card(
         vocab_size=vocab_size,
         block_size=pool.block_size,
         eos_token_ids=model_dir.eos_token_ids,
-        default_sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+        default_sampling=inference_pb2.SamplingParams(**sampling),  # type: ignore[arg-type]
         created_s=model_dir.created_s,
         kv_precision=kv_precision,
     )

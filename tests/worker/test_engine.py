@@ -11,8 +11,9 @@ import pytest
 
 from headrace.protos.status import Reason
 from headrace.worker.batch import Batch
-from headrace.worker.request import FinishReason, Request
-from headrace.worker.scheduler import MIN_CHUNK_ROOM, chunk_of
+from headrace.worker.engine import EngineStats
+from headrace.worker.request import FinishReason, Request, SamplingParams
+from headrace.worker.scheduler import MIN_CHUNK_ROOM, SchedulerStats, chunk_of
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
 
@@ -242,6 +243,20 @@ def test_a_cancelled_request_frees_its_blocks_and_gets_nothing_more(engine: Engi
     assert not engine.scheduler.has_requests
     assert engine.scheduler.kv_cache.pool.num_free_blocks == 64
     assert engine.scheduler.stats.requests_cancelled == 2
+
+
+def test_warming_up_leaves_no_trace(engine: EngineUnderTest) -> None:
+    prompt = list(range(30))
+    engine.engine.warm_up(Request("warm", prompt, SamplingParams(max_tokens=2, seed=0, temperature=0.0), 1))
+    assert engine.runner.num_tokens == 31
+    assert engine.scheduler.kv_cache.pool.num_cached_blocks == 0
+    assert engine.scheduler.kv_cache.pool.take_events() == ([], [])
+    assert engine.scheduler.stats == SchedulerStats()
+    assert engine.engine.stats == EngineStats()
+    request = engine.request(prompt)
+    engine.run()
+    assert request.num_cached_tokens == 0
+    assert engine.tokens[request] == right(request, 8)
 
 
 def test_an_exception_in_a_step_ends_its_requests_and_nothing_else(engine: EngineUnderTest) -> None:
