@@ -111,9 +111,6 @@ def _token_ids(values: Sequence[int], field: str, limits: ModelLimits) -> array[
 
 def _sampling(message: inference_pb2.SamplingParams, limits: ModelLimits, room: int) -> SamplingParams:
     stop = frozenset(_listed(message.stop_token_ids, "stop_token_ids", MAX_STOP_TOKENS, limits))
-    num_logprobs = message.logprobs if message.HasField("logprobs") else None
-    if num_logprobs is not None and num_logprobs > MAX_LOGPROBS:
-        raise _invalid("sampling.logprobs", f"must be 0 to {MAX_LOGPROBS}")
     # A constrained answer must be able to end, whatever the caller ignores; where, its grammar says.
     ends_at_eos = message.HasField("constraint") or not message.ignore_eos
     if message.HasField("constraint") and message.allowed_token_ids:
@@ -131,7 +128,8 @@ def _sampling(message: inference_pb2.SamplingParams, limits: ModelLimits, room: 
         frequency_penalty=_number(message, "frequency_penalty", 0.0, -2.0, 2.0),
         repetition_penalty=_number(message, "repetition_penalty", 1.0, 0.0, 100.0, lowest_excluded=True),
         logit_bias=_logit_bias(message, limits),
-        num_logprobs=num_logprobs,
+        num_logprobs=_num_top(message, "logprobs"),
+        num_prompt_logprobs=_num_top(message, "prompt_logprobs"),
         allowed_token_ids=_listed(message.allowed_token_ids, "allowed_token_ids", limits.vocab_size, limits),
         bad_words=_bad_words(message, limits),
     )
@@ -153,6 +151,15 @@ def _number(
         bounds = f"over {lowest:g}" if lowest_excluded else f"at least {lowest:g}"
         bounds += "" if highest == math.inf else f" and at most {highest:g}"
         raise _invalid(f"sampling.{name}", f"must be {bounds}, not {value:g}")
+    return value
+
+
+def _num_top(message: inference_pb2.SamplingParams, name: str) -> int | None:
+    if not message.HasField(name):
+        return None
+    value: int = getattr(message, name)
+    if value > MAX_LOGPROBS:
+        raise _invalid(f"sampling.{name}", f"must be 0 to {MAX_LOGPROBS}, not {value}")
     return value
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,9 @@ LongArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs of one step; names, shapes and types are the operator's. `sampled` are the requests of the rows whose
-    logits are computed, in that order; `copies` of KV blocks come before anything is computed."""
+    """Inputs of one step; names, shapes and types are the operator's. The rows of logits are those of the `sampled`
+    requests, in that order, and behind them, for each of `prompts`, one for each of its prompt tokens in the step but
+    the last token of the prompt. `copies` of KV blocks come before anything is computed."""
 
     input_ids: LongArray
     position_ids: LongArray
@@ -46,6 +48,15 @@ class Batch:
     sampled_tokens_indices: LongArray
     sampled: Sequence[Request]
     copies: Sequence[BlockCopy]
+    prompts: Sequence[PromptRows]
+
+
+class PromptRows(NamedTuple):
+    """A request that wants log-probabilities of its prompt: the position of the first row, and how many rows."""
+
+    request: Request
+    position: int
+    num_rows: int
 
 
 def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequence[BlockCopy] = ()) -> Batch:
@@ -53,6 +64,8 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
     input_ids, block_indices = array("I"), array("i")
     past_lens, subsequence_begins, block_indices_begins = [], [0], [0]
     sampled_indices, sampled = [], []
+    prompt_indices: list[int] = []
+    prompts: list[PromptRows] = []
     max_context_len = 0
     for request, num_tokens in scheduled:
         past = request.num_computed_tokens
@@ -68,6 +81,10 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
         subsequence_begins.append(len(input_ids))
         block_indices_begins.append(len(block_indices))
         max_context_len = max(max_context_len, end)
+        if request.wants_prompt_logprobs:
+            num_rows = min(end, request.num_prompt_tokens - 1) - past
+            prompt_indices.extend(range(subsequence_begins[-2], subsequence_begins[-2] + num_rows))
+            prompts.append(PromptRows(request, past, num_rows))
         if end == len(request.token_ids):
             sampled_indices.append(len(input_ids) - 1)
             sampled.append(request)
@@ -81,9 +98,10 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
         block_indices=np.frombuffer(block_indices, np.int32),
         block_indices_begins=np.array(block_indices_begins, np.int32),
         max_context_len=np.array(max_context_len, np.int32),
-        sampled_tokens_indices=np.array(sampled_indices, np.int64),
+        sampled_tokens_indices=np.array(sampled_indices + prompt_indices, np.int64),
         sampled=sampled,
         copies=copies,
+        prompts=prompts,
     )
 
 

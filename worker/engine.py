@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.batch import Batch, build_batch
+from headrace.worker.batch import Batch, PromptRows, build_batch
+from headrace.worker.distribution import logprobs_of
 from headrace.worker.request import Request, RequestOutput
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerStats
 from headrace.worker.step_cost import StepCostModel
@@ -27,7 +28,7 @@ class ModelRunner(Protocol):
     infer_s: float
 
     def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Logits `[len(batch.sampled), vocab_size]`, valid until the next call. Updates the KV cache."""
+        """Logits `[rows, vocab_size]`, rows as the batch says, valid until the next call. Updates the KV cache."""
         ...
 
 
@@ -80,7 +81,10 @@ class Engine:
         try:
             batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
             logits = self.runner.execute(batch)
-            outputs = self.scheduler.update(output, self.sampler.sample(batch.sampled, logits))
+            num_sampled = len(batch.sampled)
+            if batch.prompts:
+                read_prompts(batch.prompts, logits[num_sampled:])
+            outputs = self.scheduler.update(output, self.sampler.sample(batch.sampled, logits[:num_sampled]))
         except Exception as error:
             log.exception("a step of %d requests failed", len(output.scheduled))
             return self.scheduler.fail([request for request, _ in output.scheduled], _step_error(error))
@@ -92,6 +96,20 @@ class Engine:
         self.stats.infer_s += self.runner.infer_s
         self.stats.overhead_s += step_s - self.runner.infer_s
         return outputs
+
+
+def read_prompts(prompts: Sequence[PromptRows], logits: npt.NDArray[np.float32]) -> None:
+    """Note the log-probabilities of prompt tokens, each read from the row of the token before it."""
+    first = 0
+    for request, position, num_rows in prompts:
+        num_top = request.sampling.num_prompt_logprobs
+        assert num_top is not None
+        for row in range(num_rows):
+            # A prompt that was preempted is computed again from its start.
+            if position + row == len(request.prompt_logprobs):
+                next_token_id = request.token_ids[position + row + 1]
+                request.prompt_logprobs.append(logprobs_of(logits[first + row], next_token_id, num_top))
+        first += num_rows
 
 
 def _step_error(error: Exception) -> StatusError:

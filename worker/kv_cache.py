@@ -43,7 +43,7 @@ class KVCacheManager:
         Called each time the request is about to compute, so that what others have computed meanwhile is used too.
         """
         size = self.block_size
-        if request.num_computed_tokens != len(request.block_table) * size:
+        if request.num_computed_tokens != len(request.block_table) * size or request.wants_prompt_logprobs:
             return 0
         last_reusable = (request.num_tokens - MIN_TOKENS_LEFT) // size
         found: list[int] = []
@@ -89,7 +89,7 @@ class KVCacheManager:
         index = len(request.block_table)
         start = index * self.block_size
         end = min(start + self.block_size, request.num_tokens - MIN_TOKENS_LEFT)
-        if request.num_computed_tokens != start or end - start < MIN_COPIED_TOKENS:
+        if request.num_computed_tokens != start or end - start < MIN_COPIED_TOKENS or request.wants_prompt_logprobs:
             return -1, 0
         return self.pool.find_beginning(self._parent_of(request, index), token_bytes_of(request.token_ids[start:end]))
 

@@ -72,7 +72,7 @@ class OpenVINOModelRunner:
             self._cache_views.append(tensor.data.reshape(num_blocks, -1))
 
     def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Logits `[len(batch.sampled), vocab_size]`, a view that the next call overwrites."""
+        """Logits `[rows, vocab_size]`, rows as the batch says: a view that the next call overwrites."""
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]

@@ -49,6 +49,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
@@ -119,11 +120,18 @@ class Request:
     block_hashes: list[int] = field(default_factory=list)
     num_findable_blocks: int = 0
     num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = array("I", self.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids.extend(self.resume_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be read from logits, so that no token of the prompt
+        may be left out. Those of token i + 1 are read where token i is computed."""
+        return self.sampling.num_prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def is_resumed(self) -> bool:

@@ -105,6 +105,8 @@ async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.Genera
             response = _response_of(request, outputs)
             if is_first:
                 response.num_cached_tokens = request.num_cached_tokens
+                if not request.is_resumed:
+                    response.prompt_logprobs.extend(_logprobs_of(entry) for entry in request.prompt_logprobs)
                 is_first = False
             yield response
         if last.error is not None:

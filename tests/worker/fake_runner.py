@@ -56,7 +56,9 @@ class FakeRunner:
         ends = (batch.subsequence_begins[1:] - 1).tolist()
         logits = np.zeros((len(batch.sampled_tokens_indices), self.vocab_size), np.float32)
         for row, index in enumerate(batch.sampled_tokens_indices.tolist()):
-            logits[row, next_token(contexts[ends.index(index)], self.vocab_size)] = 1.0
+            sequence = int(np.searchsorted(batch.subsequence_begins, index, side="right")) - 1
+            context = contexts[sequence][: len(contexts[sequence]) - (ends[sequence] - index)]
+            logits[row, next_token(context, self.vocab_size)] = 1.0
         return logits
 
     def _compute(self, batch: Batch, sequence: int) -> list[int]:
@@ -81,4 +83,5 @@ class FakeRunner:
         assert batch.block_indices_begins[-1] == len(batch.block_indices)
         new = np.diff(batch.subsequence_begins)
         assert int(batch.max_context_len) == int((batch.past_lens + new).max())
-        assert len(batch.sampled) == len(batch.sampled_tokens_indices)
+        num_rows = len(batch.sampled) + sum(prompt.num_rows for prompt in batch.prompts)
+        assert num_rows == len(batch.sampled_tokens_indices)

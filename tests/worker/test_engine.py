@@ -15,7 +15,7 @@ from headrace.worker.engine import EngineStats
 from headrace.worker.request import FinishReason, Request, SamplingParams
 from headrace.worker.scheduler import MIN_CHUNK_ROOM, SchedulerStats, chunk_of
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
-from tests.worker.fake_runner import expected_tokens
+from tests.worker.fake_runner import expected_tokens, next_token
 
 # Steps of each of the twenty seeds of random load: 6,000 in all, or 100,000 as a soak.
 RANDOM_STEPS = 5000 if os.environ.get("HEADRACE_SOAK") else 300
@@ -243,6 +243,39 @@ def test_a_cancelled_request_frees_its_blocks_and_gets_nothing_more(engine: Engi
     assert not engine.scheduler.has_requests
     assert engine.scheduler.kv_cache.pool.num_free_blocks == 64
     assert engine.scheduler.stats.requests_cancelled == 2
+
+
+@pytest.mark.parametrize("budget", [10, 32, 64])
+def test_logprobs_of_a_prompt_are_those_of_each_token_behind_those_before_it(budget: int) -> None:
+    engine = make_engine(num_blocks=60, max_num_seqs=4, max_num_batched_tokens=budget)
+    prompt = [5, 6, 7]
+    prompt += expected_tokens(prompt, 30, VOCAB_SIZE)
+    prompt += [1, 2]
+    engine.request(prompt, max_tokens=1)
+    engine.run()
+    asked = engine.request(prompt, max_tokens=3, num_prompt_logprobs=1)
+    other = engine.request([9] * 20, max_tokens=20)
+    engine.run()
+    assert len(asked.prompt_logprobs) == len(prompt) - 1
+    assert asked.num_cached_tokens == 0, "logits of cached tokens are not to be had"
+    for position, entry in enumerate(asked.prompt_logprobs, 1):
+        best = next_token(prompt[:position], VOCAB_SIZE)
+        assert entry.top_token_ids == (best,)
+        assert (entry.rank == 1) == (prompt[position] == best)
+    assert [entry.rank for entry in asked.prompt_logprobs[2:32]] == [1] * 30
+    assert engine.tokens[asked] == right(asked, 3)
+    assert engine.tokens[other] == right(other, 20)
+
+
+def test_logprobs_of_a_prompt_survive_a_preemption() -> None:
+    engine = make_engine(num_blocks=16, max_num_seqs=4)
+    first = engine.request([1] * 8, max_tokens=40)
+    asked = engine.request(list(range(20)), max_tokens=30, num_prompt_logprobs=0)
+    engine.run()
+    assert asked.num_preemptions > 0
+    assert len(asked.prompt_logprobs) == 19
+    assert engine.tokens[asked] == right(asked, 30)
+    assert engine.tokens[first] == right(first, 40)
 
 
 def test_warming_up_leaves_no_trace(engine: EngineUnderTest) -> None:

@@ -183,6 +183,13 @@ async def test_logprobs_come_with_every_token(worker: RunningWorker) -> None:
         assert entry.top_logprobs[0] == entry.logprob > entry.top_logprobs[1]
 
 
+async def test_logprobs_of_the_prompt_come_with_the_first_message(worker: RunningWorker) -> None:
+    sampling = SamplingParams(max_tokens=3, prompt_logprobs=2, **GREEDY)
+    responses = await worker.generate(token_ids=[1, 2, 3, 4], sampling=sampling)
+    assert [len(response.prompt_logprobs) for response in responses] == [3] + [0] * (len(responses) - 1)
+    assert all(len(entry.top_token_ids) == 2 for entry in responses[0].prompt_logprobs)
+
+
 async def test_a_cancelled_stream_frees_its_blocks_at_the_next_step(worker: RunningWorker) -> None:
     worker.gate.clear()
     call = worker.inference.Generate(GenerateRequest(token_ids=list(range(20)), sampling=SamplingParams(**GREEDY)))
@@ -270,6 +277,7 @@ async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_
         ({"sampling": {"frequency_penalty": -3}}, Reason.INVALID_FIELD, "sampling.frequency_penalty"),
         ({"sampling": {"repetition_penalty": 0}}, Reason.INVALID_FIELD, "sampling.repetition_penalty"),
         ({"sampling": {"logprobs": 21}}, Reason.INVALID_FIELD, "sampling.logprobs"),
+        ({"sampling": {"prompt_logprobs": 21}}, Reason.INVALID_FIELD, "sampling.prompt_logprobs"),
         ({"sampling": {"logit_bias": {1: 101}}}, Reason.INVALID_FIELD, "sampling.logit_bias"),
         ({"sampling": {"logit_bias": {VOCAB_SIZE: 1}}}, Reason.INVALID_FIELD, "sampling.logit_bias"),
         ({"sampling": {"stop_token_ids": range(65)}}, Reason.INVALID_FIELD, "sampling.stop_token_ids"),
