@@ -124,11 +124,12 @@ class Constraint:
 class Matcher:
     """Where one request is in its grammar. Used by one thread at a time."""
 
-    __slots__ = ("__weakref__", "_allowed", "_bits", "_constraint", "_num_tokens", "has_failed", "position")
+    __slots__ = ("__weakref__", "_allowed", "_bias", "_bits", "_constraint", "_num_tokens", "has_failed", "position")
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
         self._bits = np.zeros(len(constraint.end_bits), np.uint8)
+        self._bias: npt.NDArray[np.float32] | None = None
         self._restart()
 
     def _restart(self) -> None:
@@ -139,8 +140,8 @@ class Matcher:
         self.has_failed = False
 
     def allowed(self, generated: Sequence[int]) -> Allowed:
-        """What may follow the generated tokens. None may when they do not follow the grammar, or when it grew over
-        its bounds: then `has_failed`."""
+        """What may follow the generated tokens; valid until the matcher goes on. None may when they do not follow the
+        grammar, or when it grew over its bounds: then `has_failed`."""
         if self._num_tokens > len(generated):
             self._restart()
         if self._num_tokens < len(generated):
@@ -176,7 +177,19 @@ class Matcher:
                 bits |= constraint.end_bits
                 if not bits.any():
                     bits |= constraint.last_bits
-        return _allowed_of(bits, constraint.vocab_size)
+        words = bits.view(np.uint32)
+        if int(np.bitwise_count(words).sum()) > FEW_TOKENS:
+            return Allowed(None, self._bias_of(bits))
+        used = np.flatnonzero(words)
+        within = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little"))
+        return Allowed(used[within >> 5] * 32 + (within & 31))
+
+    def _bias_of(self, bits: Bits) -> npt.NDArray[np.float32]:
+        # One array, used again for each token: making one of this size costs more than filling it.
+        if self._bias is None:
+            self._bias = np.empty((len(bits), 8), np.float32)
+        np.take(_BIAS_OF_BYTE, bits, axis=0, out=self._bias, mode="clip")
+        return self._bias.reshape(-1)[: self._constraint.vocab_size]
 
     def _fail(self) -> None:
         self.has_failed = True
@@ -359,12 +372,3 @@ def _bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
     for token_id in token_ids:
         bits[token_id >> 3] |= 1 << (token_id & 7)
     return bits
-
-
-def _allowed_of(bits: Bits, vocab_size: int) -> Allowed:
-    words = bits.view(np.uint32)
-    if int(np.bitwise_count(words).sum()) > FEW_TOKENS:
-        return Allowed(None, np.take(_BIAS_OF_BYTE, bits, axis=0).reshape(-1)[:vocab_size])
-    used = np.flatnonzero(words)
-    within = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little"))
-    return Allowed(used[within >> 5] * 32 + (within & 31))
