@@ -112,13 +112,16 @@ class Constraint:
         return Matcher(self)
 
     def behind(self, generated: Sequence[int]) -> Constraint:
-        """The same grammar from behind generated tokens. StatusError if they do not follow it."""
+        """The same grammar from behind generated tokens. StatusError if they do not follow it, or nothing can."""
         matcher = Matcher(self)
         first = matcher.allowed(generated)
-        if first.token_ids is not None and not len(first.token_ids):
+        if first.token_ids is None or len(first.token_ids):
+            return replace(self, start=matcher.position, num_start_tokens=len(generated), first=first)
+        if generated:
             message = "resume_token_ids do not follow the constraint; resume with the tokens that were delivered"
             raise StatusError(Reason.INVALID_FIELD, message, field="resume_token_ids")
-        return replace(self, start=matcher.position, num_start_tokens=len(generated), first=first)
+        message = "the constraint is too complex, or no token of the model can begin it"
+        raise StatusError(Reason.INVALID_FIELD, message, field="sampling.constraint")
 
 
 class Matcher:
@@ -154,12 +157,15 @@ class Matcher:
         """Follow a chosen token and compute what may come behind it."""
         self._consume((token_id,))
         self._allowed = self._compute()
+        if self.has_failed:
+            self._constraint.grammar.is_spoiled = True
+            log.warning("a constraint cannot be followed further: %s", _reason(self.position.get_error()))
 
     def _consume(self, token_ids: Sequence[int]) -> None:
         self._num_tokens += len(token_ids)
         self._allowed = None
         if not self.position.consume_tokens(list(token_ids)):
-            self._fail()
+            self.has_failed = True
 
     def _compute(self) -> Allowed:
         if self.has_failed:
@@ -171,7 +177,7 @@ class Matcher:
         bits &= ~constraint.last_bits
         if may_end:
             if self.position.is_error():
-                self._fail()
+                self.has_failed = True
                 return NOTHING
             if self.position.is_accepting():
                 bits |= constraint.end_bits
@@ -190,11 +196,6 @@ class Matcher:
             self._bias = np.empty((len(bits), 8), np.float32)
         np.take(_BIAS_OF_BYTE, bits, axis=0, out=self._bias, mode="clip")
         return self._bias.reshape(-1)[: self._constraint.vocab_size]
-
-    def _fail(self) -> None:
-        self.has_failed = True
-        self._constraint.grammar.is_spoiled = True
-        log.warning("a constraint cannot be followed further: %s", _reason(self.position.get_error()))
 
 
 class LookAhead:

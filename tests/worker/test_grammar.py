@@ -293,6 +293,7 @@ async def test_a_resumption_that_does_not_follow_the_grammar_is_refused(compiler
     with pytest.raises(StatusError) as caught:
         await constraint_of(compiler, LETTERS, generated=(A, ord("1")))
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "resume_token_ids")
+    assert not (await constraint_of(compiler, LETTERS)).grammar.is_spoiled
 
 
 async def test_logprobs_are_of_the_model_not_of_what_the_constraint_left(compiler: Grammars) -> None:
