@@ -18,10 +18,11 @@ from headrace.sim.step_cost import StepCost, StepShape
 from headrace.sim.trace import Job
 from headrace.worker.block_pool import BlockPool
 from headrace.worker.engine import Engine
-from headrace.worker.engine_thread import REPORT_INTERVAL_S, report_of
+from headrace.worker.engine_thread import REPORT_INTERVAL_S, observe_step, report_of
 from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.request import Request, RequestOutput
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput
+from headrace.worker.step_rates import StepRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,16 @@ class Report(NamedTuple):
 
 
 class SimulatedWorker:
-    """One worker. `begin_step` and `end_step` alternate; `busy_s` is the time of all steps, in seconds."""
+    """One worker. `begin_step` and `end_step` alternate."""
 
     def __init__(self, settings: WorkerSettings, *, reports_every_step: bool = False) -> None:
         self.settings = settings
-        self.busy_s = 0.0
-        self.num_steps = 0
         self.num_taken = 0
         pool = BlockPool(settings.num_blocks, settings.block_size)
         self.scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens)
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
+        self._rates = StepRates()
         self._arrived: list[Request] = []
         self._answers: dict[Request, Sampled] = {}
         self._output: SchedulerOutput | None = None
@@ -72,6 +72,16 @@ class SimulatedWorker:
         self._commands_came = False
         self._next_report_s = 0.0
         self._reports_every_step = reports_every_step
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of all steps."""
+        return self._engine.stats.infer_s
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that ended."""
+        return self._engine.stats.num_steps
 
     @property
     def is_stepping(self) -> bool:
@@ -112,8 +122,9 @@ class SimulatedWorker:
         ]
         outputs = self.scheduler.update(output, sampled)
         self.scheduler.step_cost.observe(output.num_tokens, output.num_context_tokens, self._step_ms)
-        self.busy_s += self._step_ms / 1000
-        self.num_steps += 1
+        self._engine.stats.infer_s += self._step_ms / 1000
+        self._engine.stats.num_steps += 1
+        observe_step(self._engine, self._rates)
         for given in outputs:
             if given.is_last:
                 del self._answers[given.request]
@@ -133,7 +144,7 @@ class SimulatedWorker:
         return True
 
     def _report(self, now_s: float) -> Report:
-        report = report_of(self._engine)
+        report = report_of(self._engine, self._rates)
         load = LoadReport(
             num_running=report.num_running,
             num_waiting=report.num_waiting,

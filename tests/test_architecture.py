@@ -33,6 +33,7 @@ SIM_MAY_IMPORT = {
     "worker.kv_cache",
     "worker.request",
     "worker.scheduler",
+    "worker.step_rates",
 }
 
 # foreign distribution -> the only files that may import it

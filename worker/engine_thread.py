@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from headrace.worker.engine import Engine
 from headrace.worker.mailbox import LoadReport, Mailbox
-from headrace.worker.scheduler import Scheduler
+from headrace.worker.step_rates import StepRates
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +25,12 @@ class EngineThread(threading.Thread):
         self._engine = engine
         self._mailbox = mailbox
         self._next_report_s = 0.0
+        self._rates = StepRates()
 
     def run(self) -> None:
         """Step until stopped. With nothing to compute, wait for a command."""
         scheduler = self._engine.scheduler
-        self._mailbox.deliver((), report_of(self._engine))
+        self._mailbox.deliver((), report_of(self._engine, self._rates))
         while (commands := self._mailbox.take(block=not scheduler.has_requests)) is not None:
             for request, is_cancel in commands:
                 if is_cancel:
@@ -37,6 +38,7 @@ class EngineThread(threading.Thread):
                 else:
                     scheduler.add(request)
             outputs = self._engine.step()
+            observe_step(self._engine, self._rates)
             report = self._report_if_due(commands_came=bool(commands))
             if outputs or report:
                 self._mailbox.deliver(outputs, report)
@@ -47,10 +49,17 @@ class EngineThread(threading.Thread):
         if now < self._next_report_s and not at_rest and not commands_came:
             return None
         self._next_report_s = now + REPORT_INTERVAL_S
-        return report_of(self._engine)
+        return report_of(self._engine, self._rates)
 
 
-def report_of(engine: Engine) -> LoadReport:
+def observe_step(engine: Engine, rates: StepRates) -> None:
+    """Let the rates learn from the step that the engine just made, if it made one."""
+    stats = engine.scheduler.stats
+    seconds = engine.stats.infer_s + engine.stats.overhead_s
+    rates.observe(stats.prompt_tokens_computed, stats.tokens_generated, seconds)
+
+
+def report_of(engine: Engine, rates: StepRates) -> LoadReport:
     """The engine's state now; takes the pool's events."""
     scheduler = engine.scheduler
     pool = scheduler.kv_cache.pool
@@ -60,7 +69,6 @@ def report_of(engine: Engine) -> LoadReport:
         for requests in (scheduler.running, scheduler.waiting)
         for request in requests
     )
-    prefill_tokens_per_s, decode_step_ms = _rates_of(scheduler)
     counters = asdict(scheduler.stats)
     counters["steps"] = engine.stats.num_steps
     counters["infer_us"] = int(engine.stats.infer_s * 1e6)
@@ -73,21 +81,9 @@ def report_of(engine: Engine) -> LoadReport:
         num_blocks=pool.num_blocks,
         num_free_blocks=pool.num_free_blocks,
         num_cached_blocks=pool.num_cached_blocks,
-        prefill_tokens_per_s=prefill_tokens_per_s,
-        decode_step_ms=decode_step_ms,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        decode_step_ms=rates.decode_step_ms,
         counters=counters,
         stored=stored,
         evicted=evicted,
     )
-
-
-def _rates_of(scheduler: Scheduler) -> tuple[float, float]:
-    """Prompt tokens per second of a full step, and milliseconds of a step in which each running request computes one
-    token; 0 while unknown."""
-    cost = scheduler.step_cost
-    if not cost.is_learned:
-        return 0.0, 0.0
-    num_context_tokens = sum(request.num_computed_tokens for request in scheduler.running)
-    full = scheduler.max_num_batched_tokens
-    prefill_tokens_per_s = 1000 * full / max(cost.predict_ms(full, full + num_context_tokens), 0.001)
-    return prefill_tokens_per_s, cost.predict_ms(max(1, len(scheduler.running)), num_context_tokens)
