@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.cli.errors import CommandError
+from headrace.cli.placement import WorkerPlace
 
 # Of the available memory, for the KV caches of all workers together: what a worker takes that is alone.
 _KV_CACHE_SHARE = 0.4
@@ -33,7 +31,7 @@ class ProcessSpec:
 class ServeOptions:
     """What `headrace serve` was asked for, with every choice made. `None` leaves a value to the worker.
 
-    `cpus` are those that workers may use; `num_threads` is per worker; `grpc_port` 0 means no gRPC edge.
+    `places` has one place for each worker; `grpc_port` 0 means no gRPC edge.
     """
 
     model_directory: Path
@@ -41,10 +39,8 @@ class ServeOptions:
     host: str
     port: int
     grpc_port: int
-    num_workers: int
-    cpus: tuple[int, ...]
+    places: tuple[WorkerPlace, ...]
     socket_directory: Path
-    num_threads: int | None = None
     kv_cache_gb: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -57,26 +53,6 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def cpu_slices(cpus: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Share the CPUs out in runs whose lengths differ by one at most; too few for that are shared, one for each."""
-    ordered = sorted(cpus)
-    if len(ordered) < count:
-        return [(ordered[index % len(ordered)],) for index in range(count)]
-    bounds = [len(ordered) * index // count for index in range(count + 1)]
-    return [tuple(ordered[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
-def check_threads(num_threads: int | None, num_workers: int, num_cpus: int) -> None:
-    """Raise CommandError unless each worker can have its threads on CPUs of its own."""
-    most = max(1, num_cpus // num_workers)
-    if num_threads is not None and num_threads > most:
-        whose = f"{num_threads} threads" if num_workers == 1 else f"{num_workers} workers of {num_threads} threads"
-        raise CommandError(
-            f"{whose} need more than the {num_cpus} CPUs that are usable here; choose --threads from 1 to {most}, "
-            "or leave it out"
-        )
-
-
 def router_address(options: ServeOptions) -> str:
     """gRPC target of the router."""
     return f"unix:{options.socket_directory / 'router.sock'}"
@@ -84,26 +60,24 @@ def router_address(options: ServeOptions) -> str:
 
 def processes_of(options: ServeOptions, python: str) -> tuple[ProcessSpec, ...]:
     """All processes, those that take longest to start first. `python` is the interpreter to run them."""
-    slices = cpu_slices(options.cpus, options.num_workers)
-    workers = tuple(_worker(options, python, index, cpus) for index, cpus in enumerate(slices))
+    workers = tuple(_worker(options, python, index, place) for index, place in enumerate(options.places))
     return (*workers, _gateway(options, python), _router(options, python))
 
 
-def _worker(options: ServeOptions, python: str, index: int, cpus: tuple[int, ...]) -> ProcessSpec:
+def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) -> ProcessSpec:
     name = f"worker-{index}"
     address = f"unix:{options.socket_directory / name}.sock"
     argv = [python, "-m", "headrace.worker", "--model", str(options.model_directory), "--name", options.model_name]
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
-    argv += _given("--threads", options.num_threads)
+    argv += ["--threads", str(place.num_threads)]
     argv += _given("--kv-cache-gb", options.kv_cache_gb)
-    if options.kv_cache_gb is None and options.num_workers > 1:
-        argv += ["--kv-cache-share", str(_KV_CACHE_SHARE / options.num_workers)]
+    if options.kv_cache_gb is None and len(options.places) > 1:
+        argv += ["--kv-cache-share", str(_KV_CACHE_SHARE / len(options.places))]
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
     argv += _given("--execution-mode", options.execution_mode)
     argv += _given("--log-level", options.log_level)
-    # A worker takes all CPUs of its mask unless it is told a number of threads.
-    return ProcessSpec(name, "worker", tuple(argv), address, cpus if options.num_workers > 1 else (), stop_phase=1)
+    return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1)
 
 
 def _router(options: ServeOptions, python: str) -> ProcessSpec:

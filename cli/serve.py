@@ -20,6 +20,7 @@ from headrace.cli.catalogue import CATALOGUE, DEFAULT_MODEL
 from headrace.cli.errors import EXIT_FAILED, CommandError
 from headrace.cli.http_probe import http_status
 from headrace.cli.log_sink import LogSink
+from headrace.cli.machine import describe_plan
 from headrace.cli.model_cache import (
     cached_names,
     check_model_directory,
@@ -27,7 +28,8 @@ from headrace.cli.model_cache import (
     model_directory,
     read_manifest,
 )
-from headrace.cli.plan import ServeOptions, base_url, check_threads, processes_of, router_address
+from headrace.cli.placement import place_workers
+from headrace.cli.plan import ServeOptions, base_url, processes_of, router_address
 from headrace.cli.ports import check_port, free_port, is_free
 from headrace.cli.run_state import (
     ProcessRecord,
@@ -37,6 +39,7 @@ from headrace.cli.run_state import (
     own_start_ticks,
 )
 from headrace.cli.supervisor import Supervisor
+from headrace.cli.topology import read_topology
 
 _POLL_UNTIL_READY_S = 0.03
 _POLL_WHEN_READY_S = 0.5
@@ -191,8 +194,8 @@ class Serving:
 @click.option(
     "--grpc-port", type=click.IntRange(0, 65535), help="Port of the gRPC edge; 0 for none.  [default: port + 1 if free]"
 )
-@click.option("--workers", type=click.IntRange(1, 256), default=1, show_default=True, help="Number of workers.")
-@click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: CPUs / workers]")
+@click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
+@click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
 @click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GiB.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Largest step of each worker, in tokens.")
@@ -203,12 +206,13 @@ class Serving:
 )
 @click.option("--name", help="Name of the model in requests, if not its own.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of all processes.")
+@click.option("--dry-run", is_flag=True, help="Print which cores each worker would get, and do nothing.")
 def serve(
     model: str,
     host: str,
     port: int,
     grpc_port: int | None,
-    workers: int,
+    workers: int | None,
     threads: int | None,
     kv_cache_gb: float | None,
     max_num_seqs: int | None,
@@ -216,6 +220,7 @@ def serve(
     execution_mode: str | None,
     name: str | None,
     log_level: str | None,
+    dry_run: bool,
 ) -> None:
     """Serve MODEL on this host.
 
@@ -223,8 +228,10 @@ def serve(
     GGUF file.
     """
     begun_s = time.monotonic()
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
-    check_threads(threads, workers, len(cpus))
+    places = place_workers(read_topology(), workers, threads)
+    if dry_run:
+        click.echo(describe_plan(places))
+        return
     log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty())
     try:
         if port:
@@ -239,10 +246,8 @@ def serve(
             host=host,
             port=port,
             grpc_port=chosen_grpc_port,
-            num_workers=workers,
-            cpus=cpus,
+            places=places,
             socket_directory=make_socket_directory(port),
-            num_threads=threads,
             kv_cache_gb=kv_cache_gb,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

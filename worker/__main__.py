@@ -31,7 +31,7 @@ from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.mailbox import LoadReport, Mailbox
 from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model_dir import ModelDir, read_model_dir
-from headrace.worker.numa import pin
+from headrace.worker.numa import num_threads_for
 from headrace.worker.registration import Registration
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
@@ -70,11 +70,11 @@ class LoadedModel:
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
-    """Pin, read, compile, allocate."""
-    threads = pin(config.threads)
+    """Read, compile, allocate, warm up."""
+    threads = num_threads_for(config.threads)
     model_dir = read_model_dir(config.model_dir)
     start = time.monotonic()
-    # Not before the affinity mask is set: OpenVINO maps its threads when it is imported.
+    # Not before a wrong directory was refused: importing OpenVINO takes its time.
     from headrace.worker.model_runner import OpenVINOModelRunner
 
     runner = OpenVINOModelRunner(

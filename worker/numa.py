@@ -1,5 +1,5 @@
-"""Where the worker's threads run. Settled before OpenVINO is imported, for it maps its threads onto the affinity mask
-that it finds when it is."""
+"""Where the worker's threads run: on the CPUs of the affinity mask that it was started with, which OpenVINO reads when
+it is imported and maps its threads onto."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ def usable_cpus() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def pin(threads: int | None) -> int:
-    """Narrow the affinity mask to `threads` of the usable CPUs, the first ones; give the number of threads to use.
+def num_threads_for(asked: int | None) -> int:
+    """Threads to compute with: as many as were asked for, or as there are usable CPUs. With fewer than CPUs, the rest
+    is left to the worker's asyncio side.
 
-    None takes all. ConfigurationError when more are asked for than there are: threads that share a core would only
-    wait for each other.
+    ConfigurationError when more are asked for than there are: threads that share a core would only wait for each other.
     """
-    cpus = sorted(usable_cpus())
-    if threads is None:
-        return len(cpus)
-    if not 1 <= threads <= len(cpus):
+    num_cpus = len(usable_cpus())
+    if asked is None:
+        return num_cpus
+    if not 1 <= asked <= num_cpus:
         raise ConfigurationError(
-            f"{threads} threads were asked for (--threads) but {len(cpus)} CPUs are usable here; "
-            f"ask for 1 to {len(cpus)}"
+            f"{asked} threads were asked for (--threads) but {num_cpus} CPUs are usable here; ask for 1 to {num_cpus}"
         )
-    os.sched_setaffinity(0, cpus[:threads])
-    return threads
+    return asked

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from headrace.cli.errors import CommandError
-from headrace.cli.plan import ServeOptions, base_url, check_threads, cpu_slices, processes_of
+from headrace.cli.placement import WorkerPlace
+from headrace.cli.plan import ServeOptions, base_url, processes_of
 
 OPTIONS = ServeOptions(
     model_directory=Path("/models/m"),
@@ -18,10 +14,10 @@ OPTIONS = ServeOptions(
     host="127.0.0.1",
     port=8000,
     grpc_port=8001,
-    num_workers=1,
-    cpus=(0, 1, 2, 3),
+    places=(WorkerPlace(0, (0, 1, 2, 3), 4),),
     socket_directory=Path("/run/h/8000"),
 )
+TWO_PLACES = (WorkerPlace(0, (0, 1), 2), WorkerPlace(1, (2, 3), 2))
 
 
 def argument(argv: tuple[str, ...], flag: str) -> str | None:
@@ -45,7 +41,6 @@ def test_the_gateway_stops_before_router_and_workers() -> None:
 def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
     worker, *_ = processes_of(OPTIONS, "python")
     flags = (
-        "--threads",
         "--kv-cache-gb",
         "--kv-cache-share",
         "--max-num-seqs",
@@ -53,15 +48,13 @@ def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
         "--execution-mode",
         "--log-level",
     )
-    assert [argument(worker.argv, flag) for flag in flags] == [None] * 7
-    assert worker.cpus == ()
+    assert [argument(worker.argv, flag) for flag in flags] == [None] * 6
 
 
 def test_what_was_asked_for_reaches_every_worker() -> None:
     asked = replace(
         OPTIONS,
-        num_workers=2,
-        num_threads=2,
+        places=TWO_PLACES,
         kv_cache_gb=1.5,
         max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -76,43 +69,20 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
 
 
 def test_several_workers_share_the_memory_of_one() -> None:
-    first, second, *_ = processes_of(replace(OPTIONS, num_workers=2), "python")
+    first, second, *_ = processes_of(replace(OPTIONS, places=TWO_PLACES), "python")
     assert argument(first.argv, "--kv-cache-share") == argument(second.argv, "--kv-cache-share") == "0.2"
-    (asked, *_) = processes_of(replace(OPTIONS, num_workers=2, kv_cache_gb=1), "python")
+    (asked, *_) = processes_of(replace(OPTIONS, places=TWO_PLACES, kv_cache_gb=1), "python")
     assert argument(asked.argv, "--kv-cache-share") is None
 
 
 def test_several_workers_have_cpus_of_their_own() -> None:
-    first, second, *_ = processes_of(replace(OPTIONS, num_workers=2), "python")
+    first, second, *_ = processes_of(replace(OPTIONS, places=TWO_PLACES), "python")
     assert (first.cpus, second.cpus) == ((0, 1), (2, 3))
 
 
 def test_no_grpc_edge_means_no_flag() -> None:
     _, gateway, _ = processes_of(replace(OPTIONS, grpc_port=0), "python")
     assert argument(gateway.argv, "--grpc-port") is None
-
-
-@given(cpus=st.sets(st.integers(0, 255), min_size=1), count=st.integers(1, 64))
-def test_slices_use_all_cpus_evenly(cpus: set[int], count: int) -> None:
-    slices = cpu_slices(tuple(cpus), count)
-    assert len(slices) == count
-    assert all(slices)
-    if len(cpus) >= count:
-        assert sorted(cpu for part in slices for cpu in part) == sorted(cpus)
-        assert max(map(len, slices)) - min(map(len, slices)) <= 1
-    else:
-        assert {cpu for part in slices for cpu in part} == cpus
-
-
-@pytest.mark.parametrize(("threads", "workers", "cpus"), [(5, 1, 4), (3, 2, 4), (2, 8, 4)])
-def test_more_threads_than_cpus_are_refused(threads: int, workers: int, cpus: int) -> None:
-    with pytest.raises(CommandError, match="--threads from 1 to"):
-        check_threads(threads, workers, cpus)
-
-
-@pytest.mark.parametrize(("threads", "workers", "cpus"), [(None, 8, 4), (4, 1, 4), (2, 2, 4), (1, 8, 4)])
-def test_threads_that_fit_are_accepted(threads: int | None, workers: int, cpus: int) -> None:
-    check_threads(threads, workers, cpus)
 
 
 def test_an_ipv6_address_has_brackets_in_a_url() -> None:
