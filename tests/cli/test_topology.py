@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.cli.errors import CommandError
@@ -157,6 +157,7 @@ def test_threads_that_do_not_fit_are_refused_with_the_most_that_do(tmp_path: Pat
         place_workers(topology, 2, 5)
 
 
+@settings(deadline=None)
 @given(workers=st.integers(1, 40), cores=st.integers(1, 24), nodes=st.integers(1, 4))
 def test_every_worker_has_a_core_and_none_is_given_twice_while_there_are_enough(
     workers: int, cores: int, nodes: int, tmp_path_factory: pytest.TempPathFactory
