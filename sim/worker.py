@@ -121,7 +121,6 @@ class SimulatedWorker:
             if request.num_computed_tokens + new == request.num_tokens
         ]
         outputs = self.scheduler.update(output, sampled)
-        self.scheduler.step_cost.observe(output.num_tokens, output.num_context_tokens, self._step_ms)
         self._engine.stats.infer_s += self._step_ms / 1000
         self._engine.stats.num_steps += 1
         observe_step(self._engine, self._rates)

@@ -16,7 +16,7 @@ from headrace.worker.batch import Batch, PromptRows, build_batch
 from headrace.worker.distribution import logprobs_of
 from headrace.worker.request import Request, RequestOutput
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerStats
-from headrace.worker.step_cost import StepCostModel
+from headrace.worker.step_cost import StepCostModel, StepShape
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,10 @@ class Engine:
         output = self.scheduler.schedule()
         if not output.scheduled:
             return []
+        # Runs of decode steps are alike: one in four says enough.
+        shape = None
+        if output.num_tokens > len(output.scheduled) or self.stats.num_steps % 4 == 0:
+            shape = StepShape.of((request.num_computed_tokens, new) for request, new in output.scheduled)
         try:
             batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
             logits = self.runner.execute(batch)
@@ -89,9 +93,8 @@ class Engine:
             log.exception("a step of %d requests failed", len(output.scheduled))
             return self.scheduler.fail([request for request, _ in output.scheduled], _step_error(error))
         step_s = time.perf_counter() - start
-        # Runs of decode steps are alike: one in four says enough.
-        if output.num_tokens > len(output.scheduled) or self.stats.num_steps % 4 == 0:
-            self.scheduler.step_cost.observe(output.num_tokens, output.num_context_tokens, 1000 * step_s)
+        if shape is not None:
+            self.scheduler.step_cost.observe(shape, 1000 * step_s)
         self.stats.num_steps += 1
         self.stats.infer_s += self.runner.infer_s
         self.stats.overhead_s += step_s - self.runner.infer_s

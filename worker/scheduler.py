@@ -19,7 +19,7 @@ from typing import NamedTuple
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.kv_cache import BlockCopy, KVCacheManager
 from headrace.worker.request import FinishReason, Request, RequestOutput, RequestState, TokenLogprobs
-from headrace.worker.step_cost import StepCostModel
+from headrace.worker.step_cost import StepCostModel, StepShape
 
 # Part of the budget for catching up that is kept for the first in rank.
 FIRST_IN_RANK_SHARE = 4
@@ -42,11 +42,10 @@ class Scheduled(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """The content of one step, in the order of the batch. Requests that catch up in it are sampled. `copies` are made
-    before anything is computed. `num_context_tokens` are all tokens that the step's sequences attend to."""
+    before anything is computed."""
 
     scheduled: Sequence[Scheduled]
     num_tokens: int
-    num_context_tokens: int
     copies: Sequence[BlockCopy]
 
 
@@ -141,8 +140,7 @@ class Scheduler:
         wanted = self._share_budget()
         scheduled = self._reserve(wanted)
         num_tokens = sum(num_tokens for _, num_tokens in scheduled)
-        num_context_tokens = num_tokens + sum(request.num_computed_tokens for request, _ in scheduled)
-        return SchedulerOutput(scheduled, num_tokens, num_context_tokens, self.kv_cache.take_copies())
+        return SchedulerOutput(scheduled, num_tokens, self.kv_cache.take_copies())
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         """Account for a computed step. `sampled` has one entry for each request that caught up, in batch order."""
@@ -214,17 +212,18 @@ class Scheduler:
             else:
                 behind.append(request)
         if behind:
-            self._share_among(behind, self._budget_for_catching_up(wanted), wanted)
+            self._share_among(behind, self._budget_for_catching_up(wanted, behind), wanted)
         return wanted
 
-    def _budget_for_catching_up(self, decoding: Collection[Request]) -> int:
+    def _budget_for_catching_up(self, decoding: Collection[Request], behind: Sequence[Request]) -> int:
         """Tokens of the step beside one for each request that has caught up. Where a target for the step's time is
         set, no more than keeps it, so that running streams keep their time per token."""
         budget = self.max_num_batched_tokens - len(decoding)
         if self.target_step_ms is None or not decoding or not self.step_cost.is_learned:
             return budget
-        num_context_tokens = sum(request.num_computed_tokens for request in decoding)
-        within = self.step_cost.tokens_within(self.target_step_ms, num_context_tokens) - len(decoding)
+        decoding_alone = StepShape.of((request.num_computed_tokens, 1) for request in decoding)
+        longest_past = max(request.num_computed_tokens for request in behind)
+        within = self.step_cost.tokens_within(self.target_step_ms, decoding_alone, longest_past)
         return min(budget, max(MIN_CHUNK, within))
 
     def _share_among(self, behind: list[Request], budget: int, wanted: dict[Request, int]) -> None:

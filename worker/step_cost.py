@@ -1,31 +1,63 @@
 """What a step costs, learned from the steps that were run.
 
-    milliseconds = a + b * tokens + c * context / 1000
+    milliseconds = a + b * tokens + c * attended / 1000 + d * context / 1000
 
-`tokens` are the new tokens of the step, `context` all tokens that its sequences attend to. Recursive least squares with
-forgetting (Haykin, Adaptive Filter Theory, chapter on RLS): a few dozen floating point operations a step, no history. A
-step that took far longer than predicted (a kernel built for a new shape, another process on the core) counts less.
+`tokens` are the new tokens of the step. `attended` are the positions that the tokens of prompts look at, summed over
+them: attention's arithmetic, n * p + n * n / 2 for n tokens behind p. `context` are the positions of sequences that
+compute one token: attention's reading of the cache.
+
+Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter on RLS): some dozens of floating point
+operations a step, no history. A step that took far longer than predicted (a kernel built for a new shape, another
+process on the core) counts less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 # Weight of an observation n steps ago is FORGETTING ** n: half after 350 steps.
 FORGETTING = 0.998
 # Steps before predictions are given.
 MIN_STEPS = 8
+_INITIAL = (5.0, 0.3, 0.05, 0.1)
 _INITIAL_VARIANCE = 1e4
 _MAX_VARIANCE = 1e6
 _OUTLIER = 2.0
+_SIZE = len(_INITIAL)
+
+
+class StepShape(NamedTuple):
+    """What the cost of a step depends on; see the module."""
+
+    tokens: int
+    attended: int
+    context: int
+
+    @classmethod
+    def of(cls, step: Iterable[tuple[int, int]]) -> StepShape:
+        """The shape of a step that gives, for each sequence, its computed tokens and those that the step computes."""
+        tokens = attended = context = 0
+        for past, new in step:
+            tokens += new
+            if new == 1:
+                context += past
+            else:
+                attended += new * past + new * new // 2
+        return cls(tokens, attended, context)
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """What the coefficients multiply, in their order."""
+        return (1.0, float(self.tokens), self.attended / 1000, self.context / 1000)
 
 
 class StepCostModel:
-    """Learns a, b and c. All costs in milliseconds, none below 0."""
+    """Learns a, b, c and d. All costs in milliseconds, none below 0."""
 
     def __init__(self) -> None:
-        self._weights = [5.0, 0.3, 0.1]
-        self._covariance = [[_INITIAL_VARIANCE if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._weights = list(_INITIAL)
+        self._covariance = [[_INITIAL_VARIANCE if i == j else 0.0 for j in range(_SIZE)] for i in range(_SIZE)]
         self._num_steps = 0
 
     @property
@@ -33,35 +65,34 @@ class StepCostModel:
         """Whether enough steps were seen."""
         return self._num_steps >= MIN_STEPS
 
-    def predict_ms(self, num_tokens: int, num_context_tokens: int) -> float:
+    def predict_ms(self, shape: StepShape) -> float:
         """Cost of a step."""
-        features = _features(num_tokens, num_context_tokens)
-        return max(0.0, sum(weight * feature for weight, feature in zip(self._weights, features, strict=True)))
+        return max(0.0, _dot(self._weights, shape.features))
 
-    def tokens_within(self, limit_ms: float, num_context_tokens: int) -> int:
-        """The most tokens of a step that is predicted to take no longer than this; at least 0."""
-        fixed_ms = self.predict_ms(0, num_context_tokens)
-        per_token_ms = max(self._weights[1], 1e-4)
-        return max(0, int((limit_ms - fixed_ms) / per_token_ms))
+    def tokens_within(self, limit_ms: float, decoding: StepShape, past: int) -> int:
+        """The most tokens of a prompt, `past` of which are computed, that fit into a step beside `decoding`."""
+        left_ms = limit_ms - self.predict_ms(decoding)
+        per_token_ms = max(self._weights[1] + self._weights[2] * past / 1000, 1e-4)
+        return max(0, int(left_ms / per_token_ms))
 
-    def observe(self, num_tokens: int, num_context_tokens: int, milliseconds: float) -> None:
+    def observe(self, shape: StepShape, milliseconds: float) -> None:
         """Learn from a step."""
-        features = _features(num_tokens, num_context_tokens)
-        predicted_ms = self.predict_ms(num_tokens, num_context_tokens)
+        features = shape.features
+        predicted_ms = self.predict_ms(shape)
         if self.is_learned and milliseconds > _OUTLIER * predicted_ms:
             milliseconds = _OUTLIER * predicted_ms
-        gain_of = [sum(row[j] * features[j] for j in range(3)) for row in self._covariance]
-        scale = FORGETTING + sum(feature * value for feature, value in zip(features, gain_of, strict=True))
+        gain_of = [_dot(row, features) for row in self._covariance]
+        scale = FORGETTING + _dot(features, gain_of)
         gain = [value / scale for value in gain_of]
-        error = milliseconds - sum(weight * feature for weight, feature in zip(self._weights, features, strict=True))
-        for i in range(3):
+        error = milliseconds - _dot(self._weights, features)
+        for i in range(_SIZE):
             self._weights[i] += gain[i] * error
-            for j in range(3):
+            for j in range(_SIZE):
                 # Directions that are not seen for long would grow without bound.
                 shrunk = (self._covariance[i][j] - gain[i] * gain_of[j]) / FORGETTING
                 self._covariance[i][j] = max(-_MAX_VARIANCE, min(_MAX_VARIANCE, shrunk))
         self._num_steps += 1
 
 
-def _features(num_tokens: int, num_context_tokens: int) -> Sequence[float]:
-    return (1.0, float(num_tokens), num_context_tokens / 1000)
+def _dot(left: Iterable[float], right: Iterable[float]) -> float:
+    return sum(one * other for one, other in zip(left, right, strict=True))

@@ -6,69 +6,82 @@ import random
 
 import pytest
 
-from headrace.worker.step_cost import MIN_STEPS, StepCostModel
+from headrace.worker.step_cost import MIN_STEPS, StepCostModel, StepShape
 from tests.worker.conftest import VOCAB_SIZE, make_engine
 from tests.worker.fake_runner import expected_tokens
 
 
-def true_cost(tokens: int, context: int) -> float:
-    return 6.0 + 0.4 * tokens + 0.9 * context / 1000
+def shape_of(tokens: int, past: int) -> StepShape:
+    """A step of one prompt's chunk, or of as many sequences that compute one token."""
+    return StepShape.of([(past, tokens)] if tokens > 32 else [(past, 1)] * tokens)
+
+
+def true_cost(shape: StepShape) -> float:
+    return 6.0 + 0.4 * shape.tokens + 0.2 * shape.attended / 1000 + 0.9 * shape.context / 1000
+
+
+SHAPES = [shape_of(1, 100), shape_of(32, 300), shape_of(256, 0), shape_of(256, 8000)]
 
 
 def learned(seed: int = 1, steps: int = 300, noise: float = 0.05) -> StepCostModel:
     rng = random.Random(seed)
     model = StepCostModel()
     for _ in range(steps):
-        tokens = rng.choice([1, 8, 32, 100, 256])
-        context = tokens + rng.randrange(20_000)
-        model.observe(tokens, context, true_cost(tokens, context) * rng.uniform(1 - noise, 1 + noise))
+        shape = shape_of(rng.choice([1, 8, 32, 100, 256]), rng.randrange(8000))
+        model.observe(shape, true_cost(shape) * rng.uniform(1 - noise, 1 + noise))
     return model
+
+
+def test_the_shape_tells_prompts_from_decoding() -> None:
+    assert StepShape.of([(100, 1), (50, 1), (1000, 20)]) == StepShape(22, 20 * 1000 + 200, 150)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_predictions_come_close_to_what_steps_cost(seed: int) -> None:
     model = learned(seed)
-    for tokens, context in [(1, 100), (32, 8000), (256, 256), (256, 20_000)]:
-        assert model.predict_ms(tokens, context) == pytest.approx(true_cost(tokens, context), rel=0.06)
+    for shape in SHAPES[1:]:
+        assert model.predict_ms(shape) == pytest.approx(true_cost(shape), rel=0.06)
+    assert model.predict_ms(SHAPES[0]) == pytest.approx(true_cost(SHAPES[0]), abs=3)
 
 
 def test_single_slow_steps_do_not_spoil_it() -> None:
     model = learned()
     for _ in range(3):
-        model.observe(32, 1000, 2000.0)
-    assert model.predict_ms(32, 1000) == pytest.approx(true_cost(32, 1000), rel=0.25)
+        model.observe(SHAPES[1], 2000.0)
+    assert model.predict_ms(SHAPES[1]) == pytest.approx(true_cost(SHAPES[1]), rel=0.35)
 
 
 def test_it_follows_a_machine_that_became_slower() -> None:
     model, rng = learned(), random.Random(2)
     for _ in range(2000):
-        tokens, context = rng.choice([1, 32, 256]), rng.randrange(256, 9000)
-        model.observe(tokens, context, 1.6 * true_cost(tokens, context))
-    assert model.predict_ms(128, 4000) == pytest.approx(1.6 * true_cost(128, 4000), rel=0.1)
+        shape = shape_of(rng.choice([1, 32, 256]), rng.randrange(9000))
+        model.observe(shape, 1.6 * true_cost(shape))
+    assert model.predict_ms(shape_of(128, 4000)) == pytest.approx(1.6 * true_cost(shape_of(128, 4000)), rel=0.1)
 
 
 def test_long_monotony_leaves_it_sane() -> None:
     model = learned()
     for _ in range(20_000):
-        model.observe(1, 500, true_cost(1, 500))
-    assert model.predict_ms(1, 500) == pytest.approx(true_cost(1, 500), rel=0.02)
-    assert 0 < model.predict_ms(256, 500) < 1000
+        model.observe(SHAPES[0], true_cost(SHAPES[0]))
+    assert model.predict_ms(SHAPES[0]) == pytest.approx(true_cost(SHAPES[0]), rel=0.02)
     for _ in range(50):
-        model.observe(256, 756, true_cost(256, 756))
-    assert model.predict_ms(256, 756) == pytest.approx(true_cost(256, 756), rel=0.1)
+        model.observe(SHAPES[2], true_cost(SHAPES[2]))
+    assert model.predict_ms(SHAPES[2]) == pytest.approx(true_cost(SHAPES[2]), rel=0.1)
 
 
 def test_tokens_within_a_limit_are_the_inverse_of_the_cost() -> None:
     model = learned(noise=0.0)
-    assert model.tokens_within(50.0, 1000) == pytest.approx((50 - 6 - 0.9) / 0.4, abs=2)
-    assert model.tokens_within(1.0, 1000) == 0
+    decoding = StepShape(1, 0, 1000)
+    assert model.tokens_within(50.0, decoding, 0) == pytest.approx((50 - 6 - 0.4 - 0.9) / 0.4, abs=3)
+    assert model.tokens_within(50.0, decoding, 2000) == pytest.approx((50 - 6 - 0.4 - 0.9) / 0.8, abs=3)
+    assert model.tokens_within(1.0, decoding, 0) == 0
 
 
 def test_it_says_when_it_has_seen_too_little() -> None:
     model = StepCostModel()
     for _ in range(MIN_STEPS):
         assert not model.is_learned
-        model.observe(1, 1, 5.0)
+        model.observe(SHAPES[0], 5.0)
     assert model.is_learned
 
 
