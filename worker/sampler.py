@@ -19,10 +19,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from headrace.protos.status import Reason, StatusError
 from headrace.worker.distribution import FloatArray, draw, logprobs_of, uniform
 from headrace.worker.grammar import LookAhead, Matcher
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.scheduler import Sampled
+
+
+NOTHING_ALLOWED = StatusError(
+    Reason.INVALID_FIELD,
+    "the request's constraint, bad words and allowed tokens leave no token to choose, or the constraint has outgrown its "
+    "limits; make them simpler",
+    field="sampling",
+)
 
 
 class TokenCounts:
@@ -102,7 +111,7 @@ class BatchSampler:
             row = row if few is None else row[few]
             best = _greedy(row) if len(row) else -1
             if best < 0:
-                return Sampled(-1)
+                return Sampled(-1, error=NOTHING_ALLOWED)
         if sampling.is_greedy or len(row) == 1:
             chosen = best
         else:

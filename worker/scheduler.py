@@ -64,10 +64,11 @@ class SchedulerStats:
 
 
 class Sampled(NamedTuple):
-    """The token chosen for a request; `token_id` is -1 when its logits were not numbers."""
+    """The token chosen for a request; `token_id` is -1 when none could be, for the reason that `error` gives."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: StatusError = NOT_A_NUMBER
 
 
 def rank(request: Request) -> tuple[int, float]:
@@ -292,7 +293,7 @@ class Scheduler:
     def _append(self, request: Request, sampled: Sampled) -> RequestOutput:
         """Add the sampled token and see whether it was the last."""
         if sampled.token_id < 0:
-            return self.fail([request], NOT_A_NUMBER)[0]
+            return self.fail([request], sampled.error)[0]
         start_pos = request.num_generated_tokens
         token_id = sampled.token_id
         request.token_ids.append(token_id)

@@ -186,7 +186,9 @@ def test_bias_allowed_tokens_bad_words_and_minimum_length_change_what_can_be_cho
 
 def test_a_request_that_forbids_every_token_is_reported() -> None:
     sampling = params(allowed_token_ids=(2,), bad_words=((2,),))
-    assert BatchSampler().sample([request(sampling)], np.zeros((1, 10), np.float32))[0].token_id == -1
+    sampled = BatchSampler().sample([request(sampling)], np.zeros((1, 10), np.float32))[0]
+    assert sampled.token_id == -1
+    assert "leave no token to choose" in sampled.error.message
 
 
 @settings(max_examples=50, deadline=None)
