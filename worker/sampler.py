@@ -25,11 +25,10 @@ from headrace.worker.grammar import LookAhead, Matcher
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.scheduler import Sampled
 
-
 NOTHING_ALLOWED = StatusError(
     Reason.INVALID_FIELD,
-    "the request's constraint, bad words and allowed tokens leave no token to choose, or the constraint has outgrown its "
-    "limits; make them simpler",
+    "the request's constraint, bad words and allowed tokens leave no token to choose, or the constraint has outgrown "
+    "its limits; make them simpler",
     field="sampling",
 )
 
