@@ -10,13 +10,16 @@ import math
 import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import click
 import grpc
 import uvloop
 
+from headrace.gateway.formats import REASONING_PARSERS, TOOL_PARSERS, Formats, parse_parsers
 from headrace.gateway.generation import Generator
 from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.logs import LEVELS, configure_logging
@@ -58,6 +61,9 @@ class Settings:
     routers: tuple[str, ...]
     drain_timeout_s: float
     """How long running requests may take to end after SIGTERM."""
+    tool_parsers: Mapping[str, str]
+    """Names of formats by model; see `Formats`."""
+    reasoning_parsers: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,8 @@ def _wire(settings: Settings, tokenizing: ThreadPoolExecutor, loading: ThreadPoo
     models = Models(upstream, loading)
     prompts = Prompts(tokenizing)
     generator = Generator(upstream, metrics)
-    edge = HttpEdge(models, prompts, generator, upstream, metrics)
+    formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
+    edge = HttpEdge(models, prompts, generator, upstream, metrics, formats)
     return _Parts(upstream, models, edge, TextService(models, prompts, generator, metrics))
 
 
@@ -178,13 +185,36 @@ def _bind(host: str, port: int) -> socket.socket:
     type=click.FloatRange(min=0),
     help="Seconds that running requests may take to end after SIGTERM; nobody else can go on with them.",
 )
+@click.option(
+    "--tool-parser",
+    "tool_parsers",
+    multiple=True,
+    envvar="HEADRACE_GATEWAY_TOOL_PARSER",
+    callback=lambda context, parameter, values: _parsers(values, TOOL_PARSERS),
+    metavar="[MODEL=]NAME",
+    help=f"How models write tool calls, if not as their chat templates tell: {', '.join(TOOL_PARSERS)}.",
+)
+@click.option(
+    "--reasoning-parser",
+    "reasoning_parsers",
+    multiple=True,
+    envvar="HEADRACE_GATEWAY_REASONING_PARSER",
+    callback=lambda context, parameter, values: _parsers(values, REASONING_PARSERS),
+    metavar="[MODEL=]NAME",
+    help=f"How models write reasoning, if not as their chat templates tell: {', '.join(REASONING_PARSERS)}.",
+)
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least level of log lines.")
-def command(
-    host: str, port: int, grpc_port: int, routers: tuple[str, ...], drain_timeout: float, log_level: str
-) -> None:
+def command(log_level: str, drain_timeout: float, **options: Any) -> None:
     """Serve the OpenAI API for the models that routers know."""
     configure_logging(log_level)
-    uvloop.run(serve(Settings(host, port, grpc_port, routers, drain_timeout)))
+    uvloop.run(serve(Settings(drain_timeout_s=drain_timeout, **options)))
+
+
+def _parsers(values: tuple[str, ...], known: Sequence[str]) -> dict[str, str]:
+    try:
+        return parse_parsers(values, known)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def main() -> None:

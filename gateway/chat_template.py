@@ -49,6 +49,11 @@ class ChatTemplate:
             raise BundleError(f"the chat template is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
 
+    @property
+    def source(self) -> str:
+        """The template's source."""
+        return self._source
+
     def uses(self, variable: str) -> bool:
         """Whether the template reads this variable."""
         return variable in self._variables
@@ -64,6 +69,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The text of the conversation.
 
@@ -87,7 +93,7 @@ class ChatTemplate:
                 **self._special_tokens,
                 **(variables or {}),
                 "messages": messages,
-                "tools": None,
+                "tools": list(tools) or None,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }

@@ -40,11 +40,12 @@ class Ending:
     """How a choice ended, and its account."""
 
     reason: str
-    """`stop` or `length`."""
+    """`stop` or `length`; of a chat also `tool_calls`."""
     stop_reason: int | str | None
     """The stop string or stop token that ended it; None for the model's own end of sequence and for `length`."""
     num_generated_tokens: int
     num_cached_tokens: int
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class Piece:
     """Tokens that arrived; their text may be held back or belong to earlier pieces."""
     logprobs: Sequence[TokenLogprob]
     ending: Ending | None
+    token_offsets: Sequence[int] = ()
+    """Where the text of each of the tokens begins in the text of the choice, in characters."""
 
 
 class Choice:
@@ -74,8 +77,15 @@ class Choice:
         "num_cached_tokens",
     )
 
-    def __init__(self, token_bytes: Sequence[bytes], special_ids: frozenset[int], sampling: Sampling) -> None:
-        skipped = special_ids if sampling.skip_special_tokens else frozenset[int]()
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        special_ids: frozenset[int],
+        sampling: Sampling,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown_ids` are special tokens that are text whatever the caller asks: who reads the text needs them."""
+        skipped = special_ids - shown_ids if sampling.skip_special_tokens else frozenset[int]()
         self._detokenizer = Detokenizer(token_bytes, skipped)
         self._stops = StopMatcher(sampling.stop, sampling.include_stop)
         self._hide_stop_token = not sampling.include_stop
@@ -93,31 +103,32 @@ class Choice:
         """What this message adds. Once the piece has an ending, the generation may be cancelled."""
         if message.HasField("num_cached_tokens") and self._num_tokens == 0:
             self.num_cached_tokens = message.num_cached_tokens
-        before = self._num_tokens
         finish = message.finish if message.HasField("finish") else None
         token_ids = message.token_ids
         hidden = -1
         if finish is not None and finish.reason == FINISH_REASON_STOP and self._hide_stop_token:
             hidden = len(token_ids) - 1
         text = ""
+        offsets: list[int] = []
         for position, token_id in enumerate(token_ids):
             self._num_tokens += 1
+            offsets.append(self._num_decoded_chars)
             if position == hidden:
                 continue
             if self._logprobs_asked:
                 self._remember(token_id, message.logprobs[position])
             text += self._release(self._detokenizer.push(token_id))
             if self._stops.match is not None:
-                return self._ended_by_stop_string(text, self._num_tokens - before)
+                return self._ended_by_stop_string(text, offsets)
         if finish is None:
-            return Piece(text, self._num_tokens - before, self._due(), None)
+            return Piece(text, len(offsets), self._due(), None, offsets)
         text += self._release(self._detokenizer.finish())
         if self._stops.match is not None:
-            return self._ended_by_stop_string(text, self._num_tokens - before)
+            return self._ended_by_stop_string(text, offsets)
         text += self._stops.finish()
         ending = self._ending(finish.reason, finish.stop_token_id if finish.HasField("stop_token_id") else None)
         due, self._pending = tuple(self._pending), deque()
-        return Piece(text, self._num_tokens - before, due, ending)
+        return Piece(text, len(offsets), due, ending, offsets)
 
     def _release(self, decoded: str) -> str:
         if not decoded:
@@ -138,9 +149,9 @@ class Choice:
             due.append(pending.popleft())
         return due
 
-    def _ended_by_stop_string(self, text: str, num_tokens: int) -> Piece:
+    def _ended_by_stop_string(self, text: str, offsets: Sequence[int]) -> Piece:
         ending = Ending("stop", self._stops.match, self._num_tokens, self.num_cached_tokens)
-        return Piece(text, num_tokens, self._due(), ending)
+        return Piece(text, len(offsets), self._due(), ending, offsets)
 
     def _ending(self, reason: int, stop_token_id: int | None) -> Ending:
         assert reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH), f"a finish without a reason: {reason}"

@@ -53,6 +53,8 @@ class Job:
     token_ids: Sequence[int]
     sampling: Sampling
     num_choices: int = 1
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are text to whoever reads the answer."""
     session_key: str = ""
     cache_salt: str = ""
     priority: int = 0
@@ -73,6 +75,7 @@ class Usage:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
+    num_reasoning_tokens: int = 0
 
 
 class Account:
@@ -89,18 +92,22 @@ class Account:
         self._firsts = frozenset(firsts)
         self._num_generated_tokens = 0
         self._num_cached_tokens = 0
+        self._num_reasoning_tokens = 0
 
     def ended(self, index: int, ending: Ending) -> None:
         """Take the ending of a choice. What was cached of a prompt is what its first choice says."""
         self.num_open -= 1
         self._num_generated_tokens += ending.num_generated_tokens
+        self._num_reasoning_tokens += ending.num_reasoning_tokens
         if index in self._firsts:
             self._num_cached_tokens += ending.num_cached_tokens
 
     @property
     def usage(self) -> Usage:
         """The account so far."""
-        return Usage(self._num_prompt_tokens, self._num_generated_tokens, self._num_cached_tokens)
+        return Usage(
+            self._num_prompt_tokens, self._num_generated_tokens, self._num_cached_tokens, self._num_reasoning_tokens
+        )
 
 
 def plan_job(job: Job) -> Plan:
@@ -163,7 +170,7 @@ class Generator:
     async def _one(self, job: Job, request: GenerateRequest, caller: Caller) -> AsyncGenerator[Piece, None]:
         """Pieces of one choice."""
         tokenizer = job.model.text.tokenizer
-        choice = Choice(tokenizer.token_bytes, tokenizer.special_ids, job.sampling)
+        choice = Choice(tokenizer.token_bytes, tokenizer.special_ids, job.sampling, job.shown_ids)
         first_s = last_s = 0.0
         num_tokens = 0
         try:

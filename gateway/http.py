@@ -19,13 +19,16 @@ import uvicorn
 from starlette.routing import Route, Router
 
 from headrace.gateway import openai_types
+from headrace.gateway.chat_output import ChatChoice, WholeChat
 from headrace.gateway.choice import Piece
+from headrace.gateway.conversation import conversation_of
 from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.exchange import Exchange, HttpError, Message, Receive, Send, draining
-from headrace.gateway.generation import Account, Generator, Job, Plan, Usage, plan_job
+from headrace.gateway.formats import Formats
+from headrace.gateway.generation import Account, Generator, Plan, Usage
 from headrace.gateway.logs import request_id_var
 from headrace.gateway.metrics import CONTENT_TYPE, Metrics
-from headrace.gateway.models import Model, Models
+from headrace.gateway.models import Models
 from headrace.gateway.openai_answers import (
     ChatLogprobs,
     ChatStream,
@@ -40,8 +43,10 @@ from headrace.gateway.openai_answers import (
     whole_completion,
 )
 from headrace.gateway.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from headrace.gateway.planning import Chats, plan_of
 from headrace.gateway.prompts import Prompts
 from headrace.gateway.sampling import invalid
+from headrace.gateway.tools import schemas_of
 from headrace.gateway.upstream import Upstream
 from headrace.protos.status import Reason, StatusError
 
@@ -52,20 +57,34 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class _Stream(Protocol):
-    """Makes the events of a streamed answer."""
+    """Makes the events of a streamed answer, of pieces or of what readers make of them."""
 
-    def piece(self, index: int, piece: Piece) -> bytes: ...
+    def piece(self, index: int, piece: Any) -> bytes: ...
 
     def end(self, usage: Usage) -> bytes: ...
+
+
+class _Whole(Protocol):
+    """Gathers one choice of an answer that is not streamed."""
+
+    def push(self, piece: Any) -> None: ...
 
 
 class HttpEdge:
     """The ASGI application."""
 
     def __init__(
-        self, models: Models, prompts: Prompts, generator: Generator, upstream: Upstream, metrics: Metrics
+        self,
+        models: Models,
+        prompts: Prompts,
+        generator: Generator,
+        upstream: Upstream,
+        metrics: Metrics,
+        formats: Formats | None = None,
     ) -> None:
+        """Without `formats`, chat templates tell how models write tool calls and reasoning."""
         self._models = models
+        self._chats = Chats(models, prompts, formats or Formats())
         self._prompts = prompts
         self._generator = generator
         self._upstream = upstream
@@ -152,18 +171,17 @@ class HttpEdge:
 
     async def _chat(self, exchange: Exchange) -> None:
         request = openai_types.decode_body(await exchange.body(), ChatRequest)
-        openai_types.check_chat(request)
-        model = await self._models.find(request.model or "")
-        conversation = openai_types.conversation_of(request, model.chat_template())
-        token_ids = await self._prompts.of_conversation(model, conversation)
-        plan = _plan(request, model, token_ids)
+        chat = await self._chats.plan(request)
+        model, plan, reading = chat.model, chat.plan, chat.reading
         who = identity("chatcmpl", plan.requests[0].request_id, int(time.time()), model.card)
         logprobs = ChatLogprobs(model.text.tokenizer.token_bytes) if request.logprobs else None
         if request.stream:
-            await self._stream(exchange, [plan], ChatStream(who, logprobs, _wants_usage(request)))
+            stream = ChatStream(who, logprobs, _wants_usage(request), reading.num_id_chars)
+            await self._stream(exchange, [plan], stream, chat.choices())
         else:
-            choices, usage = await self._gather(exchange, [plan])
-            await exchange.respond(whole_chat(who, choices, logprobs, usage))
+            chats = [WholeChat(reading.num_id_chars) for _ in plan.requests]
+            usage = await self._gather(exchange, [plan], chats, chat.choices())
+            await exchange.respond(whole_chat(who, chats, logprobs, usage))
 
     async def _completions(self, exchange: Exchange) -> None:
         request = openai_types.decode_body(await exchange.body(), CompletionRequest)
@@ -180,7 +198,7 @@ class HttpEdge:
             else:
                 token_ids = prompt
                 echo = detokenize(prompt, tokenizer.token_bytes, tokenizer.special_ids) if request.echo else ""
-            plans.append(_plan(request, model, token_ids))
+            plans.append(plan_of(request, model, token_ids))
             echoes += [echo] * plans[-1].job.num_choices
         if not request.echo:
             echoes = []
@@ -189,18 +207,27 @@ class HttpEdge:
         if request.stream:
             await self._stream(exchange, plans, CompletionStream(who, logprobs, _wants_usage(request), echoes))
         else:
-            choices, usage = await self._gather(exchange, plans)
+            choices = [WholeChoice() for plan in plans for _ in plan.requests]
+            usage = await self._gather(exchange, plans, choices)
             await exchange.respond(whole_completion(who, choices, logprobs, usage, echoes))
 
-    async def _stream(self, exchange: Exchange, plans: Sequence[Plan], stream: _Stream) -> None:
+    async def _stream(
+        self,
+        exchange: Exchange,
+        plans: Sequence[Plan],
+        stream: _Stream,
+        readers: Sequence[ChatChoice] = (),
+    ) -> None:
+        """Answer with a stream. `readers`, one for each choice, make of its pieces what the stream takes."""
         account = Account(plans)
         keep_alive = asyncio.create_task(exchange.keep_alive())
         try:
             async with aclosing(self._generator.stream(plans, exchange.caller)) as pieces:
                 async for index, piece in pieces:
-                    events = stream.piece(index, piece)
-                    if piece.ending is not None:
-                        account.ended(index, piece.ending)
+                    read = readers[index].push(piece) if readers else piece
+                    events = stream.piece(index, read)
+                    if read.ending is not None:
+                        account.ended(index, read.ending)
                         if not account.num_open:
                             break
                     if events:
@@ -209,16 +236,23 @@ class HttpEdge:
         finally:
             keep_alive.cancel()
 
-    async def _gather(self, exchange: Exchange, plans: Sequence[Plan]) -> tuple[list[WholeChoice], Usage]:
+    async def _gather(
+        self,
+        exchange: Exchange,
+        plans: Sequence[Plan],
+        choices: Sequence[_Whole],
+        readers: Sequence[ChatChoice] = (),
+    ) -> Usage:
+        """Fill the choices. `readers`, one for each choice, make of its pieces what the choice takes."""
         account = Account(plans)
-        choices = [WholeChoice() for _ in range(account.num_choices)]
         pieces: AsyncGenerator[tuple[int, Piece], None] = self._generator.stream(plans, exchange.caller)
         async with aclosing(pieces):
             async for index, piece in pieces:
-                choices[index].push(piece)
-                if piece.ending is not None:
-                    account.ended(index, piece.ending)
-        return choices, account.usage
+                read = readers[index].push(piece) if readers else piece
+                choices[index].push(read)
+                if read.ending is not None:
+                    account.ended(index, read.ending)
+        return account.usage
 
     # --- models, tokens, state --------------------------------------------------------------------------------------
 
@@ -240,8 +274,11 @@ class HttpEdge:
             add_special_tokens = request.add_special_tokens is not False
             token_ids = await self._prompts.of_text(model, request.prompt, add_special_tokens=add_special_tokens)
         else:
-            conversation = openai_types.conversation_of(request, model.chat_template())
-            token_ids = await self._prompts.of_conversation(model, conversation)
+            tools = request.tools or ()
+            schemas_of(tools)
+            conversation = conversation_of(request, model.chat_template(), tools)
+            prompt = await self._prompts.of_conversation(model, conversation)
+            token_ids = list(prompt.token_ids)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": model.card.max_context_tokens,
@@ -300,20 +337,6 @@ class _Endpoint:
         allowed = ", ".join(self._methods)
         message = f"{exchange.scope['method'][:20]} is not allowed here; use {self._methods[0]}"
         raise HttpError(405, "method_not_allowed", message, [(b"allow", allowed.encode())])
-
-
-def _plan(request: ChatRequest | CompletionRequest, model: Model, token_ids: Sequence[int]) -> Plan:
-    return plan_job(
-        Job(
-            model=model,
-            token_ids=token_ids,
-            sampling=openai_types.sampling_of(request),
-            num_choices=request.n or 1,
-            session_key=request.prompt_cache_key or "",
-            cache_salt=request.cache_salt or "",
-            priority=request.priority or 0,
-        )
-    )
 
 
 def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:

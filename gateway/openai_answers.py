@@ -2,8 +2,8 @@
 
 A chunk of a stream is a constant head and tail around one JSON string; only that string is encoded per chunk:
 
-    data: {"id":…,"choices":[{"index":0,"delta":{"content":  "text"  },"logprobs":null,"finish_reason":null}]}
-    `-------------------- head --------------------------'         `------------------ tail -----------------'
+    data: {"id":…,"choices":[{"index":0,"delta":{  "content":"text"  },"logprobs":null,"finish_reason":null}]}
+    `-------------------- head -----------------'                    `------------------ tail ----------------'
 
 The concatenation of a stream equals the whole answer: both are made of the same pieces.
 """
@@ -15,8 +15,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.chat_output import ChatPiece, WholeChat, new_call_id
 from headrace.gateway.choice import Ending, Piece, TokenLogprob
 from headrace.gateway.generation import Usage
+from headrace.gateway.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from headrace.protos.status import StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -49,7 +51,7 @@ def usage_value(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.num_generated_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
 
 
@@ -120,32 +122,48 @@ def token_bytes_of(token_bytes: Sequence[bytes], token_id: int) -> bytes:
 
 
 class ChatStream:
-    """Events of a streamed chat."""
+    """Events of a streamed chat. `num_id_chars` is the length of the ids of tool calls."""
 
-    def __init__(self, who: Identity, logprobs: ChatLogprobs | None, with_usage: bool) -> None:
+    def __init__(self, who: Identity, logprobs: ChatLogprobs | None, with_usage: bool, num_id_chars: int = 24) -> None:
         self._head = _chunk_head(who, "chat.completion.chunk")
         self._null_usage = b',"usage":null' if with_usage else b""
         self._tail = b'},"logprobs":null,"finish_reason":null}]' + self._null_usage + b"}\n\n"
         self._logprobs = logprobs
+        self._num_id_chars = num_id_chars
         self._delta_heads: dict[int, bytes] = {}
         self._with_usage = with_usage
 
-    def piece(self, index: int, piece: Piece) -> bytes:
+    def piece(self, index: int, piece: ChatPiece) -> bytes:
         """Events for a piece of a choice; none if it shows nothing. The first ones of a choice begin with its role."""
         events = b""
         head = self._delta_heads.get(index)
         if head is None:
-            choice = self._head + b'{"index":%d,"delta":{' % index
-            events = choice + b'"role":"assistant","content":""' + self._tail
-            head = self._delta_heads[index] = choice + b'"content":'
-        if self._logprobs is not None:
-            if piece.text or piece.logprobs:
-                shown = encode(self._logprobs.value(piece.logprobs))
-                tail = b'},"logprobs":' + shown + b',"finish_reason":null}]' + self._null_usage + b"}\n\n"
-                events += head + encode(piece.text) + tail
-        elif piece.text:
-            events += head + encode(piece.text) + self._tail
+            head = self._delta_heads[index] = self._head + b'{"index":%d,"delta":{' % index
+            events = head + b'"role":"assistant","content":""' + self._tail
+        deltas = [self._delta(delta) for delta in piece.deltas]
+        tail = self._tail
+        if self._logprobs is not None and (deltas or piece.logprobs):
+            shown = encode(self._logprobs.value(piece.logprobs))
+            tail = b'},"logprobs":' + shown + b',"finish_reason":null}]' + self._null_usage + b"}\n\n"
+            deltas = deltas or [b'"content":""']
+        for delta in deltas:
+            events += head + delta + tail
+            tail = self._tail  # the first event has the log-probabilities of all
         return events if piece.ending is None else events + self._last(index, piece.ending)
+
+    def _delta(self, delta: Delta) -> bytes:
+        """The inside of a delta's JSON object."""
+        match delta:
+            case ContentDelta(text):
+                return b'"content":' + encode(text)
+            case ReasoningDelta(text):
+                return b'"reasoning_content":' + encode(text)
+            case ArgumentsDelta(index, text):
+                return b'"tool_calls":[{"index":%d,"function":{"arguments":%b}}]' % (index, encode(text))
+            case CallDelta(index, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": new_call_id(self._num_id_chars), "type": "function", "function": function}
+                return b'"tool_calls":[' + encode(call) + b"]"
 
     def _last(self, index: int, ending: Ending) -> bytes:
         choice = {
@@ -221,7 +239,7 @@ def _end(head: bytes, usage: Usage | None) -> bytes:
 
 
 class WholeChoice:
-    """Gathers the pieces of one choice for an answer that is not streamed."""
+    """Gathers the pieces of one completion for an answer that is not streamed."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -240,7 +258,7 @@ class WholeChoice:
         return "".join(self._texts)
 
 
-def whole_chat(who: Identity, choices: Sequence[WholeChoice], logprobs: ChatLogprobs | None, usage: Usage) -> bytes:
+def whole_chat(who: Identity, choices: Sequence[WholeChat], logprobs: ChatLogprobs | None, usage: Usage) -> bytes:
     """Body of a chat's answer."""
     values = []
     for index, choice in enumerate(choices):
@@ -248,13 +266,31 @@ def whole_chat(who: Identity, choices: Sequence[WholeChoice], logprobs: ChatLogp
         values.append(
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": message_value(choice),
                 "logprobs": None if logprobs is None else logprobs.value(choice.logprobs),
                 "finish_reason": choice.ending.reason,
                 "stop_reason": choice.ending.stop_reason,
             }
         )
     return _whole(who, "chat.completion", values, usage)
+
+
+def message_value(choice: WholeChat) -> dict[str, Any]:
+    """The message of a chat's choice. Reasoning and calls are there if there were any."""
+    calls = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in choice.calls
+    ]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not choice.content else choice.content,
+        "refusal": None,
+    }
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def whole_completion(

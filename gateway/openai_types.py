@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.gateway.chat_template import ChatTemplate
-from headrace.gateway.prompts import Conversation
 from headrace.gateway.sampling import MAX_CHOICES, MAX_LOGPROBS, Sampling, check_range, invalid
 from headrace.gateway.structure import structure_of
 from headrace.protos.status import Reason, StatusError
@@ -22,7 +20,6 @@ from headrace.protos.status import Reason, StatusError
 COMPLETION_MAX_TOKENS = 16
 MAX_KEY_CHARS = 512
 MAX_PROMPTS = 256
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 _T = TypeVar("_T")
 
@@ -108,9 +105,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -143,8 +140,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     chat_template: Any = None
-    tools: Any = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -218,9 +215,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
 }
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": (),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
     "functions": (),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -239,11 +233,7 @@ def check_chat(request: ChatRequest) -> None:
     _check_common(request)
     structure = structure_of(request)
     if structure is not None and request.tools and request.tool_choice != "none":
-        raise _unsupported(structure.field, f"{structure.field} cannot be combined with tools that may be called")
-    if request.tools == []:
-        raise invalid("tools", "tools must not be an empty list; leave the field out")
-    if request.tools is None and request.tool_choice not in (None, "none"):
-        raise invalid("tool_choice", "tool_choice needs tools")
+        raise unsupported(structure.field, f"{structure.field} cannot be combined with tools that may be called")
     _refuse_unless_neutral(request, _NEUTRAL_CHAT)
     if request.top_logprobs is not None:
         if not request.logprobs:
@@ -259,14 +249,14 @@ def check_completion(request: CompletionRequest) -> None:
     if request.logprobs is not None:
         check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
         if request.echo:
-            raise _unsupported("echo", "echo cannot be combined with logprobs: those of the prompt are not computed")
+            raise unsupported("echo", "echo cannot be combined with logprobs: those of the prompt are not computed")
     if request.suffix:
-        raise _unsupported("suffix", "suffix is not supported: the model continues a prompt and fills no gaps")
+        raise unsupported("suffix", "suffix is not supported: the model continues a prompt and fills no gaps")
 
 
 def check_tokenize(request: TokenizeRequest) -> None:
     """Raise `StatusError` for what cannot be honoured."""
-    _refuse_unless_neutral(request, {"chat_template": (), "tools": ()})
+    _refuse_unless_neutral(request, {"chat_template": ()})
 
 
 def _check_common(request: GenerationFields) -> None:
@@ -276,13 +266,13 @@ def _check_common(request: GenerationFields) -> None:
     if request.best_of is not None and request.best_of != n:
         if request.best_of < n:
             raise invalid("best_of", "best_of must be at least n")
-        raise _unsupported("best_of", "best_of greater than n is not supported; ask for n answers and choose")
+        raise unsupported("best_of", "best_of greater than n is not supported; ask for n answers and choose")
     if request.stream_options is not None:
         if not request.stream:
             raise invalid("stream_options", "stream_options needs stream to be true")
         for name in ("continuous_usage_stats", "include_obfuscation"):
             if getattr(request.stream_options, name):
-                raise _unsupported(f"stream_options.{name}", f"stream_options.{name} is not supported")
+                raise unsupported(f"stream_options.{name}", f"stream_options.{name} is not supported")
     for name in ("prompt_cache_key", "cache_salt"):
         if len(getattr(request, name) or "") > MAX_KEY_CHARS:
             raise invalid(name, f"{name} must have at most {MAX_KEY_CHARS} characters")
@@ -295,10 +285,11 @@ def _refuse_unless_neutral(request: msgspec.Struct, neutral: dict[str, tuple[Any
         value = getattr(request, name)
         if value is not None and value not in values:
             hint = f"; it may only be {json.dumps(values[0])}" if values else "; leave it out"
-            raise _unsupported(name, f"{name} is not supported yet{hint}")
+            raise unsupported(name, f"{name} is not supported yet{hint}")
 
 
-def _unsupported(name: str, message: str) -> StatusError:
+def unsupported(name: str, message: str) -> StatusError:
+    """The error for a field that is known and cannot be honoured."""
     return StatusError(Reason.UNSUPPORTED, message, field=name)
 
 
@@ -337,81 +328,6 @@ def sampling_of(request: ChatRequest | CompletionRequest) -> Sampling:
         logprobs=logprobs,
         structure=structure_of(request),
     )
-
-
-def conversation_of(request: ChatRequest | TokenizeRequest, template: ChatTemplate) -> Conversation:
-    """The conversation of a request, in the shape that this template takes. Raises `StatusError`."""
-    if not request.messages:
-        raise invalid("messages", "messages must not be empty")
-    goes_on = bool(request.continue_final_message)
-    if goes_on and request.add_generation_prompt:
-        raise invalid("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
-    variables = dict(request.chat_template_kwargs or {})
-    effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
-    if effort is not None:
-        if not template.uses("reasoning_effort"):
-            raise _unsupported("reasoning_effort", "reasoning_effort is not supported: the model's template has none")
-        variables["reasoning_effort"] = effort
-    return Conversation(
-        messages=[_template_message(i, message, template) for i, message in enumerate(request.messages)],
-        add_generation_prompt=not goes_on and request.add_generation_prompt is not False,
-        continue_final_message=goes_on,
-        variables=variables,
-        add_special_tokens=bool(request.add_special_tokens),
-    )
-
-
-def _template_message(position: int, message: ChatMessage, template: ChatTemplate) -> dict[str, Any]:
-    where = f"messages[{position}]"
-    if message.role not in _ROLES:
-        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
-    for name in ("function_call", "audio"):
-        if getattr(message, name) is not None:
-            raise _unsupported(f"{where}.{name}", f"{where}.{name} is not supported")
-    role = message.role
-    if role == "developer" and not template.mentions("developer"):
-        role = "system"
-    if message.content is None and not (role == "assistant" and message.tool_calls):
-        raise invalid(f"{where}.content", f"{where}.content is required")
-    values: dict[str, Any] = {"role": role, "content": _text_of(where, message.content)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            values[name] = value
-    if message.tool_calls:
-        if not template.mentions("tool_calls"):
-            raise _unsupported(f"{where}.tool_calls", "the model's chat template knows no tool calls")
-        values["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", c) for i, c in enumerate(message.tool_calls)]
-    return values
-
-
-def _text_of(where: str, content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message: parts are joined by line breaks."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for i, part in enumerate(content):
-        kind, text = part.get("type"), part.get("text")
-        if kind != "text":
-            raise _unsupported(f"{where}.content[{i}].type", f"{where}.content[{i}]: only parts of type text are taken")
-        if not isinstance(text, str):
-            raise invalid(f"{where}.content[{i}].text", f"{where}.content[{i}].text must be a text")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call as templates expect it: the arguments as an object, not as JSON text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"{where}.function", f"{where}.function needs a name and arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise invalid(f"{where}.function.arguments", f"{where}.function.arguments is not JSON: {error}") from error
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def prompts_of(request: CompletionRequest) -> Sequence[str | list[int]]:

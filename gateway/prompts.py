@@ -8,6 +8,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from headrace.gateway.models import Model
 from headrace.protos.status import Reason, StatusError
 
@@ -17,6 +19,9 @@ MAX_PENDING = 256
 # What a message costs besides its content.
 _MESSAGE_CHARS = 20
 
+# The most that is looked at of what a prompt ends with.
+_ENDING_CHARS = 100
+
 _T = TypeVar("_T")
 
 
@@ -25,11 +30,31 @@ class Conversation:
     """What goes through a chat template. Messages are as templates expect them, `content` is a text."""
 
     messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
     """Whether to add tokens around the template's text, which as a rule has its own."""
+
+    @property
+    def num_chars(self) -> int:
+        """About how long its text is."""
+        total = len(msgspec.json.encode(self.tools)) if self.tools else 0
+        for message in self.messages:
+            total += len(message["content"] or "") + _MESSAGE_CHARS
+            if message.get("tool_calls"):
+                total += len(msgspec.json.encode(message["tool_calls"]))
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What a chat template made of a conversation."""
+
+    token_ids: Sequence[int]
+    ending: str
+    """The end of its text: what the answer follows on. Of a message that goes on, its content."""
 
 
 class Prompts:
@@ -47,21 +72,23 @@ class Prompts:
 
         return await self._run(encode, len(text))
 
-    async def of_conversation(self, model: Model, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation. Raises `StatusError` if the model's template refuses it."""
+    async def of_conversation(self, model: Model, conversation: Conversation) -> ChatPrompt:
+        """The prompt of a conversation. Raises `StatusError` if the model's template refuses it."""
         template = model.chat_template()
 
-        def render_and_encode() -> list[int]:
+        def render_and_encode() -> ChatPrompt:
             text = template.render(
                 conversation.messages,
                 add_generation_prompt=conversation.add_generation_prompt,
                 continue_final_message=conversation.continue_final_message,
                 variables=conversation.variables,
+                tools=conversation.tools,
             )
-            return model.text.tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
+            token_ids = model.text.tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
+            goes_on = conversation.continue_final_message
+            return ChatPrompt(token_ids, conversation.messages[-1]["content"] if goes_on else text[-_ENDING_CHARS:])
 
-        num_chars = sum(len(message["content"]) + _MESSAGE_CHARS for message in conversation.messages)
-        return await self._run(render_and_encode, num_chars)
+        return await self._run(render_and_encode, conversation.num_chars)
 
     async def _run(self, work: Callable[[], _T], num_chars: int) -> _T:
         if num_chars <= MAX_INLINE_CHARS:

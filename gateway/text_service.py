@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.json_format import MessageToDict
 
+from headrace.gateway.conversation import conversation_of
 from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.exchange import draining
 from headrace.gateway.generation import Account, Caller, Generator, Job, Usage, plan_job
 from headrace.gateway.logs import request_id_var
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Model, Models
-from headrace.gateway.openai_types import ChatMessage, ChatRequest, conversation_of
+from headrace.gateway.openai_types import ChatMessage, ChatRequest
 from headrace.gateway.prompts import Conversation, Prompts
 from headrace.gateway.sampling import Sampling, invalid
 from headrace.protos.status import Reason, StatusError, abort
@@ -82,7 +83,8 @@ class TextService(TextServicer):
             if request.HasField("text"):
                 token_ids = await self._prompts.of_text(model, request.text)
             else:
-                token_ids = await self._prompts.of_conversation(model, _conversation(request, model))
+                prompt = await self._prompts.of_conversation(model, _conversation(request, model))
+                token_ids = list(prompt.token_ids)
             return TokenizeResponse(token_ids=token_ids, max_context_tokens=model.card.max_context_tokens)
         except StatusError as error:
             await abort(context, error)
@@ -108,7 +110,7 @@ class TextService(TextServicer):
 
     async def _chat(self, request: TextChatRequest, caller: Caller) -> AsyncGenerator[_Answer, None]:
         model = await self._models.find(request.model)
-        token_ids = await self._prompts.of_conversation(model, _conversation(request, model))
+        token_ids = (await self._prompts.of_conversation(model, _conversation(request, model))).token_ids
         async with aclosing(self._answers(Job(model, token_ids, _sampling(request.params)), caller)) as answers:
             async for answer in answers:
                 yield answer

@@ -112,6 +112,8 @@ class OutputFormat:
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+    is_fenced: bool = False
+    """Arguments stand in blocks of code, where the family knows both."""
 
     @property
     def is_harmony(self) -> bool:
@@ -127,6 +129,7 @@ def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> Outpu
     return OutputFormat(
         told if tools == "auto" else TOOL_FORMATS.get(tools),
         reasons if reasoning == "auto" else REASONING_FORMATS.get(reasoning),
+        is_fenced="```json" in template,
     )
 
 

@@ -226,7 +226,6 @@ class JsonCall:
         self._output = output
         self._known = known
         self._name = ""
-        self._call_id = ""
         self._early = ""  # arguments in front of the name
         self._shown = False
 
@@ -266,8 +265,6 @@ class JsonCall:
         elif key in ("id", "type") or self._known is None:
             value = _Buffer()
             yield from json_value(source, value)
-            if key == "id" and value.text.startswith('"'):
-                self._call_id = str(json.loads(value.text))[:MAX_NAME_CHARS]
         else:
             raise MismatchError
 
@@ -294,7 +291,7 @@ class JsonCall:
     def _show(self, arguments: str) -> None:
         if not self._name:
             raise MismatchError
-        self._output.call(self._name, self._call_id)
+        self._output.call(self._name)
         if arguments:
             self._output.arguments(arguments)
         self._shown = True

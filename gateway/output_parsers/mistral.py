@@ -45,12 +45,11 @@ def _named_call(source: Source, output: Output) -> Steps[None]:
     yield from expect(source, OPENING)
     yield from skip(source)
     name = yield from matching(source, _NAME, MAX_NAME_CHARS)
-    call_id = ""
-    if (yield from literal(source, CALL_ID)):
-        call_id = yield from matching(source, _NAME, MAX_NAME_CHARS)
+    if (yield from literal(source, CALL_ID)):  # the model's own id, which need not be unique
+        yield from matching(source, _NAME, MAX_NAME_CHARS)
     yield from literal(source, ARGUMENTS)
     yield from skip(source)
     if (yield from peek(source)) != "{":
         raise MismatchError
-    output.call(name, call_id)
+    output.call(name)
     yield from json_value(source, output.arguments)

@@ -28,10 +28,9 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A tool call begins; its arguments follow. `call_id` is the model's own, or empty."""
+    """A tool call begins; its arguments follow."""
 
     index: int
-    call_id: str
     name: str
 
 
@@ -104,10 +103,10 @@ class Output:
         if self._reasoned and not self._reasoning_space.endswith("\n"):
             self._reasoning_space += "\n"
 
-    def call(self, name: str, call_id: str = "") -> None:
+    def call(self, name: str) -> None:
         """A call begins; arguments that follow are its own."""
         self._trim = True
-        self.deltas.append(CallDelta(self.num_calls, call_id, name))
+        self.deltas.append(CallDelta(self.num_calls, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:

@@ -1,0 +1,77 @@
+"""From a request to a plan: the model, the prompt, the sampling, and how the answers are to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.gateway.chat_output import ChatChoice, Reading, reading_of
+from headrace.gateway.conversation import conversation_of
+from headrace.gateway.formats import Formats
+from headrace.gateway.generation import Job, Plan, plan_job
+from headrace.gateway.models import Model, Models
+from headrace.gateway.openai_types import ChatRequest, CompletionRequest, check_chat, sampling_of
+from headrace.gateway.prompts import Prompts
+from headrace.gateway.sampling import Sampling
+from headrace.gateway.tool_grammar import tool_structure
+from headrace.gateway.tools import tool_use_of
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A chat that was checked."""
+
+    model: Model
+    plan: Plan
+    reading: Reading
+
+    def choices(self) -> list[ChatChoice]:
+        """A reader for each choice."""
+        return [self.reading.choice() for _ in self.plan.requests]
+
+
+class Chats:
+    """Plans chats."""
+
+    def __init__(self, models: Models, prompts: Prompts, formats: Formats) -> None:
+        self._models = models
+        self._prompts = prompts
+        self._formats = formats
+
+    async def plan(self, request: ChatRequest) -> ChatPlan:
+        """Check a chat and make its prompt. Raises `StatusError`."""
+        check_chat(request)
+        use = tool_use_of(request)
+        model = await self._models.find(request.model or "")
+        conversation = conversation_of(request, model.chat_template(), use.listed)
+        prompt = await self._prompts.of_conversation(model, conversation)
+        form = self._formats.of(model)
+        sampling = sampling_of(request)
+        goes_on = conversation.continue_final_message
+        reading = reading_of(form, use, prompt.ending, goes_on, only_content=sampling.structure is not None)
+        structure = tool_structure(form, use, prompt.ending, reading.inside_reasoning)
+        if structure is not None:
+            sampling = replace(sampling, structure=structure)
+        return ChatPlan(model, plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids), reading)
+
+
+def plan_of(
+    request: ChatRequest | CompletionRequest,
+    model: Model,
+    token_ids: Sequence[int],
+    sampling: Sampling | None = None,
+    shown_ids: frozenset[int] = frozenset(),
+) -> Plan:
+    """The plan of a checked request for one prompt; its sampling is the request's own if not given."""
+    return plan_job(
+        Job(
+            model=model,
+            token_ids=token_ids,
+            sampling=sampling_of(request) if sampling is None else sampling,
+            num_choices=request.n or 1,
+            shown_ids=shown_ids,
+            session_key=request.prompt_cache_key or "",
+            cache_salt=request.cache_salt or "",
+            priority=request.priority or 0,
+        )
+    )
