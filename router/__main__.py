@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ import sys
 import click
 import uvloop
 
+from headrace.router.admission import AdmissionConfig
 from headrace.router.fleet import Fleet, FleetConfig
 from headrace.router.forwarding import ForwardingConfig
 from headrace.router.metrics import RouterMetrics
@@ -37,6 +39,18 @@ def split_host_port(address: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise CannotDoAsAskedError(f"{address!r} is no address: write HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def weight_of(given: str) -> tuple[str, float]:
+    """Tenant and weight of NAME=WEIGHT. Raises CannotDoAsAskedError."""
+    name, equals, weight = given.rpartition("=")
+    try:
+        share = float(weight)
+    except ValueError:
+        share = 0.0
+    if not equals or not (0 < share < math.inf):
+        raise CannotDoAsAskedError(f"--tenant-weight {given!r} is none: write NAME=WEIGHT with a weight over 0")
+    return name, share
 
 
 def refuse_if_taken(address: str) -> None:
@@ -101,6 +115,23 @@ async def serve(listen: str, metrics_address: str | None, server: RouterServer, 
     default=10.0,
     help="Seconds a request waits for a worker to come back when none is ready.",
 )
+@click.option(
+    "--max-ttft",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    help="Seconds to the first token; requests for which more is predicted are refused.",
+)
+@click.option(
+    "--max-waiting", type=click.IntRange(min=0), default=1024, help="Requests that wait while all workers are full."
+)
+@click.option("--max-in-flight-per-tenant", type=click.IntRange(min=1), help="Requests of one tenant at a time.")
+@click.option(
+    "--tenant-weight",
+    "tenant_weights",
+    multiple=True,
+    metavar="NAME=WEIGHT",
+    help="A tenant's share when requests wait, 1 for those not named; may be repeated.",
+)
 @click.option("--max-attempts", type=click.IntRange(min=1), default=4, help="Workers that one request may use up.")
 @click.option("--max-in-flight", type=click.IntRange(min=1), default=4096, help="Requests at a time.")
 @click.option(
@@ -116,6 +147,10 @@ def main(
     log_level: str,
     lease: float,
     capacity_wait: float,
+    max_ttft: float,
+    max_waiting: int,
+    max_in_flight_per_tenant: int | None,
+    tenant_weights: tuple[str, ...],
     max_attempts: int,
     max_in_flight: int,
     max_index_entries: int,
@@ -129,11 +164,18 @@ def main(
         counters = RouterMetrics()
         fleet = Fleet(Registry(worker, lease_s=lease), FleetConfig(max_index_entries=max_index_entries))
         counters.observe(fleet)
-        forwarding = ForwardingConfig(max_attempts=max_attempts, capacity_wait_s=capacity_wait)
-        server = RouterServer(fleet, counters, forwarding, max_in_flight=max_in_flight)
+        forwarding = ForwardingConfig(max_attempts=max_attempts)
+        server = RouterServer(fleet, counters, forwarding, admission, max_in_flight=max_in_flight)
         await serve(listen, metrics, server, counters)
 
     try:
+        admission = AdmissionConfig(
+            max_ttft_s=max_ttft,
+            max_waiting=max_waiting,
+            capacity_wait_s=capacity_wait,
+            max_in_flight_per_tenant=max_in_flight_per_tenant,
+            tenant_weights=dict(map(weight_of, tenant_weights)),
+        )
         for address in worker:
             if not address.startswith("unix:"):
                 split_host_port(address)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from array import array
@@ -21,8 +22,9 @@ from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.status import Reason, StatusError
 from headrace.router.bookings import Booking
 from headrace.router.links import HEARTBEAT_MS, LinkState, WorkerLink
-from headrace.router.policy import Placement, RequestFacts, place
+from headrace.router.policy import Candidate, Placement, Priors, RequestFacts, has_room, place
 from headrace.router.prefix_index import PrefixIndex
+from headrace.router.refusals import too_late
 from headrace.router.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -56,12 +58,18 @@ class RoutedRequest:
         """`tokens` are the prompt and the `num_generated` tokens behind it that were delivered."""
         self.tokens = tokens
         self.session_key = request.session_key
+        self.max_ttft_ms = math.inf
         self.max_new_tokens: int | None = None
         if request.sampling.HasField("max_tokens"):
             self.max_new_tokens = max(request.sampling.max_tokens - num_generated, 0)
         self._adapter = request.adapter
         self._cache_salt = request.cache_salt
         self._hashes: dict[tuple[str, int], list[int]] = {}
+
+    def num_expected_tokens(self, priors: Priors) -> int:
+        """Tokens to be computed and generated, as far as can be known."""
+        answer = priors.answer_tokens if self.max_new_tokens is None else min(self.max_new_tokens, priors.answer_tokens)
+        return len(self.tokens) + answer
 
     def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
         """Hashes of the full blocks, as workers with this card compute them."""
@@ -74,12 +82,13 @@ class RoutedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRequest:
-    """A request at its worker. Whoever holds it releases the booking, once."""
+    """A request at its worker, decided in `decision_s`. Whoever holds it releases the booking, once."""
 
     link: WorkerLink
     card: worker_pb2.ModelCard
     booking: Booking
     placement: Placement
+    decision_s: float
 
 
 class Fleet:
@@ -93,6 +102,8 @@ class Fleet:
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when a worker may have room that it had not; set by whoever has requests waiting for that."""
         self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
         self._registry = registry
         self._config = config
@@ -140,6 +151,7 @@ class Fleet:
                     address,
                     self.index,
                     self._on_change,
+                    self._on_room,
                     heartbeat_ms=self._config.heartbeat_ms,
                     clock=self._clock,
                 )
@@ -242,8 +254,10 @@ class Fleet:
         """Choose a ready worker of the card's model, book the request there and predict its blocks; None if none is.
 
         With `same_weights` only workers with the card's very fingerprint count: others would continue an answer
-        differently.
+        differently. Raises StatusError (QUEUE_FULL) if the first token would come later than the request's
+        `max_ttft_ms` wherever it went.
         """
+        began_s = time.perf_counter()
         links = {
             link.address: (link, its_card)
             for link, its_card in self._ready_links(card)
@@ -253,7 +267,19 @@ class Fleet:
             return None
         cached_blocks = self._cached_blocks(request, links)
         placement = self._decide(request, card.name, links, cached_blocks, self._rng)
-        return self._settle_on(request, *links[placement.worker_id], placement, cached_blocks[placement.worker_id])
+        if placement.cost.ttft_ms > request.max_ttft_ms:
+            raise too_late(placement.cost.ttft_ms / 1000, request.max_ttft_ms / 1000)
+        link, its_card = links[placement.worker_id]
+        booking = self._settle_on(request, link, its_card, placement, cached_blocks[link.address])
+        return PlacedRequest(link, its_card, booking, placement, time.perf_counter() - began_s)
+
+    def candidates(self, card: worker_pb2.ModelCard) -> list[Candidate]:
+        """The workers of this model that take requests, as the policy sees them."""
+        return [link.candidate() for link, _ in self._ready_links(card)]
+
+    def has_room(self, card: worker_pb2.ModelCard) -> bool:
+        """Whether a worker of this model has room in its batch."""
+        return any(has_room(link.candidate()) for link, _ in self._ready_links(card))
 
     def weigh(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> Placement | None:
         """The decision that `place` would take now, with nothing booked; None if no worker of the model is ready."""
@@ -288,7 +314,7 @@ class Fleet:
         rng: random.Random,
     ) -> Placement:
         session_worker = self._sessions.get((model, request.session_key)) if request.session_key else None
-        facts = RequestFacts(len(request.tokens), request.max_new_tokens, session_worker)
+        facts = RequestFacts(len(request.tokens), request.max_new_tokens, session_worker, request.max_ttft_ms)
         candidates = [link.candidate() for link, _ in links.values()]
         placement = place(facts, candidates, cached_blocks, self._clock(), rng)
         assert placement is not None, "every one of them takes requests"
@@ -301,7 +327,7 @@ class Fleet:
         card: worker_pb2.ModelCard,
         placement: Placement,
         num_cached_blocks: int,
-    ) -> PlacedRequest:
+    ) -> Booking:
         num_tokens = len(request.tokens) - placement.predicted_cached_tokens
         hashes = request.hashes(card)
         booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks)
@@ -312,7 +338,7 @@ class Fleet:
             self._sessions.move_to_end(session)
             if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-        return PlacedRequest(link, card, booking, placement)
+        return booking
 
     # -- waiting for a change ---------------------------------------------------------------------------------------
 
@@ -323,7 +349,11 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
+    def _on_room(self) -> None:
+        self.on_room()
+
     def _on_change(self) -> None:
+        self.on_room()
         self._remember()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

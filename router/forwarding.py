@@ -22,6 +22,7 @@ import grpc
 
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError, error_of
+from headrace.router.admission import Admission, has_begun
 from headrace.router.delivery import Delivery, FencedError
 from headrace.router.fleet import Fleet, PlacedRequest, RoutedRequest
 from headrace.router.links import WorkerLink
@@ -38,10 +39,9 @@ _TRANSPORT_MESSAGES = ("RST_STREAM", "Stream removed", "GOAWAY", "Socket closed"
 
 @dataclass(frozen=True, slots=True)
 class ForwardingConfig:
-    """`max_attempts` bounds the workers one request may use up; `capacity_wait_s` the wait for one to come back."""
+    """`max_attempts` bounds the workers that one request may use up."""
 
     max_attempts: int = 4
-    capacity_wait_s: float = 10.0
 
 
 class UpstreamError(Exception):
@@ -112,6 +112,7 @@ class Forwarding:
     def __init__(
         self,
         fleet: Fleet,
+        admission: Admission,
         metrics: RouterMetrics,
         config: ForwardingConfig,
         raw: bytes,
@@ -121,6 +122,7 @@ class Forwarding:
     ) -> None:
         """Raises StatusError if `raw` is no GenerateRequest."""
         self._fleet = fleet
+        self._admission = admission
         self._metrics = metrics
         self._config = config
         self._metadata = metadata
@@ -132,6 +134,10 @@ class Forwarding:
 
     async def run(self) -> None:
         """Deliver the whole answer. Raises StatusError or UpstreamError when that is impossible."""
+        with self._admission.counted(self._delivery.request):
+            await self._deliver()
+
+    async def _deliver(self) -> None:
         why = ""
         for attempt in range(self._config.max_attempts):
             if attempt:
@@ -172,31 +178,36 @@ class Forwarding:
     # -- placing ----------------------------------------------------------------------------------------------------
 
     async def _next_place(self) -> PlacedRequest:
-        """Book a worker, if need be when one comes back. Raises StatusError (NO_CAPACITY) when none does in time."""
-        wait_until_s = time.monotonic() + self._config.capacity_wait_s
+        """Book a worker, if need be when one has room or comes back. Raises StatusError when none does in time."""
+        placed = await self._await_place()
+        self._metrics.decision_seconds.observe(placed.decision_s)
+        self._metrics.placements[placed.placement.reason].inc()
+        return placed
+
+    async def _await_place(self) -> PlacedRequest:
+        wait_until_s = time.monotonic() + self._admission.capacity_wait_s
         delivery = self._delivery
+        is_new = not self._failed and not has_begun(delivery.request)
         request = RoutedRequest(delivery.request, delivery.prompt, len(delivery.token_ids))
         while True:
             card = self._card or self._fleet.resolve(delivery.request.model)
-            placed = None if card is None else self._place(request, card)
+            if card is not None and is_new:
+                return await self._admission.place(request, delivery.request, card, self._remaining_s())
+            placed = None if card is None else self._place_again(request, card)
             if placed is not None:
                 return placed
             left_s = wait_until_s - time.monotonic()
             if left_s <= 0:
-                raise self._no_capacity()
+                raise self._admission.no_capacity(delivery.request.model)
             await self._fleet.changed(left_s)
 
-    def _place(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> PlacedRequest | None:
+    def _place_again(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> PlacedRequest | None:
         """Decide now. A worker that failed is asked again only if it came back since and there is no other."""
-        began_s = time.perf_counter()
         same_weights = self._card is not None
         placed = self._fleet.place(request, card, self._failed.keys(), same_weights=same_weights)
         if placed is None and self._failed:
             still_failed = {link for link, incarnation in self._failed.items() if link.incarnation == incarnation}
             placed = self._fleet.place(request, card, still_failed, same_weights=same_weights)
-        if placed is not None:
-            self._metrics.decision_seconds.observe(time.perf_counter() - began_s)
-            self._metrics.placements[placed.placement.reason].inc()
         return placed
 
     def _has_elsewhere(self, placed: PlacedRequest) -> bool:
@@ -204,16 +215,6 @@ class Forwarding:
             link.is_ready and link not in self._failed and link.card is not None and link.card.name == placed.card.name
             for link in self._fleet.links()
         )
-
-    def _no_capacity(self) -> StatusError:
-        model = self._delivery.request.model
-        if not self._fleet.links():
-            what = "this router knows no worker: start one with --router, or name one with --worker"
-        elif self._fleet.num_ready == 0:
-            what = "no worker takes requests at the moment"
-        else:
-            what = f"no worker takes requests for model {model!r} at the moment"
-        return StatusError(Reason.NO_CAPACITY, what, retry_after_s=_RETRY_AFTER_S)
 
     # -- one attempt ------------------------------------------------------------------------------------------------
 

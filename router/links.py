@@ -95,7 +95,8 @@ class _OutOfStepError(Exception):
 class WorkerLink:
     """What the router knows of one worker, and its connection.
 
-    Owns the worker's part of the index (under `address`). `on_change` is called whenever the state is another.
+    Owns the worker's part of the index (under `address`). `on_change` is called whenever the state is another,
+    `on_room` when there may be room for a request that was not there before.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class WorkerLink:
         address: str,
         index: PrefixIndex,
         on_change: Callable[[], None],
+        on_room: Callable[[], None] = lambda: None,
         *,
         heartbeat_ms: int = HEARTBEAT_MS,
         clock: Callable[[], float] = time.monotonic,
@@ -123,6 +125,7 @@ class WorkerLink:
         self._lost_after_s = _LOST_HEARTBEATS * heartbeat_ms / 1000
         self._index = index
         self._on_change = on_change
+        self._on_room = on_room
         self._clock = clock
         self._away_since_s = self.created_at_s
         self._heard_at_s = self.created_at_s
@@ -203,6 +206,7 @@ class WorkerLink:
         """The request is no longer there. Once for each booking."""
         self._candidate = None
         self._bookings.release(booking)
+        self._on_room()
 
     def check(self) -> None:
         """Assert that the sums are those of the bookings."""
@@ -360,6 +364,7 @@ class WorkerLink:
         )
         self._candidate = None
         self._bookings.settle_shown(now_s)
+        self._on_room()
 
     def _judge_silence(self) -> float | None:
         """Act on how long the worker has been silent; seconds until to look again, or None when it is given up."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from headrace.protos.status import Reason
+from headrace.router.admission import Admission
 from headrace.router.fleet import Fleet
 from headrace.router.policy import PlacementReason
 
@@ -33,25 +37,34 @@ class RouterMetrics:
         self.requests = Counter(
             "headrace_router_requests", "Requests that ended, by gRPC status", ["code"], registry=self.registry
         )
+        self._refusals = Counter(
+            "headrace_router_refusals",
+            "Requests that this router itself ended with an error, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
+
+    def refused(self, reason: Reason) -> None:
+        """Count a request that this router itself ended with an error."""
+        self._refusals.labels(reason.name.lower()).inc()
 
     def observe(self, fleet: Fleet) -> None:
         """Add gauges that read the fleet whenever they are scraped. Once."""
-        gauges = {
-            "headrace_router_requests_in_flight": ("Requests booked on workers", lambda: fleet.num_in_flight),
-            "headrace_router_workers_ready": ("Workers that take requests", lambda: fleet.num_ready),
-            "headrace_router_index_entries": ("Pairs of block hash and worker", lambda: len(fleet.index)),
-            "headrace_router_index_entries_max": ("Bound of the entries", lambda: fleet.index.max_entries),
-            "headrace_router_index_entries_dropped": (
-                "Entries given up for lack of room since the start",
-                lambda: fleet.index.num_dropped,
-            ),
-            "headrace_router_index_predicted_blocks": (
-                "Blocks predicted on placement",
-                lambda: fleet.index.num_predicted,
-            ),
-        }
-        for name, (documentation, read) in gauges.items():
-            Gauge(name, documentation, registry=self.registry).set_function(read)
+        index = fleet.index
+        self._gauge("requests_in_flight", "Requests booked on workers", lambda: fleet.num_in_flight)
+        self._gauge("workers_ready", "Workers that take requests", lambda: fleet.num_ready)
+        self._gauge("index_entries", "Pairs of block hash and worker", lambda: len(index))
+        self._gauge("index_entries_max", "Bound of the entries", lambda: index.max_entries)
+        self._gauge("index_entries_dropped", "Entries given up for lack of room", lambda: index.num_dropped)
+        self._gauge("index_predicted_blocks", "Blocks predicted on placement", lambda: index.num_predicted)
+
+    def observe_admission(self, admission: Admission) -> None:
+        """Add gauges that read the queue whenever they are scraped. Once."""
+        self._gauge("requests_waiting", "Requests that wait for room on a worker", lambda: admission.num_waiting)
+        self._gauge("requests_waiting_max", "Bound of the waiting ones", lambda: admission.max_waiting)
+
+    def _gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        Gauge(f"headrace_router_{name}", documentation, registry=self.registry).set_function(read)
 
     def serve(self, host: str, port: int) -> None:
         """Answer scrapes on this address, from a thread of its own. Raises OSError if it cannot be bound."""

@@ -21,6 +21,7 @@ Pure: the same request, candidates, time and random numbers give the same Placem
 from __future__ import annotations
 
 import enum
+import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 
@@ -76,11 +77,15 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestFacts(msgspec.Struct, frozen=True, gc=False):
-    """What placement needs to know of a request. `num_prompt_tokens` counts resumed tokens too."""
+    """What placement needs to know of a request. `num_prompt_tokens` counts resumed tokens too.
+
+    Workers whose first token is expected within `max_ttft_ms` come before all others.
+    """
 
     num_prompt_tokens: int
     max_new_tokens: int | None = None
     session_worker_id: str | None = None
+    max_ttft_ms: float = math.inf
 
 
 class CostTerms(msgspec.Struct, frozen=True, gc=False):
@@ -148,7 +153,7 @@ def place(
     substitutes = _substitutes(open_to, priors)
     cached_tokens = {c.worker_id: _cached_tokens(request, c, cached_blocks[c.worker_id]) for c in open_to}
     costs = {c.worker_id: cost(request, c, cached_tokens[c.worker_id], now_s, substitutes, priors) for c in open_to}
-    worker_id, reason = _choose(request, costs, cached_tokens, rng, priors)
+    worker_id, reason = _choose(request, _in_time(request, costs), cached_tokens, rng, priors)
     return Placement(worker_id, reason, cached_tokens[worker_id], costs[worker_id], costs, cached_tokens)
 
 
@@ -201,6 +206,38 @@ def cost(
             pressure_ms = short * size * ms_per_token + short / needed * priors.answer_tokens * step_ms
     total_ms = queue_ms + backlog_ms + prefill_ms + decode_ms + eviction_ms + pressure_ms
     return CostTerms(queue_ms, backlog_ms, prefill_ms, decode_ms, eviction_ms, pressure_ms, total_ms)
+
+
+def has_room(candidate: Candidate) -> bool:
+    """Whether a worker takes a request into its batch, or into the short queue that keeps the batch full."""
+    load = candidate.load
+    if not load.max_num_seqs:
+        return True  # nothing is known of it yet
+    short_queue = 1 + load.max_num_seqs // 16
+    # What waits there although the batch has seats waits for KV blocks.
+    if load.num_waiting >= short_queue:
+        return False
+    return load.num_running + load.num_waiting + candidate.num_booked_requests < load.max_num_seqs + short_queue
+
+
+def predicted_wait_ms(num_ahead: int, candidates: Sequence[Candidate], priors: Priors) -> float:
+    """How long a request waits behind `num_ahead` others until one of these workers, all of them full, has room.
+
+    Each ends max_num_seqs answers in the time of one; 0 when none of them says how many it takes.
+    """
+    substitutes = _substitutes(candidates, priors)
+    ended_per_ms = 0.0
+    for candidate in candidates:
+        step_ms = candidate.load.decode_step_ms or substitutes.decode_step_ms
+        ended_per_ms += candidate.load.max_num_seqs / (priors.answer_tokens * step_ms)
+    return (num_ahead + 1) / ended_per_ms if ended_per_ms else 0.0
+
+
+def _in_time(request: RequestFacts, costs: dict[str, CostTerms]) -> dict[str, CostTerms]:
+    """Those that keep to the request's bound, or all if none does."""
+    if request.max_ttft_ms == math.inf:
+        return costs
+    return {name: terms for name, terms in costs.items() if terms.ttft_ms <= request.max_ttft_ms} or costs
 
 
 def _cached_tokens(request: RequestFacts, candidate: Candidate, num_blocks: int) -> int:

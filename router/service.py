@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 from headrace.protos import router_pb2
 from headrace.protos.introspection import add_introspection, set_serving
 from headrace.protos.status import Reason, StatusError, abort
+from headrace.router.admission import Admission, AdmissionConfig
 from headrace.router.explain import explain
 from headrace.router.fleet import Fleet
 from headrace.router.forwarding import Forwarding, ForwardingConfig, Metadata, UpstreamError, Verdict, verdict_of
@@ -45,9 +46,16 @@ class InferenceService:
     """Inference.Generate over the fleet. At most `max_in_flight` requests at a time, waiting ones included."""
 
     def __init__(
-        self, fleet: Fleet, metrics: RouterMetrics, config: ForwardingConfig, *, max_in_flight: int = 4096
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        metrics: RouterMetrics,
+        config: ForwardingConfig,
+        *,
+        max_in_flight: int = 4096,
     ) -> None:
         self._fleet = fleet
+        self._admission = admission
         self._metrics = metrics
         self._config = config
         self._max_in_flight = max_in_flight
@@ -62,6 +70,7 @@ class InferenceService:
             code = grpc.StatusCode.OK
         except StatusError as error:
             code = error.row.grpc_code
+            self._metrics.refused(error.reason)
             await abort(context, error)
         except UpstreamError as error:
             code = error.code
@@ -80,6 +89,7 @@ class InferenceService:
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
         forwarding = Forwarding(
             self._fleet,
+            self._admission,
             self._metrics,
             self._config,
             raw,
@@ -202,12 +212,15 @@ class RouterServer:
         self,
         fleet: Fleet,
         metrics: RouterMetrics,
-        config: ForwardingConfig,
+        forwarding: ForwardingConfig,
+        admission: AdmissionConfig,
         *,
         max_in_flight: int = 4096,
     ) -> None:
         self._fleet = fleet
-        self.inference = InferenceService(fleet, metrics, config, max_in_flight=max_in_flight)
+        self.admission = Admission(fleet, admission)
+        metrics.observe_admission(self.admission)
+        self.inference = InferenceService(fleet, self.admission, metrics, forwarding, max_in_flight=max_in_flight)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self.inference.handler(), RouterService(fleet).handler()))
         self._health = add_introspection(self._server, [INFERENCE, ROUTER])

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2_grpc
+from headrace.router.admission import AdmissionConfig
 from headrace.router.fleet import Fleet, FleetConfig
 from headrace.router.forwarding import ForwardingConfig
 from headrace.router.metrics import RouterMetrics
@@ -24,14 +25,13 @@ class RunningRouter:
     """A listening router with its insides open, and a client's channel to it."""
 
     def __init__(
-        self, workers: list[FakeWorker], *, lease_s: float, capacity_wait_s: float, max_in_flight: int
+        self, workers: list[FakeWorker], *, lease_s: float, max_in_flight: int, admission: AdmissionConfig
     ) -> None:
         registry = Registry([worker.address for worker in workers], lease_s=lease_s)
         self.fleet = Fleet(registry, FleetConfig(heartbeat_ms=HEARTBEAT_MS), rng=random.Random(1))
         self.metrics = RouterMetrics()
         self.metrics.observe(self.fleet)
-        config = ForwardingConfig(capacity_wait_s=capacity_wait_s)
-        self.server = RouterServer(self.fleet, self.metrics, config, max_in_flight=max_in_flight)
+        self.server = RouterServer(self.fleet, self.metrics, ForwardingConfig(), admission, max_in_flight=max_in_flight)
         self.port = self.server.bind("127.0.0.1:0")
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
@@ -61,6 +61,8 @@ class RunningRouter:
         for link in self.fleet.links():
             assert (link.num_in_flight, link.candidate().num_booked_requests if link.card else 0) == (0, 0)
         self.fleet.check()
+        assert self.server.admission.num_waiting == 0
+        self.server.admission.check()
 
 
 async def collected(call: Any, first_pos: int = 0) -> tuple[list[int], inference_pb2.Finish]:
@@ -102,11 +104,14 @@ async def start_router() -> AsyncIterator[StartRouter]:
     routers: list[RunningRouter] = []
 
     async def start(
-        *workers: FakeWorker, lease_s: float = 5.0, capacity_wait_s: float = 5.0, max_in_flight: int = 1000
+        *workers: FakeWorker,
+        lease_s: float = 5.0,
+        capacity_wait_s: float = 5.0,
+        max_in_flight: int = 1000,
+        **admission: Any,
     ) -> RunningRouter:
-        router = RunningRouter(
-            list(workers), lease_s=lease_s, capacity_wait_s=capacity_wait_s, max_in_flight=max_in_flight
-        )
+        config = AdmissionConfig(capacity_wait_s=capacity_wait_s, **admission)
+        router = RunningRouter(list(workers), lease_s=lease_s, max_in_flight=max_in_flight, admission=config)
         routers.append(router)
         await router.server.start()
         await router.until_ready(len(workers))

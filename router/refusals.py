@@ -1,0 +1,44 @@
+"""Refusals that say when to come back. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.protos.status import Reason, StatusError
+
+_MIN_RETRY_S = 0.1
+_MAX_RETRY_S = 60.0
+
+
+def retry_after(seconds: float) -> float:
+    """A time to come back, in tenths of seconds and within reason."""
+    return min(max(_MIN_RETRY_S, math.ceil(10 * seconds) / 10), _MAX_RETRY_S)
+
+
+def too_late(predicted_s: float, bound_s: float) -> StatusError:
+    """For a request whose first token would come after `predicted_s` where only `bound_s` is allowed."""
+    return StatusError(
+        Reason.QUEUE_FULL,
+        f"the first token would come after about {predicted_s:.1f} s, later than the request's deadline or --max-ttft "
+        f"of the router allows ({max(bound_s, 0.0):.1f} s); try again later",
+        retry_after_s=retry_after(predicted_s - bound_s),
+    )
+
+
+def queue_full(num_waiting: int, wait_s: float) -> StatusError:
+    """For a request that finds no room to wait; `wait_s` is how long it would have waited."""
+    return StatusError(
+        Reason.QUEUE_FULL,
+        f"this router has {num_waiting} requests waiting for a worker, as many as it takes; try again later",
+        retry_after_s=retry_after(wait_s),
+    )
+
+
+def tenant_full(tenant: str, num_in_flight: int) -> StatusError:
+    """For a request of a tenant that has as many in flight as it may."""
+    return StatusError(
+        Reason.QUOTA,
+        f"tenant {tenant[:100]!r} has {num_in_flight} requests in flight at this router, as many as one tenant may; "
+        "wait until one has ended",
+        retry_after_s=1.0,
+    )

@@ -1,0 +1,293 @@
+"""Limits, refusals and waiting at the door of a router. Real servers, scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.protos import inference_pb2
+from headrace.protos.status import Reason, StatusError, error_of
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
+from tests.router.fake_worker import FakeWorker, answer, until
+
+PROMPT = [7, 8, 9, 10, 11]
+FULL = {"num_waiting": 9}
+ROOM = {"num_waiting": 0}
+
+
+async def failure_of(call: Any) -> StatusError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collected(call)
+    return error_of(caught.value)
+
+
+async def until_full(router: RunningRouter, worker: FakeWorker) -> None:
+    """The worker says that it takes no more, and the router knows."""
+    worker.report(**FULL)
+    await until(lambda: all(link.load.num_waiting for link in router.fleet.links()))
+
+
+async def asked(router: RunningRouter, number: int, **fields: Any) -> asyncio.Task[Any]:
+    """A request that waits, the `number`-th one (from 1)."""
+    task = asyncio.create_task(router.generate([*PROMPT, number], **fields))
+    await until(lambda: router.server.admission.num_waiting >= number or task.done())
+    return task
+
+
+def prompts_of(worker: FakeWorker) -> list[int]:
+    """Numbers of the requests in the order in which they came to the worker."""
+    return [inference_pb2.GenerateRequest.FromString(raw).token_ids[-1] for raw in worker.requests]
+
+
+async def test_a_request_waits_while_all_workers_are_full_and_goes_when_one_has_room(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    first, second = [await start_worker(name) for name in "ab"]
+    router = await start_router(first, second)
+    first.report(num_running=16, **FULL)
+    await until_full(router, second)
+    waiting = await asked(router, 1)
+    assert not first.requests
+    assert not second.requests
+    second.report(**ROOM)
+    tokens, _ = await waiting
+    assert tokens == answer([*PROMPT, 1], 20)
+    assert (len(first.requests), len(second.requests)) == (0, 1)
+    router.check_is_idle()
+
+
+async def test_one_worker_with_room_is_enough_not_to_wait(start_router: StartRouter, start_worker: StartWorker) -> None:
+    full, free = [await start_worker(name) for name in "ab"]
+    router = await start_router(full, free)
+    full.report(num_waiting=9, num_running=16)
+    await until(lambda: any(link.load.num_waiting for link in router.fleet.links()))
+    await router.generate(PROMPT)
+    assert (len(full.requests), len(free.requests)) == (0, 1)
+
+
+async def test_room_is_given_out_no_more_often_than_there_is(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    worker.load.max_num_seqs = 4
+    router = await start_router(worker)
+    worker.budget = 0
+    calls = [router.call(PROMPT) for _ in range(8)]
+    reading = [asyncio.create_task(collected(call)) for call in calls]
+    # Four seats, and one that waits behind them.
+    await until(lambda: len(worker.requests) == 5 and router.server.admission.num_waiting == 3)
+    worker.budget = None
+    for task in reading:
+        await task
+    router.check_is_idle()
+
+
+async def test_those_that_wait_go_by_priority_and_in_turn_between_tenants(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    worker.load.max_num_seqs = 1
+    router = await start_router(worker, tenant_weights={"heavy": 2.0})
+    await until_full(router, worker)
+    order = [
+        ("flood", 0),
+        ("flood", 0),
+        ("flood", 0),
+        ("heavy", 0),
+        ("heavy", 0),
+        ("heavy", 0),
+        ("late", 0),
+        ("vip", 1),
+    ]
+    tasks = [
+        await asked(router, number, tenant=tenant, priority=priority)
+        for number, (tenant, priority) in enumerate(order, 1)
+    ]
+    worker.report(**ROOM)
+    for task in tasks:
+        await task
+    assert prompts_of(worker) == [8, 1, 4, 7, 5, 2, 6, 3]
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_with_the_time_to_come_back(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.report(num_uncached_tokens=10_000)  # at 1000 tokens/s
+    await until(lambda: router.fleet.links()[0].load.num_uncached_tokens)
+    request = inference_pb2.GenerateRequest(token_ids=PROMPT)
+    error = await failure_of(router.inference.Generate(request, timeout=3))
+    assert error.reason is Reason.QUEUE_FULL
+    assert error.retry_after_s is not None
+    assert 6 < error.retry_after_s <= 7.1
+    assert not worker.requests
+    assert await collected(router.inference.Generate(request, timeout=30))
+
+
+async def test_nobody_waits_longer_than_the_router_lets_anyone_wait(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_ttft_s=5.0)
+    worker.report(num_uncached_tokens=10_000)
+    await until(lambda: router.fleet.links()[0].load.num_uncached_tokens)
+    error = await failure_of(router.call(PROMPT))
+    assert (error.reason, "--max-ttft" in error.message) == (Reason.QUEUE_FULL, True)
+
+
+async def test_a_slower_worker_in_time_is_better_than_a_cheaper_one_too_late(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    late, slow = [await start_worker(name) for name in ("late", "slow")]
+    late.load.num_uncached_tokens = 4_000
+    slow.load.decode_step_ms = 1000
+    router = await start_router(late, slow)
+    await router.generate(PROMPT)
+    assert (len(late.requests), len(slow.requests)) == (1, 0)
+    await collected(router.inference.Generate(inference_pb2.GenerateRequest(token_ids=PROMPT), timeout=2))
+    assert (len(late.requests), len(slow.requests)) == (1, 1)
+
+
+async def test_who_would_wait_too_long_in_the_queue_is_refused_at_once(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    worker.load.max_num_seqs = 1
+    # An answer of 128 tokens at 10 ms a step each 1.28 s.
+    router = await start_router(worker, max_ttft_s=3.0)
+    await until_full(router, worker)
+    waiting = [await asked(router, number) for number in (1, 2)]
+    error = await failure_of(router.call(PROMPT))
+    assert (error.reason, error.retry_after_s) == (Reason.QUEUE_FULL, 0.9)
+    worker.report(**ROOM)
+    await asyncio.gather(*waiting)
+    router.check_is_idle()
+
+
+async def test_who_has_waited_too_long_is_refused(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    worker.load.max_num_seqs = 0
+    router = await start_router(worker, max_ttft_s=0.2)
+    worker.report(max_num_seqs=1, num_waiting=9, decode_step_ms=0.1)
+    await until(lambda: router.fleet.links()[0].load.num_waiting)
+    error = await failure_of(router.call(PROMPT))
+    assert error.reason is Reason.QUEUE_FULL
+    router.check_is_idle()
+
+
+async def test_the_queue_is_bounded_and_a_flood_gives_way(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_waiting=3)
+    await until_full(router, worker)
+    flood = [await asked(router, number, tenant="flood") for number in (1, 2, 3)]
+    error = await failure_of(router.call(PROMPT, tenant="flood"))
+    assert error.reason is Reason.QUEUE_FULL
+    assert error.retry_after_s is not None
+    other = asyncio.create_task(router.generate([*PROMPT, 4], tenant="other"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await flood[2]
+    assert error_of(caught.value).reason is Reason.QUEUE_FULL
+    assert router.server.admission.num_waiting == 3
+    worker.report(**ROOM)
+    await asyncio.gather(*flood[:2], other)
+    assert sorted(prompts_of(worker)) == [1, 2, 4]
+    router.check_is_idle()
+
+
+async def test_a_tenant_has_no_more_in_flight_than_it_may(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_in_flight_per_tenant=2)
+    worker.budget = 0
+    held = [router.call(PROMPT, tenant="t") for _ in range(2)]
+    await until(lambda: len(worker.requests) == 2)
+    error = await failure_of(router.call(PROMPT, tenant="t"))
+    assert (error.reason, error.retry_after_s) == (Reason.QUOTA, 1.0)
+    assert "'t'" in error.message
+    worker.budget = None
+    await router.generate(PROMPT, tenant="other")
+    # Somebody reads this answer already: it goes on.
+    await router.generate(PROMPT, tenant="t", resume_token_ids=answer(PROMPT, 3), attempt=1)
+    for call in held:
+        call.cancel()
+    await until(lambda: router.server.inference.num_in_flight == 0)
+    await router.generate(PROMPT, tenant="t")
+    router.check_is_idle()
+
+
+async def test_an_answer_that_has_begun_neither_waits_nor_is_refused(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_ttft_s=0.5)
+    worker.report(num_uncached_tokens=10_000, **FULL)
+    await until(lambda: router.fleet.links()[0].load.num_waiting)
+    tokens, _ = await router.generate(PROMPT, resume_token_ids=answer(PROMPT, 3), attempt=1)
+    assert tokens == answer(PROMPT, 20)[3:]
+
+
+async def test_a_client_that_leaves_the_queue_leaves_nothing(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    await until_full(router, worker)
+    calls = [router.call([*PROMPT, number]) for number in range(1, 6)]
+    reading = [asyncio.create_task(call.read()) for call in calls]
+    await until(lambda: router.server.admission.num_waiting == 5)
+    for call in calls[:4]:
+        call.cancel()
+    await until(lambda: router.server.admission.num_waiting == 1)
+    worker.report(**ROOM)
+    await until(lambda: prompts_of(worker) == [5])
+    calls[4].cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    await until(lambda: router.server.inference.num_in_flight == 0)
+    router.check_is_idle()
+
+
+async def test_the_workers_of_one_model_being_full_is_nothing_to_another(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    x, y = await start_worker("a", model="x"), await start_worker("b", model="y", fingerprint="e" * 64)
+    router = await start_router(x, y)
+    x.report(**FULL)
+    await until(lambda: any(link.load.num_waiting for link in router.fleet.links()))
+    waiting = await asked(router, 1, model="x")
+    await router.generate(PROMPT, model="y")
+    assert (len(x.requests), len(y.requests)) == (0, 1)
+    x.report(**ROOM)
+    await waiting
+
+
+async def test_a_worker_that_comes_back_takes_those_that_waited_for_the_dead_one(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    await worker.kill()
+    await until(lambda: router.fleet.num_ready == 0)
+    waiting = [await asked(router, number) for number in (1, 2)]
+    await worker.restart()
+    await asyncio.gather(*waiting)
+    router.check_is_idle()
+
+
+async def test_what_waits_and_what_was_refused_is_counted(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_waiting=1)
+    await until_full(router, worker)
+    waiting = await asked(router, 1)
+
+    def value(name: str, **labels: str) -> float | None:
+        return router.metrics.registry.get_sample_value(f"headrace_router_{name}", labels)
+
+    assert (value("requests_waiting"), value("requests_waiting_max")) == (1, 1)
+    await failure_of(router.call(PROMPT))
+    assert value("refusals_total", reason="queue_full") == 1
+    worker.report(**ROOM)
+    await waiting
+    assert value("requests_waiting") == 0
