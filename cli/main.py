@@ -26,6 +26,7 @@ _SUBCOMMANDS = {
     "worker": _Subcommand("headrace.cli.roles:worker", "Run one worker (see headrace worker --help)."),
     "router": _Subcommand("headrace.cli.roles:router", "Run one router (see headrace router --help)."),
     "gateway": _Subcommand("headrace.cli.roles:gateway", "Run one gateway (see headrace gateway --help)."),
+    "sim": _Subcommand("headrace.cli.sim:sim", "Compare routing policies on a simulated fleet (headrace sim --help)."),
 }
 
 

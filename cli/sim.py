@@ -1,0 +1,15 @@
+"""`headrace sim`: this process becomes the simulator, with the arguments as they are."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def sim(args: tuple[str, ...]) -> None:
+    """Run `python -m headrace.sim` with the same arguments."""
+    os.execv(sys.executable, [sys.executable, "-m", "headrace.sim", *args])

@@ -1,0 +1,214 @@
+"""`python -m headrace.sim`: flags in, a table or JSON out.
+
+Exit status 2, with one sentence on standard error, when what was asked cannot be done as asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from headrace.sim import step_cost, trace
+from headrace.sim.report import Objective, PolicyReport, report_of
+from headrace.sim.router import POLICIES
+from headrace.sim.simulation import FleetSettings, Outcome, Simulation
+from headrace.sim.trace import Job
+from headrace.sim.worker import WorkerSettings
+
+# Requests in flight for each worker while capacity is measured: a batch that is worth its steps, and few enough that
+# their blocks leave room for cached ones.
+_CAPACITY_CONCURRENCY = 8
+# Columns of the table where there is no terminal to fit it to.
+_FILE_WIDTH = 140
+
+
+class CannotDoAsAskedError(click.ClickException):
+    """What was asked for cannot be; the message says what to do instead."""
+
+    exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Write the sentence to standard error (or to `file`)."""
+        click.echo(f"error: {self.format_message()}", file=file, err=file is None)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """All that was simulated, as `--json` prints it. Rates in requests a second; `capacity_per_s` is 0 when the rate
+    was given."""
+
+    num_requests: int
+    num_workers: int
+    num_routers: int
+    capacity_per_s: float
+    rate_per_s: float
+    seed: int
+    objective: Objective
+    step_cost: step_cost.StepCost
+    policies: list[PolicyReport]
+
+
+class _Runs:
+    """Simulations with a bar on standard error."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> _Runs:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def run(self, title: str, policy: str, jobs: Sequence[Job], fleet: FleetSettings) -> Outcome:
+        """One simulation to its end."""
+        task = self._progress.add_task(title, total=len(jobs))
+        return Simulation(jobs, POLICIES[policy], fleet, lambda: self._progress.advance(task)).run()
+
+    def capacity_per_s(self, jobs: Sequence[Job], fleet: FleetSettings) -> float:
+        """Requests a second that the fleet takes up under the oracle while enough are always in flight."""
+        concurrency = _CAPACITY_CONCURRENCY * fleet.num_workers
+        if len(jobs) < 2 * concurrency:
+            raise CannotDoAsAskedError(
+                f"{len(jobs)} requests are too few to measure the capacity of {fleet.num_workers} workers: give "
+                f"{2 * concurrency} at least, or say how many a second with --rate"
+            )
+        closed = dataclasses.replace(fleet, concurrency=concurrency)
+        outcome = self.run("capacity", "oracle", jobs, closed)
+        # From when the fleet was filled to when the trace was used up.
+        last_s = max(record.arrived_s for record in outcome.records)
+        return (len(jobs) - concurrency) / last_s
+
+
+def read_step_cost(path: Path | None) -> step_cost.StepCost:
+    """The committed coefficients, or those of a file."""
+    if path is None:
+        return step_cost.default()
+    try:
+        return step_cost.read(path)
+    except (OSError, ValueError) as error:
+        raise CannotDoAsAskedError(f"cannot read --step-cost: {error}; benchmarks/step_cost.py makes one") from None
+
+
+def read_jobs(path: Path | None, limit: int | None, generated: trace.Generated, seed: int) -> list[Job]:
+    """The trace of a file, or a generated one."""
+    if path is None:
+        return generated.jobs(random.Random(seed))
+    try:
+        jobs = trace.read(path, limit)
+    except (OSError, ValueError) as error:
+        raise CannotDoAsAskedError(f"cannot read --trace: {error}") from None
+    if not jobs:
+        raise CannotDoAsAskedError(f"{path} has no requests")
+    return jobs
+
+
+def prepared(jobs: Sequence[Job], settings: WorkerSettings) -> list[Job]:
+    """The jobs with hashes, without those that no worker's cache holds: a worker would refuse them."""
+    fitting = [job for job in jobs if settings.holds(job)]
+    if not fitting:
+        raise CannotDoAsAskedError("no request of the trace fits a worker's KV cache: give more --kv-tokens")
+    if len(fitting) < len(jobs):
+        click.echo(f"left out {len(jobs) - len(fitting)} requests that no worker's KV cache holds", err=True)
+    return [job.hashed(settings.block_size) for job in fitting]
+
+
+def print_table(answer: Answer) -> None:
+    """The answer for people."""
+    kept = f"goodput: TTFT <= {answer.objective.ttft_ms:g} ms and TPOT <= {answer.objective.tpot_ms:g} ms"
+    capacity = f", {answer.rate_per_s / answer.capacity_per_s:.0%} of capacity" if answer.capacity_per_s else ""
+    cost = answer.step_cost
+    table = Table(
+        title=f"{answer.num_requests} requests, {answer.num_workers} workers, routers: {answer.num_routers}, "
+        f"{answer.rate_per_s:.3g}/s{capacity}",
+        caption=f"{kept}. Steps cost as {cost.model or 'given'} on {cost.machine or 'a machine unknown'} "
+        f"(error {cost.median_error:.0%} median, {cost.p90_error:.0%} p90).",
+    )
+    table.add_column("policy")
+    headers = ("TTFT p50", "p95", "p99 ms", "TPOT p50", "p95", "p99 ms", "hits", "load cv", "goodput", "busy")
+    for header in headers:
+        table.add_column(header, justify="right")
+    for report in answer.policies:
+        ttft, tpot = report.ttft_ms, report.tpot_ms
+        times = [f"{value:,.0f}" for value in (ttft.p50, ttft.p95, ttft.p99, tpot.p50, tpot.p95, tpot.p99)]
+        shares = [f"{report.hit_share:.1%}", f"{report.load_cv:.3f}", f"{report.goodput:.1%}"]
+        table.add_row(report.policy, *times, *shares, f"{report.utilization:.0%}")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    console.print(table)
+
+
+@click.command(context_settings={"show_default": True, "auto_envvar_prefix": "HEADRACE_SIM"})
+@click.option("--trace", "trace_file", type=click.Path(path_type=Path), help="Mooncake trace; without, one is made.")
+@click.option("--limit", type=click.IntRange(1), help="Only the first requests of the trace.")
+@click.option("--requests", type=click.IntRange(2), default=2000, help="Made trace: number of requests.")
+@click.option("--system-prompts", type=click.IntRange(0), default=32, help="Made trace: how many are shared.")
+@click.option("--system-prompt-tokens", type=click.IntRange(1), default=1024, help="Made trace: length of each.")
+@click.option("--prompt-median", type=click.FloatRange(1), default=400.0, help="Made trace: tokens of a prompt's rest.")
+@click.option("--output-mean", type=click.FloatRange(1), default=128.0, help="Made trace: tokens of an answer.")
+@click.option("--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), help="By default all.")
+@click.option("--workers", type=click.IntRange(1), default=16)
+@click.option("--routers", type=click.IntRange(1), default=1)
+@click.option("--load", type=click.FloatRange(0, min_open=True), default=0.7, help="Arrivals, as a part of capacity.")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals a second, instead of --load.")
+@click.option("--kv-tokens", type=click.IntRange(1), default=600_000, help="KV cache of each worker.")
+@click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a KV block.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=128)
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=256)
+@click.option("--report-delay-ms", type=click.FloatRange(0), default=20.0, help="How late reports reach routers.")
+@click.option("--step-cost", "cost_file", type=click.Path(path_type=Path), help="Made by benchmarks/step_cost.py.")
+@click.option("--ttft-ms", type=click.FloatRange(0), default=10_000.0, help="Objective: time to the first token.")
+@click.option("--tpot-ms", type=click.FloatRange(0), default=300.0, help="Objective: time per token after it.")
+@click.option("--seed", type=int, default=1)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Compare routing policies over a trace, on the real scheduler, prefix index and policy in virtual time."""
+    generated = trace.Generated(
+        num_requests=options["requests"],
+        num_system_prompts=options["system_prompts"],
+        system_prompt_tokens=options["system_prompt_tokens"],
+        prompt_median=options["prompt_median"],
+        output_mean=options["output_mean"],
+    )
+    worker = WorkerSettings(
+        cost=read_step_cost(options["cost_file"]),
+        kv_tokens=options["kv_tokens"],
+        block_size=options["block_size"],
+        max_num_seqs=options["max_num_seqs"],
+        max_num_batched_tokens=options["max_num_batched_tokens"],
+    )
+    fleet = FleetSettings(
+        worker, options["workers"], options["routers"], options["report_delay_ms"] / 1000, options["seed"]
+    )
+    jobs = prepared(read_jobs(trace_file, options["limit"], generated, options["seed"]), worker)
+    objective = Objective(options["ttft_ms"], options["tpot_ms"])
+    with _Runs() as runs:
+        capacity = 0.0 if options["rate"] else runs.capacity_per_s(jobs, fleet)
+        rate = options["rate"] or options["load"] * capacity
+        timed = trace.at_rate(jobs, rate)
+        reports = [
+            report_of(policy, runs.run(policy, policy, timed, fleet), objective) for policy in policies or POLICIES
+        ]
+    answer = Answer(
+        len(jobs), fleet.num_workers, fleet.num_routers, capacity, rate, fleet.seed, objective, worker.cost, reports
+    )
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2))
+    else:
+        print_table(answer)
+
+
+if __name__ == "__main__":
+    main(prog_name="headrace sim")

@@ -1,0 +1,99 @@
+"""What a simulation says of a policy, in numbers.
+
+    TTFT      time from arrival to the first token, in milliseconds
+    TPOT      mean time between the tokens of a request that has several, in milliseconds
+    hits      part of all prompt tokens that was found in a cache
+    cv        coefficient of variation over the workers of the time that they computed: 0 is perfect balance
+    goodput   part of the requests that kept both bounds of the objective
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.sim.simulation import JobRecord, Outcome
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """Bounds that a good answer keeps, in milliseconds."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+class Centiles(msgspec.Struct, frozen=True):
+    """Of a set of values; 0 when there are none."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Centiles:
+        """By the nearest rank."""
+        if not values:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        ordered = sorted(values)
+        p50, p95, p99 = (ordered[max(0, math.ceil(len(ordered) * part) - 1)] for part in (0.5, 0.95, 0.99))
+        return cls(statistics.fmean(ordered), p50, p95, p99)
+
+
+class PolicyReport(msgspec.Struct, frozen=True):
+    """What came of one policy; see the module. `utilization` is the busy part of the workers' time from the first
+    arrival to the last."""
+
+    policy: str
+    num_requests: int
+    ttft_ms: Centiles
+    tpot_ms: Centiles
+    hit_tokens: int
+    hit_share: float
+    load_cv: float
+    goodput: float
+    utilization: float
+    num_steps: int
+    num_preemptions: int
+    span_s: float
+
+
+def report_of(policy: str, outcome: Outcome, objective: Objective) -> PolicyReport:
+    """All figures of a simulation."""
+    records = outcome.records
+    ttfts = [_ttft_ms(record) for record in records]
+    tpots = [_tpot_ms(record) for record in records if record.num_tokens > 1]
+    hits = sum(record.cached_tokens for record in records)
+    span_s = max(record.ended_s for record in records)
+    mean_busy_s = statistics.fmean(outcome.busy_s)
+    good = sum(
+        _ttft_ms(record) <= objective.ttft_ms and (record.num_tokens < 2 or _tpot_ms(record) <= objective.tpot_ms)
+        for record in records
+    )
+    return PolicyReport(
+        policy=policy,
+        num_requests=len(records),
+        ttft_ms=Centiles.of(ttfts),
+        tpot_ms=Centiles.of(tpots),
+        hit_tokens=hits,
+        hit_share=hits / sum(record.job.num_prompt_tokens for record in records),
+        load_cv=statistics.pstdev(outcome.busy_s) / mean_busy_s if mean_busy_s else 0.0,
+        goodput=good / len(records),
+        utilization=mean_busy_s / span_s if span_s else 0.0,
+        num_steps=outcome.num_steps,
+        num_preemptions=outcome.num_preemptions,
+        span_s=span_s,
+    )
+
+
+def _ttft_ms(record: JobRecord) -> float:
+    return 1000 * (record.first_token_s - record.arrived_s)
+
+
+def _tpot_ms(record: JobRecord) -> float:
+    return 1000 * (record.ended_s - record.first_token_s) / (record.num_tokens - 1)
