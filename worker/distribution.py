@@ -45,10 +45,10 @@ def draw(row: FloatArray, sampling: SamplingParams, u: float) -> int:
     if sampling.top_p < 1.0:
         total = float(weights_of_all.sum())
         candidates = _nucleus_candidates(weights_of_all, total, sampling.top_p)
-        return _draw_among(candidates, weights_of_all[candidates].astype(np.float64), total, sampling, u)
+        return _draw_among(candidates, weights_of_all[candidates], total, sampling, u)
     if sampling.min_p > 0.0:
         candidates = np.flatnonzero(weights_of_all >= sampling.min_p)
-        return _pick(candidates, weights_of_all[candidates].astype(np.float64), u)
+        return _pick(candidates, weights_of_all[candidates], u)
     return _pick_from_all(weights_of_all, u)
 
 
@@ -66,25 +66,34 @@ def _nucleus_candidates(weights: FloatArray, total: float, top_p: float) -> npt.
 
 def _draw_among(
     candidates: npt.NDArray[np.intp],
-    weights: npt.NDArray[np.float64],
+    weights: npt.NDArray[np.floating],
     total: float,
     sampling: SamplingParams,
     u: float,
 ) -> int:
     """Draw among the most probable candidates whose weights reach top_p of `total`; the best has weight 1."""
     if sampling.top_p < 1.0:
-        order = np.argsort(-weights, kind="stable")
-        reach = np.cumsum(weights[order])
-        order = np.sort(order[: int(np.searchsorted(reach, sampling.top_p * total)) + 1])
-        candidates, weights = candidates[order], weights[order]
+        kept = _nucleus(weights, sampling.top_p * total)
+        candidates, weights = candidates[kept], weights[kept]
     if sampling.min_p > 0.0:
         kept = weights >= sampling.min_p
         candidates, weights = candidates[kept], weights[kept]
     return _pick(candidates, weights, u)
 
 
-def _pick(candidates: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], u: float) -> int:
-    reach = np.cumsum(weights)
+def _nucleus(weights: npt.NDArray[np.floating], enough: float) -> npt.NDArray[np.bool_]:
+    """Which of the weights are the largest ones that together reach `enough`; the first among equals at the edge.
+    Sorting values is ten times quicker than sorting their places."""
+    descending = np.sort(weights)[::-1]
+    last = min(int(np.searchsorted(np.cumsum(descending, dtype=np.float64), enough)), len(weights) - 1)
+    edge = descending[last]
+    kept: npt.NDArray[np.bool_] = weights > edge
+    kept[np.flatnonzero(weights == edge)[: last + 1 - int(np.count_nonzero(kept))]] = True
+    return kept
+
+
+def _pick(candidates: npt.NDArray[np.intp], weights: npt.NDArray[np.floating], u: float) -> int:
+    reach = np.cumsum(weights, dtype=np.float64)
     return int(candidates[min(int(np.searchsorted(reach, u * reach[-1], side="right")), len(candidates) - 1)])
 
 

@@ -1,0 +1,107 @@
+"""What the engine does outside the kernels, as a part of the step: greedy, and with everything that sampling offers.
+
+    python -m benchmarks.overhead MODEL_DIR [--batch 64] [--steps 60]
+
+For a vocabulary of 152k the model's last layer is repeated to that width, so the kernels do that work too. Time outside
+is all of `Engine.step` but the call of `infer()` itself. There is no peer here: the figure is a share of our own step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from headrace.worker.block_pool import BlockPool
+from headrace.worker.engine import Engine
+from headrace.worker.kv_cache import KVCacheManager
+from headrace.worker.model_runner import OpenVINOModelRunner
+from headrace.worker.numa import usable_cpus
+from headrace.worker.request import Request, SamplingParams
+from headrace.worker.sampler import BatchSampler
+from headrace.worker.scheduler import Scheduler
+
+WIDE_VOCABULARY = 151_936
+PROMPT = 128
+KINDS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "temperature, top_p": {"temperature": 0.8, "top_p": 0.95},
+    "temperature, top_p, penalties, 5 logprobs": {
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "num_logprobs": 5,
+    },
+}
+
+
+def widened(model_dir: Path, out: Path) -> Path:
+    """The model with its last layer repeated to WIDE_VOCABULARY rows."""
+    import openvino as ov
+    from openvino import opset13
+
+    model = ov.Core().read_model(model_dir / "openvino_model.xml")
+    node = model.get_results()[0]
+    while node.get_type_name() != "MatMul":
+        node = node.input_value(0).get_node()
+    weights = node.input_value(1)
+    rows = int(weights.get_partial_shape()[0].get_length())
+    whole, rest = divmod(WIDE_VOCABULARY, rows)
+    begin, step, axis = (opset13.constant(np.array([value], np.int64)) for value in (0, 1, 0))
+    part = opset13.slice(weights, begin, opset13.constant(np.array([rest], np.int64)), step, axis)
+    node.input(1).replace_source_output(opset13.concat([weights] * whole + [part.output(0)], 0).output(0))
+    model.validate_nodes_and_infer_types()
+    ov.save_model(model, out / "openvino_model.xml")
+    return out
+
+
+def measure(runner: OpenVINOModelRunner, num_blocks: int, batch: int, steps: int, sampling: dict[str, float]) -> str:
+    """Run decode steps at a full batch; the share outside the kernels."""
+    pool = BlockPool(num_blocks, runner.block_size)
+    engine = Engine(Scheduler(KVCacheManager(pool), batch, 1024), runner, BatchSampler())
+    rng = np.random.default_rng(0)
+    for index in range(batch):
+        params = SamplingParams(**{"max_tokens": 2 * steps, "seed": index, **sampling})  # type: ignore[arg-type]
+        prompt = rng.integers(100, 40_000, PROMPT).tolist()
+        engine.scheduler.add(Request(str(index), prompt, params, 0, arrival_s=index))
+    while any(request.num_uncomputed_tokens > 1 for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    shares, step_ms = [], []
+    for _ in range(steps):
+        infer_s, overhead_s = engine.stats.infer_s, engine.stats.overhead_s
+        engine.step()
+        infer_s, overhead_s = engine.stats.infer_s - infer_s, engine.stats.overhead_s - overhead_s
+        shares.append(overhead_s / (infer_s + overhead_s))
+        step_ms.append(1000 * (infer_s + overhead_s))
+    low, middle, high = np.percentile(shares, [5, 50, 95])
+    outside_ms = middle * float(np.median(step_ms))
+    return (
+        f"step {np.median(step_ms):.1f} ms, outside {outside_ms:.2f} ms = {middle:.1%} (p5 {low:.1%}, p95 {high:.1%})"
+    )
+
+
+def main() -> None:
+    """Measure each kind of sampling at both vocabularies."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    num_blocks = args.batch * (-(-(PROMPT + 2 * args.steps) // 32) + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        for directory in (args.model_dir, widened(args.model_dir, Path(folder))):
+            runner = OpenVINOModelRunner(
+                directory, threads=len(usable_cpus()), kv_precision="u8", execution_mode="performance"
+            )
+            runner.allocate(num_blocks)
+            for name, sampling in KINDS.items():
+                figures = measure(runner, num_blocks, args.batch, args.steps, sampling)
+                print(f"vocabulary {runner.vocab_size}, batch {args.batch}, {name}: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
