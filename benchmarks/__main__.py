@@ -16,7 +16,7 @@ def main() -> int:
     subprocess.run([sys.executable, "-m", "headrace.cli", "pull", MODEL], check=True)
     print(describe(), flush=True)
     failed = 0
-    for name in ("engine", "http_throughput"):
+    for name in ("engine", "http_throughput", "overhead"):
         print(f"\n== {name}", flush=True)
         failed += (
             subprocess.run([sys.executable, "-m", f"benchmarks.{name}", str(model_directory(MODEL))]).returncode != 0
