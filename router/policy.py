@@ -189,7 +189,12 @@ def cost(
         backlog_ms = 0.0
     backlog_ms += candidate.num_booked_tokens * ms_per_token
 
+    # Workers compute the shortest rest first: each request there delays this one by at most as much as it takes itself.
     prefill_ms = miss * ms_per_token
+    ahead_ms = max(batch + load.num_waiting, 1) * prefill_ms
+    if backlog_ms > ahead_ms:
+        backlog_ms = ahead_ms
+
     decode_ms = answer * step_ms
 
     eviction_ms = pressure_ms = 0.0

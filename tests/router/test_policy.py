@@ -43,7 +43,7 @@ def test_the_longest_prefix_wins_among_equals() -> None:
 @pytest.mark.parametrize(
     ("burden", "term"),
     [
-        (load(num_uncached_tokens=5000), "backlog_ms"),
+        (load(num_running=2, num_uncached_tokens=5000), "backlog_ms"),
         (load(num_running=8, num_waiting=8), "queue_ms"),
         (load(num_running=7, decode_step_ms=80.0), "decode_ms"),
         (load(num_free_blocks=1), "pressure_ms"),
@@ -57,7 +57,7 @@ def test_each_kind_of_load_turns_a_cold_request_away(burden: LoadReport, term: s
 
 
 def test_a_prefix_outweighs_a_shorter_backlog_and_yields_to_a_longer_one() -> None:
-    short, long = load(num_uncached_tokens=100), load(num_uncached_tokens=300)
+    short, long = (load(num_running=4, num_uncached_tokens=tokens) for tokens in (100, 300))
     assert placed(candidate("warm", short), candidate("cold"), warm=15).worker_id == "warm"
     placement = placed(candidate("warm", long), candidate("cold"), warm=15)
     assert (placement.worker_id, placement.reason) == ("cold", PlacementReason.LOAD)
@@ -96,7 +96,7 @@ def test_a_session_stays_with_its_worker_while_load_allows() -> None:
     request = RequestFacts(320, 16, session_worker_id="a")
     near = placed(candidate("a", load(num_uncached_tokens=100)), candidate("b"), request=request)
     assert (near.worker_id, near.reason) == ("a", PlacementReason.SESSION)
-    far = placed(candidate("a", load(num_uncached_tokens=10_000)), candidate("b"), request=request)
+    far = placed(candidate("a", load(num_running=4, num_uncached_tokens=10_000)), candidate("b"), request=request)
     assert (far.worker_id, far.reason) == ("b", PlacementReason.LOAD)
     gone = placed(candidate("b"), candidate("c"), request=request)
     assert gone.reason is PlacementReason.LOAD
@@ -104,9 +104,15 @@ def test_a_session_stays_with_its_worker_while_load_allows() -> None:
 
 def test_reported_backlog_is_worked_off_as_time_passes() -> None:
     report = load(num_uncached_tokens=1000)
-    later = place(RequestFacts(16, 16), [candidate("a", report)], {"a": 0}, 0.4, random.Random(0))
+    later = place(RequestFacts(2000, 16), [candidate("a", report)], {"a": 0}, 0.4, random.Random(0))
     assert later is not None
     assert later.cost.backlog_ms == pytest.approx(600.0)
+
+
+def test_a_short_prompt_does_not_wait_for_all_of_the_long_ones_before_it() -> None:
+    report = load(num_running=3, num_uncached_tokens=100_000)
+    placement = placed(candidate("a", report), request=RequestFacts(32, 16))
+    assert placement.cost.backlog_ms == pytest.approx(3 * placement.cost.prefill_ms)
 
 
 def test_workers_that_take_no_requests_or_failed_are_left_out() -> None:
