@@ -13,6 +13,9 @@ import math
 import signal
 import socket
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import click
 import uvloop
@@ -20,13 +23,14 @@ import uvloop
 from headrace.router.admission import AdmissionConfig
 from headrace.router.fleet import Fleet, FleetConfig
 from headrace.router.forwarding import ForwardingConfig
+from headrace.router.leases import LeaseReader
 from headrace.router.metrics import RouterMetrics
 from headrace.router.registry import Registry
 from headrace.router.service import RouterServer
 
 log = logging.getLogger("headrace.router")
 
-GRACE_S = 2.0
+DRAIN_TIMEOUT_S = 2.0
 
 
 class CannotDoAsAskedError(Exception):
@@ -77,7 +81,29 @@ def refuse_if_taken(address: str) -> None:
         raise CannotDoAsAskedError(problem) from None
 
 
-async def serve(listen: str, metrics_address: str | None, server: RouterServer, metrics: RouterMetrics) -> None:
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router, wired and not yet listening. `drain_timeout_s` is how long streams may go on when it stops."""
+
+    server: RouterServer
+    metrics: RouterMetrics
+    leases: LeaseReader | None
+    drain_timeout_s: float
+
+    async def start(self) -> None:
+        """Link the fleet and answer calls."""
+        await self.server.start()
+        if self.leases is not None:
+            self.leases.start()
+
+    async def stop(self) -> None:
+        """Let streams end, then end them; a gateway resumes them elsewhere."""
+        if self.leases is not None:
+            await self.leases.close()
+        await self.server.stop(self.drain_timeout_s)
+
+
+async def serve(listen: str, metrics_address: str | None, router: Router) -> None:
     """Listen until SIGTERM or SIGINT. Raises CannotDoAsAskedError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -85,29 +111,61 @@ async def serve(listen: str, metrics_address: str | None, server: RouterServer, 
         loop.add_signal_handler(signal_number, stop.set)
     refuse_if_taken(listen)
     try:
-        port = server.bind(listen)
+        port = router.server.bind(listen)
     except OSError:
         problem = f"cannot listen on {listen}: choose another address with --listen"
         raise CannotDoAsAskedError(problem) from None
     if metrics_address is not None:
         try:
-            metrics.serve(*split_host_port(metrics_address))
+            router.metrics.serve(*split_host_port(metrics_address))
         except OSError as error:
             problem = f"cannot serve metrics on {metrics_address} ({error.strerror}): choose another with --metrics"
             raise CannotDoAsAskedError(problem) from None
-    await server.start()
+    await router.start()
     where = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     log.info("listening on %s", where)
     await stop.wait()
-    log.info("stopping; running streams may go on for %g s", GRACE_S)
-    await server.stop(GRACE_S)
+    log.info("stopping; running streams may go on for %g s", router.drain_timeout_s)
+    await router.stop()
+
+
+def wired(
+    registry: Registry, fleet_config: FleetConfig, admission: AdmissionConfig, options: Mapping[str, Any]
+) -> Router:
+    """Put a router together. Raises CannotDoAsAskedError."""
+    metrics = RouterMetrics()
+    fleet = Fleet(registry, fleet_config)
+    metrics.observe(fleet)
+    leases = None
+    if options["redis_url"]:
+        try:
+            leases = LeaseReader(options["redis_url"], fleet.leases_seen, fleet.leases_lost)
+        except ValueError as error:
+            raise CannotDoAsAskedError(f"--redis {options['redis_url']!r} is no URL of Redis: {error}") from None
+        metrics.observe_leases(leases)
+    forwarding = ForwardingConfig(max_attempts=options["max_attempts"])
+    server = RouterServer(fleet, metrics, forwarding, admission, max_in_flight=options["max_in_flight"])
+    return Router(server, metrics, leases, options["drain_timeout"])
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_ROUTER", "show_default": True})
 @click.option("--listen", required=True, metavar="ADDR", help="Address to serve on: HOST:PORT or unix:/path.sock.")
 @click.option("--worker", multiple=True, metavar="ADDR", help="A worker's address; may be repeated.")
+@click.option(
+    "--redis",
+    "redis_url",
+    envvar="HEADRACE_ROUTER_REDIS",
+    metavar="URL",
+    help="Find workers by their leases there: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
+)
 @click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics here.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(min=0),
+    default=DRAIN_TIMEOUT_S,
+    help="Seconds that running streams may go on after SIGTERM; then gateways resume them elsewhere.",
+)
 @click.option("--lease", type=click.FloatRange(min=0.5), default=6.0, help="Seconds a registration lasts.")
 @click.option(
     "--capacity-wait",
@@ -146,14 +204,9 @@ def main(
     metrics: str | None,
     log_level: str,
     lease: float,
-    capacity_wait: float,
-    max_ttft: float,
-    max_waiting: int,
-    max_in_flight_per_tenant: int | None,
-    tenant_weights: tuple[str, ...],
-    max_attempts: int,
-    max_in_flight: int,
     max_index_entries: int,
+    tenant_weights: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Place requests on workers, by what they have cached and how busy they are."""
     logging.basicConfig(
@@ -161,19 +214,16 @@ def main(
     )
 
     async def run() -> None:
-        counters = RouterMetrics()
-        fleet = Fleet(Registry(worker, lease_s=lease), FleetConfig(max_index_entries=max_index_entries))
-        counters.observe(fleet)
-        forwarding = ForwardingConfig(max_attempts=max_attempts)
-        server = RouterServer(fleet, counters, forwarding, admission, max_in_flight=max_in_flight)
-        await serve(listen, metrics, server, counters)
+        registry = Registry(worker, lease_s=lease)
+        router = wired(registry, FleetConfig(max_index_entries=max_index_entries), admission, options)
+        await serve(listen, metrics, router)
 
     try:
         admission = AdmissionConfig(
-            max_ttft_s=max_ttft,
-            max_waiting=max_waiting,
-            capacity_wait_s=capacity_wait,
-            max_in_flight_per_tenant=max_in_flight_per_tenant,
+            max_ttft_s=options["max_ttft"],
+            max_waiting=options["max_waiting"],
+            capacity_wait_s=options["capacity_wait"],
+            max_in_flight_per_tenant=options["max_in_flight_per_tenant"],
             tenant_weights=dict(map(weight_of, tenant_weights)),
         )
         for address in worker:

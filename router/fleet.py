@@ -143,6 +143,15 @@ class Fleet:
         self._registry.deregister(worker_id, address)
         self._sync()
 
+    def leases_seen(self, addresses: Mapping[str, str]) -> None:
+        """A store that routers share was read: worker id -> address."""
+        self._registry.shared.seen(addresses, self._clock())
+        self._sync()
+
+    def leases_lost(self) -> None:
+        """The shared store could not be read: known workers stay."""
+        self._registry.shared.lost()
+
     def _sync(self) -> None:
         members = self._registry.members()
         for address, member in members.items():

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from headrace.protos.status import Reason
 from headrace.router.admission import Admission
 from headrace.router.fleet import Fleet
+from headrace.router.leases import LeaseReader
 from headrace.router.policy import PlacementReason
 
 _DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 150e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
@@ -62,6 +63,10 @@ class RouterMetrics:
         """Add gauges that read the queue whenever they are scraped. Once."""
         self._gauge("requests_waiting", "Requests that wait for room on a worker", lambda: admission.num_waiting)
         self._gauge("requests_waiting_max", "Bound of the waiting ones", lambda: admission.max_waiting)
+
+    def observe_leases(self, leases: LeaseReader) -> None:
+        """Add a gauge that says whether Redis can be read. Once."""
+        self._gauge("redis_up", "1 while the leases in Redis can be read", lambda: float(leases.is_connected))
 
     def _gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
         Gauge(f"headrace_router_{name}", documentation, registry=self.registry).set_function(read)

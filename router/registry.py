@@ -1,11 +1,12 @@
-"""Who belongs to the fleet: a fixed list of addresses, and workers that registered and renew their lease.
+"""Who belongs to the fleet: a fixed list of addresses, workers that registered here and renew their lease, and workers
+whose lease was seen in a store that all routers share.
 
 Pure: time is handed in. Whether a member can be reached is the business of its link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.protos.status import Reason, StatusError
@@ -25,6 +26,39 @@ class _Lease:
     ends_at_s: float
 
 
+class SharedLeases:
+    """Workers as a shared store shows them.
+
+    The store may be away, and may come back with nothing in it. So a worker is forgotten only when the store was read
+    for `lease_s` without a break and did not show it: by then it would have renewed.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._addresses: dict[str, str] = {}
+        self._seen_at_s: dict[str, float] = {}
+        self._reading_since_s: float | None = None
+
+    def seen(self, addresses: Mapping[str, str], now_s: float) -> None:
+        """The store was read: worker id -> address."""
+        if self._reading_since_s is None:
+            self._reading_since_s = now_s
+        for worker_id, address in addresses.items():
+            self._addresses[worker_id] = address
+            self._seen_at_s[worker_id] = now_s
+        for worker_id, seen_at_s in list(self._seen_at_s.items()):
+            if now_s - max(seen_at_s, self._reading_since_s) >= self._lease_s:
+                del self._addresses[worker_id], self._seen_at_s[worker_id]
+
+    def lost(self) -> None:
+        """The store could not be read."""
+        self._reading_since_s = None
+
+    def addresses(self) -> Mapping[str, str]:
+        """Worker id -> address."""
+        return self._addresses
+
+
 class Registry:
     """The members of the fleet.
 
@@ -36,6 +70,7 @@ class Registry:
         self._static = tuple(dict.fromkeys(static_addresses))
         self._max_members = max_members
         self._leases: dict[str, _Lease] = {}
+        self.shared = SharedLeases(lease_s)
 
     def register(self, worker_id: str, address: str, now_s: float) -> None:
         """Grant or renew the lease of a worker. The newest registration of a name or of an address holds.
@@ -72,6 +107,9 @@ class Registry:
     def members(self) -> dict[str, Member]:
         """Address -> member, one for each address."""
         members = {address: Member(address, "") for address in self._static}
+        for worker_id, address in self.shared.addresses().items():
+            if worker_id not in self._leases:  # who registers here says where it is now
+                members[address] = Member(address, worker_id)
         for worker_id, lease in self._leases.items():
             members[lease.address] = Member(lease.address, worker_id)
         return members

@@ -45,7 +45,7 @@ ONLY_IN = {
     "gguf": {"cli/convert.py"},
     "starlette": {"gateway/http.py"},
     "jinja2": {"gateway/chat_template.py"},
-    "redis": {"router/registry.py", "gateway/quota.py"},
+    "redis": {"router/leases.py", "worker/registration.py", "gateway/quota.py"},
     "uvicorn": {"gateway/http.py", "gateway/__main__.py"},
 }
 

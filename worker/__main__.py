@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import grpc
@@ -21,6 +22,7 @@ from grpc_health.v1 import health
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.introspection import add_introspection, set_serving
 from headrace.worker.admission import ModelLimits
+from headrace.worker.advertise import advertised_address
 from headrace.worker.block_pool import BlockPool
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine import Engine
@@ -32,7 +34,7 @@ from headrace.worker.mailbox import LoadReport, Mailbox
 from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model_dir import ModelDir, read_model_dir
 from headrace.worker.numa import num_threads_for
-from headrace.worker.registration import Registration
+from headrace.worker.registration import RedisLease, Registration, connect
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
@@ -41,7 +43,7 @@ from headrace.worker.watch import WatchHub
 
 log = logging.getLogger("headrace.worker")
 
-STOP_S = 2.0
+DRAIN_TIMEOUT_S = 2.0
 WARM_UP_TOKENS = 30
 MESSAGE_BYTES = 16 << 20
 CHANNEL_OPTIONS = [
@@ -146,6 +148,8 @@ async def serve(config: WorkerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if config.redis_url is not None:
+        check_redis_url(config.redis_url)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     try:
         server.add_insecure_port(config.listen)
@@ -175,18 +179,28 @@ async def serve(config: WorkerConfig) -> None:
     gc.collect()
     gc.freeze()
     await set_serving(health, SERVICE_NAMES, True)
-    registrations = [
+    registrations: list[Registration | RedisLease] = [
         Registration(router, config.worker_id, config.advertise, CHANNEL_OPTIONS) for router in config.routers
     ]
+    if config.redis_url is not None:
+        registrations.append(RedisLease(config.redis_url, config.worker_id, config.advertise))
     log.info("listening on %s", config.listen)
     await stopping
     hub.drain()
     await set_serving(health, SERVICE_NAMES, False)
     await asyncio.gather(*(registration.close() for registration in registrations))
-    await mailbox.wait_until_empty(STOP_S)
+    await mailbox.wait_until_empty(config.drain_timeout_s)
     await server.stop(0.2)
     mailbox.stop()
     thread.join(1.0)
+
+
+def check_redis_url(url: str) -> None:
+    """Raise ConfigurationError for what is no URL of Redis."""
+    try:
+        connect(url)
+    except ValueError as error:
+        raise ConfigurationError(f"--redis {url!r} is no URL of Redis: {error}") from None
 
 
 def add_services(
@@ -250,6 +264,19 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
     envvar="HEADRACE_WORKER_ROUTER",
     help="Router to register with; may be given several times.",
 )
+@click.option(
+    "--redis",
+    "redis_url",
+    envvar="HEADRACE_WORKER_REDIS",
+    help="Redis to publish this worker in: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
+)
+@click.option(
+    "--drain-timeout",
+    "drain_timeout_s",
+    type=click.FloatRange(0),
+    default=DRAIN_TIMEOUT_S,
+    help="Seconds that running requests may take to end after SIGTERM; then routers resume them elsewhere.",
+)
 @click.option("--threads", type=click.IntRange(1), help="Cores to compute with; by default all usable ones.")
 @click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="Size of the KV cache in GiB.")
 @click.option(
@@ -277,23 +304,12 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
 @click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most; by default the model's.")
 @click.option("--metrics", help="host:port to serve Prometheus metrics on.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
-def main(log_level: str, kv_cache_gb: float | None, **options: object) -> None:
+def main(log_level: str, kv_cache_gb: float | None, **options: Any) -> None:
     """Serve one model on the cores of one NUMA node."""
     logging.basicConfig(level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    listen = str(options["listen"])
-    model_dir = Path(str(options.pop("model_dir")))
-    config = WorkerConfig(
-        **{
-            **options,
-            "model_dir": model_dir,
-            "name": options["name"] or model_dir.resolve().name,
-            "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
-            "advertise": options["advertise"] or listen,
-            "kv_cache_bytes": None if kv_cache_gb is None else int(kv_cache_gb * GIB),
-        }  # type: ignore[arg-type]
-    )
+    kv_cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * GIB)
     try:
-        uvloop.run(serve(config))
+        uvloop.run(serve(config_of(Path(str(options.pop("model_dir"))), kv_cache_bytes, options)))
     except (ConfigurationError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
         sys.stderr.flush()
@@ -301,6 +317,17 @@ def main(log_level: str, kv_cache_gb: float | None, **options: object) -> None:
     sys.stderr.flush()
     # The model's memory goes with the process; taking it apart first only makes stopping slower.
     os._exit(0)
+
+
+def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, Any]) -> WorkerConfig:
+    """The flags as one configuration, what was left out filled in."""
+    listen, routers = options["listen"], options["routers"]
+    found = {
+        "name": options["name"] or model_dir.resolve().name,
+        "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
+        "advertise": options["advertise"] or advertised_address(listen, routers[0] if routers else None),
+    }
+    return WorkerConfig(**{**options, **found, "model_dir": model_dir, "kv_cache_bytes": kv_cache_bytes})
 
 
 if __name__ == "__main__":

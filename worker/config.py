@@ -20,6 +20,8 @@ class WorkerConfig:
     listen: str
     advertise: str
     routers: tuple[str, ...] = ()
+    redis_url: str | None = None
+    drain_timeout_s: float = 2.0
     threads: int | None = None
     kv_cache_bytes: int | None = None
     kv_cache_share: float = 0.4

@@ -1,18 +1,34 @@
-"""Telling routers that this worker exists, again and again, for a lease that is not renewed ends."""
+"""Telling routers that this worker exists, again and again, for a lease that is not renewed ends.
+
+Two ways, which go together: registering with each router that is named, and publishing a lease in Redis for all routers
+that read it (see router/leases.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 import grpc
 
 from headrace.protos import router_pb2, router_pb2_grpc
 
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 RETRY_S = (0.1, 0.2, 0.5, 1.0)
+
+WORKERS_KEY = "headrace:workers"
+WORKER_KEY = "headrace:worker:"
+LEASE_S = 6.0
+REDIS_TIMEOUT_S = 1.0
+SENTINEL_PORT = 26379
 
 
 class Registration:
@@ -53,3 +69,89 @@ class Registration:
                 failures = 0
                 pause_s = response.lease_ms / 3000
             await asyncio.sleep(pause_s)
+
+
+class RedisLease:
+    """Keeps one worker's lease in Redis until `close`. Raises ValueError for a URL that is none."""
+
+    def __init__(self, url: str, worker_id: str, address: str) -> None:
+        self._redis = connect(url)
+        self._worker_id = worker_id
+        self._value = json.dumps({"worker_id": worker_id, "address": address})
+        self._task = asyncio.create_task(self._keep(), name="lease in Redis")
+
+    async def close(self) -> None:
+        """Take the lease back if Redis can be reached, and stop."""
+        from redis.exceptions import RedisError
+
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            async with asyncio.timeout(REDIS_TIMEOUT_S):
+                key = WORKER_KEY + self._worker_id
+                # Another worker may have the name by now.
+                if await self._redis.get(key) == self._value.encode():
+                    await self._redis.delete(key)
+                    await self._redis.srem(WORKERS_KEY, self._worker_id)
+        except (RedisError, OSError, TimeoutError) as error:
+            log.info("could not take the lease back from Redis: %s", error or type(error).__name__)
+        await self._redis.aclose()
+
+    async def _keep(self) -> None:
+        from redis.exceptions import RedisError
+
+        failures = 0
+        while True:
+            try:
+                async with asyncio.timeout(3 * REDIS_TIMEOUT_S):
+                    await self._publish()
+            except (RedisError, OSError, TimeoutError) as error:
+                if failures == 0:
+                    log.warning("cannot publish in Redis, going on trying: %s", error or type(error).__name__)
+                pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
+                failures += 1
+            else:
+                if failures:
+                    log.info("published in Redis again")
+                failures = 0
+                pause_s = LEASE_S / 3
+            await asyncio.sleep(pause_s)
+
+    async def _publish(self) -> None:
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.set(WORKER_KEY + self._worker_id, self._value, px=int(LEASE_S * 1000))
+            pipeline.sadd(WORKERS_KEY, self._worker_id)
+            await pipeline.execute()
+
+
+def connect(url: str) -> Redis:
+    """A client for redis://, rediss://, unix:// or redis+sentinel://[[USER:]PASSWORD@]HOST[:PORT],.../SERVICE[/DB].
+
+    Connects with the first command. Raises ValueError for what is no such URL.
+    """
+    from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.asyncio.sentinel import Sentinel
+    from redis.backoff import NoBackoff
+
+    def options(**more: object) -> dict[str, object]:
+        retry = Retry(NoBackoff(), 0)  # whoever calls tries again anyway
+        return {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S, "retry": retry, **more}
+
+    parts = urlsplit(url)
+    if parts.scheme != "redis+sentinel":
+        client: Redis = Redis.from_url(url, **options())  # type: ignore[arg-type]
+        return client
+    login, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = login.rpartition(":")
+    service, _, database = parts.path.strip("/").partition("/")
+    if not hosts or not service or not (database or "0").isdigit():
+        raise ValueError("write redis+sentinel://HOST[:PORT],HOST[:PORT]/SERVICE[/DB]")
+    addresses = []
+    for host in hosts.split(","):
+        one = urlsplit(f"//{host}")
+        addresses.append((one.hostname or "", one.port or SENTINEL_PORT))
+    sentinel = Sentinel(addresses, sentinel_kwargs=options())
+    secret = {"username": unquote(user) or None, "password": unquote(password) or None}
+    master: Redis = sentinel.master_for(service, **options(db=int(database or 0), **secret))  # type: ignore[arg-type]
+    return master
