@@ -20,6 +20,7 @@ _SUBCOMMANDS = {
     "pull": _Subcommand("headrace.cli.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
     "serve": _Subcommand("headrace.cli.serve:serve", "Serve a model on this host: workers, router and gateway."),
     "status": _Subcommand("headrace.cli.status:status", "Show the processes that serve on this host."),
+    "health": _Subcommand("headrace.cli.health:health", "Ask one process whether it serves."),
     "topology": _Subcommand("headrace.cli.machine:topology", "Show the machine and where workers would run."),
     "explain": _Subcommand("headrace.cli.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("headrace.cli.chat:chat", "Chat with a served model in the terminal."),
