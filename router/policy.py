@@ -125,13 +125,6 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: dict[str, int]
 
 
-class Rates(msgspec.Struct, frozen=True, gc=False):
-    """Rates that stand for those of a worker that has not learned its own."""
-
-    prefill_tokens_per_s: float
-    decode_step_ms: float
-
-
 def place(
     request: RequestFacts,
     candidates: Sequence[Candidate],
@@ -150,9 +143,16 @@ def place(
     open_to = [c for c in candidates if c.takes_requests and c.worker_id not in excluded]
     if not open_to:
         return None
-    substitutes = _substitutes(open_to, priors)
-    cached_tokens = {c.worker_id: _cached_tokens(request, c, cached_blocks[c.worker_id]) for c in open_to}
-    costs = {c.worker_id: cost(request, c, cached_tokens[c.worker_id], now_s, substitutes, priors) for c in open_to}
+    most_tokens = max(request.num_prompt_tokens - 1, 0)  # the last one is always computed, for its logits
+    cached_tokens: dict[str, int] = {}
+    costs: dict[str, CostTerms] = {}
+    for candidate, tokens_per_s, step_ms in zip(open_to, *believed_rates(open_to, priors), strict=True):
+        worker_id = candidate.worker_id
+        cached = cached_blocks[worker_id] * candidate.block_size
+        if cached > most_tokens:
+            cached = most_tokens
+        cached_tokens[worker_id] = cached
+        costs[worker_id] = cost(request, candidate, cached, now_s, tokens_per_s, step_ms, priors)
     worker_id, reason = _choose(request, _in_time(request, costs), cached_tokens, rng, priors)
     return Placement(worker_id, reason, cached_tokens[worker_id], costs[worker_id], costs, cached_tokens)
 
@@ -162,12 +162,13 @@ def cost(
     candidate: Candidate,
     num_cached_tokens: int,
     now_s: float,
-    substitutes: Rates,
+    prefill_tokens_per_s: float,
+    decode_step_ms: float,
     priors: Priors,
 ) -> CostTerms:
-    """What this request is expected to cost at this candidate, term by term."""
+    """What this request is expected to cost at this candidate, which is believed to have these rates, term by term."""
     load = candidate.load
-    ms_per_token = 1000.0 / (load.prefill_tokens_per_s or substitutes.prefill_tokens_per_s)
+    ms_per_token = 1000.0 / prefill_tokens_per_s
     answer = priors.answer_tokens
     if request.max_new_tokens is not None and request.max_new_tokens < answer:
         answer = request.max_new_tokens
@@ -176,8 +177,7 @@ def cost(
     # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
     double = priors.batch_for_double_step
     batch = load.num_running + candidate.num_booked_requests
-    step_ms = load.decode_step_ms or substitutes.decode_step_ms
-    step_ms *= (double + batch + 1) / (double + (load.num_running or 1))
+    step_ms = decode_step_ms * (double + batch + 1) / (double + (load.num_running or 1))
 
     # Places come free as answers end; those in the batch are half through on average.
     overhang = batch + load.num_waiting + 1 - load.max_num_seqs if load.max_num_seqs else 0
@@ -191,7 +191,7 @@ def cost(
 
     # Workers compute the shortest rest first: each request there delays this one by at most as much as it takes itself.
     prefill_ms = miss * ms_per_token
-    ahead_ms = max(batch + load.num_waiting, 1) * prefill_ms
+    ahead_ms = (batch + load.num_waiting or 1) * prefill_ms
     if backlog_ms > ahead_ms:
         backlog_ms = ahead_ms
 
@@ -230,10 +230,8 @@ def predicted_wait_ms(num_ahead: int, candidates: Sequence[Candidate], priors: P
 
     Each ends max_num_seqs answers in the time of one; 0 when none of them says how many it takes.
     """
-    substitutes = _substitutes(candidates, priors)
     ended_per_ms = 0.0
-    for candidate in candidates:
-        step_ms = candidate.load.decode_step_ms or substitutes.decode_step_ms
+    for candidate, step_ms in zip(candidates, believed_rates(candidates, priors)[1], strict=True):
         ended_per_ms += candidate.load.max_num_seqs / (priors.answer_tokens * step_ms)
     return (num_ahead + 1) / ended_per_ms if ended_per_ms else 0.0
 
@@ -245,25 +243,31 @@ def _in_time(request: RequestFacts, costs: dict[str, CostTerms]) -> dict[str, Co
     return {name: terms for name, terms in costs.items() if terms.ttft_ms <= request.max_ttft_ms} or costs
 
 
-def _cached_tokens(request: RequestFacts, candidate: Candidate, num_blocks: int) -> int:
-    """Tokens of the prompt that need no computing; the last one always does, for its logits."""
-    return min(num_blocks * candidate.block_size, max(request.num_prompt_tokens - 1, 0))
+def believed_rates(candidates: Sequence[Candidate], priors: Priors) -> tuple[list[float], list[float]]:
+    """The rates to count with: of each candidate its prefill tokens a second, and its milliseconds of a decode step.
+
+    What a worker has learned says as much about the prompts that it happened to have as about its host. So it is drawn
+    half way, on a scale of ratios, to the median of all; who has learned nothing is taken for the best.
+    """
+    prefill = _drawn_to_median([c.load.prefill_tokens_per_s for c in candidates])
+    step_ms = _drawn_to_median([c.load.decode_step_ms for c in candidates])
+    if not all(prefill):
+        best = max(prefill) or priors.prefill_tokens_per_s
+        prefill = [rate or best for rate in prefill]
+    if not all(step_ms):
+        best = min(filter(None, step_ms), default=priors.decode_step_ms)
+        step_ms = [rate or best for rate in step_ms]
+    return prefill, step_ms
 
 
-def _substitutes(candidates: Sequence[Candidate], priors: Priors) -> Rates:
-    """The best known rates among the candidates, or the priors."""
-    best_prefill = 0.0
-    best_step = float("inf")
-    for candidate in candidates:
-        load = candidate.load
-        if load.prefill_tokens_per_s > best_prefill:
-            best_prefill = load.prefill_tokens_per_s
-        if 0.0 < load.decode_step_ms < best_step:
-            best_step = load.decode_step_ms
-    return Rates(
-        best_prefill or priors.prefill_tokens_per_s,
-        best_step if best_step != float("inf") else priors.decode_step_ms,
-    )
+def _drawn_to_median(rates: Sequence[float]) -> list[float]:
+    """Each rate's geometric mean with the median of those that are known; 0 stays 0."""
+    known = sorted(filter(None, rates))
+    if not known:
+        return list(rates)
+    median = known[len(known) // 2]
+    sqrt = math.sqrt
+    return [sqrt(rate * median) for rate in rates]
 
 
 def _choose(
