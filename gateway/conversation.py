@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 # Variables by which templates that know no effort turn reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
+_TOOLS_IN_MESSAGE = re.compile(r"""['"]tools['"] in \w+""")
 
 
 class Arguments(dict[str, Any]):
@@ -73,7 +75,7 @@ def _with_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template: ChatTemplate
 ) -> list[dict[str, Any]]:
     """The messages with the tools in the system message, where templates in the manner of Phi 4 mini look for them."""
-    if not template.mentions("'tools' in message") and not template.mentions('"tools" in message'):
+    if _TOOLS_IN_MESSAGE.search(template.source) is None:
         raise unsupported("tools", "tools is not supported: the model's chat template takes no tools")
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]

@@ -1,13 +1,16 @@
-"""A grammar under which an answer can only be calls of the offered tools, as the model's family writes them (pure).
+"""A grammar that holds an answer to the offered tools, in the way in which the model's family writes calls (pure).
 
-It is in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md): `%json` is a
-JSON schema, and `<[7]>` the token 7, for markup that is a special token. Reasoning may come first where the model
-reasons.
+A required call leaves nothing but calls; strict tools leave any text too, but no call that is not as their schemas say.
+Reasoning may come first where the model reasons.
+
+The grammar is in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md):
+`%json` is a JSON schema, and `<[7]>` the token 7, for markup that is a special token.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -21,27 +24,28 @@ from headrace.protos.inference_pb2 import Constraint
 # As the models' own examples are spaced; without freedom, or small models write nothing but spaces.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-_Calls: TypeAlias = Callable[["_Writer"], str]
+_Answer: TypeAlias = Callable[["_Writer"], str]
 
 
 def tool_structure(form: ModelFormat, use: ToolUse, prompt_ending: str, inside_reasoning: bool) -> Structure | None:
-    """What holds an answer to the tools; None if it need not call any.
+    """What holds an answer to the tools; None if they leave it free.
 
-    Raises `StatusError` if the tool choice cannot be enforced for the model's family.
+    Raises `StatusError` if what is asked cannot be enforced for the model's family.
     """
-    if not use.required:
+    if not use.required and not use.strict:
         return None
+    field = "tool_choice" if use.required else "tools"
     name = "" if form.output.tools is None else form.output.tools.name
-    calls = _CALLS.get(name)
-    if calls is None:
-        kinds = ", ".join(sorted(_CALLS))
-        message = f"tool_choice cannot be enforced for a model that writes calls like {name}; it can for {kinds}"
-        raise unsupported("tool_choice", message)
+    answer = _ANSWERS.get(name)
+    if answer is None:
+        what = "tool_choice" if use.required else "strict in tools"
+        message = f"{what} cannot be enforced for a model that writes calls like {name}, only like"
+        raise unsupported(field, f"{message} {', '.join(sorted(_ANSWERS))}; leave it out")
     writer = _Writer(form, use)
-    start = calls(writer)
+    start = answer(writer)
     if name != "gpt-oss":
-        start = writer.reasoning(prompt_ending, inside_reasoning) + start
-    return Structure(Constraint(grammar=writer.text(start)), "tool_choice")
+        start = f"{writer.reasoning(prompt_ending, inside_reasoning)}({start})"
+    return Structure(Constraint(grammar=writer.text(start)), field)
 
 
 class _Writer:
@@ -51,6 +55,7 @@ class _Writer:
         self.form = form
         self.use = use
         self.names = list(use.schemas)
+        self._suffixes: dict[str, int] = {}
         self._rules = [
             f"args_{i}: %json {json.dumps(_arguments_schema(schema))}" for i, schema in enumerate(use.schemas.values())
         ]
@@ -89,10 +94,27 @@ class _Writer:
     def until(self, end: str) -> str:
         """Any text that ends with this markup, and the markup."""
         if self.has_token(end):
-            self._rules.append(r"free_text: /(?s:.*)/")
+            self._rule(r"free_text: /(?s:.*)/")
             return f"free_text {self.markup(end)}"
-        self._rules.append(rf"free_text[suffix={literal(end)}]: /(?s:.*)/")
-        return "free_text"
+        rule = f"until_{self._suffixes.setdefault(end, len(self._suffixes))}"
+        self._rule(rf"{rule}[suffix={literal(end)}]: /(?s:.*)/")
+        return rule
+
+    def without(self, pattern: str) -> str:
+        """Any text in which the pattern is not found."""
+        self._rule(f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/")
+        return "TEXT"
+
+    def text_or(self, opening: str, calls: str) -> str:
+        """Calls that begin with this markup, and unless they are required, text in front of them or in their place."""
+        if self.use.required:
+            return f"{self.markup(opening)} {calls}"
+        text = "free_text" if self.has_token(opening) else self.without(re.escape(opening))
+        return f"{self.until(opening)} {calls} | {text}"
+
+    def _rule(self, rule: str) -> None:
+        if rule not in self._rules:
+            self._rules.append(rule)
 
     def reasoning(self, prompt_ending: str, inside: bool) -> str:
         """Reasoning in front of what follows: where the prompt opened it, to its end; else if the model likes."""
@@ -122,60 +144,71 @@ def _arguments_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hermes(writer: _Writer) -> str:
     opening, closing = (writer.markup(tag) for tag in (hermes.OPENING, hermes.CLOSING))
-    call = f'{opening} "\\n" {writer.json_call("arguments")} "\\n" {closing}'
-    return writer.several(f"({call})", "\n")
+    call = f'"\\n" {writer.json_call("arguments")} "\\n" {closing}'
+    more = f' ("\\n" {opening} {call})*' if writer.use.parallel else ""
+    return writer.text_or(hermes.OPENING, call + more)
 
 
 def _llama3(writer: _Writer) -> str:
-    return writer.several(writer.json_call("parameters"), "; ")
+    calls = writer.several(writer.json_call("parameters"), "; ")
+    if writer.use.required:
+        return calls
+    names = "|".join(re.escape(name) for name in writer.names)
+    text = writer.without(rf'"name"\s*:\s*"({names})"')
+    return f"{calls} | {text}"
 
 
 def _phi4(writer: _Writer) -> str:
     calls = writer.several(writer.json_call("arguments"), ", ")
     if writer.has_token(phi4.OPENING):
-        return f'{writer.markup(phi4.OPENING)} "[" {calls} "]" {writer.markup(phi4.CLOSING)}'
-    return f'{literal(phi4.WORD + "[")} {calls} "]"'
+        return writer.text_or(phi4.OPENING, f'"[" {calls} "]" {writer.markup(phi4.CLOSING)}')
+    return writer.text_or(phi4.WORD + "[", f'{calls} "]"')
 
 
 def _mistral(writer: _Writer) -> str:
-    opening = writer.markup(mistral.OPENING)
+    opening = mistral.OPENING
     if not writer.has_token(mistral.ARGUMENTS):
-        return f'{opening} " [" {writer.several(writer.json_call("arguments"), ", ")} "]"'
+        return writer.text_or(opening, f'" [" {writer.several(writer.json_call("arguments"), ", ")} "]"')
     arguments = writer.markup(mistral.ARGUMENTS)
-    call = writer.each(lambda name, args: f"{opening} {literal(name)} {arguments} {args}")
-    return f"{call}+" if writer.use.parallel else call
+    call = writer.each(lambda name, args: f"{literal(name)} {arguments} {args}")
+    return writer.text_or(opening, f"{call} ({writer.markup(opening)} {call})*" if writer.use.parallel else call)
 
 
 def _deepseek(writer: _Writer) -> str:
     begin, end, separator = (writer.markup(tag) for tag in (deepseek.CALL_BEGIN, deepseek.CALL_END, deepseek.SEPARATOR))
-    if writer.form.output.is_fenced:
-        call = writer.each(
-            lambda name, args: (
-                f'{begin} "function" {separator} {literal(name + chr(10) + "```json" + chr(10))} {args} "\\n```" {end}'
-            )
-        )
-        calls = writer.several(call, "\n")
-    else:
-        call = writer.each(lambda name, args: f"{begin} {literal(name)} {separator} {args} {end}")
-        calls = f"{call}+" if writer.use.parallel else call
-    return f"{writer.markup(deepseek.CALLS_BEGIN)} {calls} {writer.markup(deepseek.CALLS_END)}"
+
+    def fenced(name: str, args: str) -> str:
+        head = literal(name + "\n```json\n")
+        return f'{begin} "function" {separator} {head} {args} "\\n```" {end}'
+
+    def bare(name: str, args: str) -> str:
+        return f"{begin} {literal(name)} {separator} {args} {end}"
+
+    call = writer.each(fenced if writer.form.output.is_fenced else bare)
+    calls = writer.several(call, "\n") if writer.form.output.is_fenced else f"{call}{'+' * writer.use.parallel}"
+    return writer.text_or(deepseek.CALLS_BEGIN, f"{calls} {writer.markup(deepseek.CALLS_END)}")
 
 
 def _gpt_oss(writer: _Writer) -> str:
-    """One call, behind reasoning or not: its message is the last."""
+    """One call, behind reasoning or not: its message is the last. Or, if it need not be a call, the final message."""
     channel, message, start, constrain = (
         writer.markup(tag) for tag in (harmony.CHANNEL, harmony.MESSAGE, harmony.START, harmony.CONSTRAIN)
     )
-    analysis = f'{channel} "analysis" {message} {writer.until(harmony.END)} {start} "assistant"'
-    call = writer.each(
-        lambda name, args: (
-            f'{channel} {literal(f"commentary to=functions.{name} ")} {constrain} "json" {message} {args}'
-        )
-    )
-    return f"({analysis})? {call}"
+    before = f'{channel} "analysis" {message} {writer.until(harmony.END)} {start} "assistant"'
+    if not writer.use.required:
+        before += f' | {channel} "commentary" {message} {writer.until(harmony.END)} {start} "assistant"'
+
+    def one(name: str, args: str) -> str:
+        return f'{channel} {literal(f"commentary to=functions.{name} ")} {constrain} "json" {message} {args}'
+
+    call = writer.each(one)
+    if writer.use.required:
+        return f"({before})? {call}"
+    text = "free_text" if writer.has_token(harmony.CHANNEL) else writer.without(re.escape(harmony.CHANNEL))
+    return f'({before})* ({call} | {channel} "final" {message} {text})'
 
 
-_CALLS: Mapping[str, _Calls] = {
+_ANSWERS: Mapping[str, _Answer] = {
     "deepseek": _deepseek,
     "gpt-oss": _gpt_oss,
     "hermes": _hermes,

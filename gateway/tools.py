@@ -30,6 +30,8 @@ class ToolUse:
     """The caller named the one tool to call."""
     parallel: bool = True
     """There may be several calls in an answer."""
+    strict: bool = False
+    """Arguments must be as the schemas say: some tool is strict."""
 
 
 def tool_use_of(request: ChatRequest) -> ToolUse:
@@ -55,6 +57,7 @@ def tool_use_of(request: ChatRequest) -> ToolUse:
         required=choice == "required" or name is not None,
         named=name is not None,
         parallel=request.parallel_tool_calls is not False and name is None,
+        strict=any(tool["function"].get("strict") for tool in request.tools),
     )
 
 

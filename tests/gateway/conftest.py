@@ -316,3 +316,11 @@ def kit() -> Any:
     import sys
 
     return sys.modules[__name__]
+
+
+@pytest.fixture(scope="module")
+def kit_of_module() -> Any:
+    """As `kit`, for fixtures of modules."""
+    import sys
+
+    return sys.modules[__name__]

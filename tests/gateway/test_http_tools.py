@@ -1,0 +1,355 @@
+"""Tools and reasoning over real HTTP, in front of a fake router that says what a model would write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+HI = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+
+# In the manner of Qwen 3: tools, calls, reasoning that can be switched off.
+HERMES = """\
+{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+{{- '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- if open_think is defined %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"""
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+WEATHER, NOW = tool("weather", city={"type": "string"}), tool("now")
+ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+TWO = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tool_router(kit_of_module: Any, tiny_files: dict[str, bytes]) -> AsyncIterator[Any]:
+    fake = kit_of_module.FakeRouter(kit_of_module.tar_of({**tiny_files, "chat_template.jinja": HERMES.encode()}))
+    fake.cards = [fake.card(max_context_tokens=4096)]
+    async with kit_of_module.serving_router(fake) as (address, _):
+        fake.address = address
+        yield fake
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tool_gateway(kit_of_module: Any, tool_router: Any) -> AsyncIterator[Any]:
+    async with kit_of_module.serving_gateway(tool_router.address) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tool_router: Any) -> None:
+    tool_router.reset()
+    tool_router.cards = [tool_router.card(max_context_tokens=4096)]
+
+
+@pytest.fixture
+def ask(tool_gateway: Any, tool_router: Any) -> Any:
+    """Post a chat to a model that answers in this text."""
+
+    async def post(text: str, **fields: Any) -> Any:
+        tool_router.answer = text
+        body = {"model": "tiny", "messages": HI, **fields}
+        response = await tool_gateway.http.post(CHAT, json=body)
+        assert response.status_code == 200, response.text
+        if not fields.get("stream"):
+            return response.json()
+        events = [event.removeprefix("data: ") for event in response.text.split("\n\n") if event]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    return post
+
+
+@pytest.fixture
+def refused(tool_gateway: Any) -> Any:
+    """Post a chat that is refused; the error."""
+
+    async def post(**fields: Any) -> Any:
+        response = await tool_gateway.http.post(CHAT, json={"model": "tiny", "messages": HI, **fields})
+        assert response.status_code == 400, response.text
+        return response.json()["error"]
+
+    return post
+
+
+def prompt_of(router: Any, kit: Any) -> str:
+    """The text of the last prompt."""
+    table = [text.encode() for text in kit.SPECIAL] + [bytes([i]) for i in range(256)] + [a + b for a, b in kit.MERGES]
+    return b"".join(table[token] for token in router.streams[-1].request.token_ids).decode()
+
+
+async def test_a_call_is_a_tool_call_and_no_content(ask: Any) -> None:
+    choice = (await ask(ONE, tools=[WEATHER]))["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+
+
+async def test_calls_have_ids_of_their_own_and_text_in_front_is_content(ask: Any) -> None:
+    message = (await ask(f"Let me see.\n{ONE}\n{TWO}", tools=[WEATHER, NOW]))["choices"][0]["message"]
+    assert message["content"] == "Let me see."
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "now"]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+async def test_a_stream_begins_each_call_with_its_name_and_goes_on_with_its_arguments(ask: Any) -> None:
+    chunks = await ask(f"Well.\n{ONE}{TWO}", tools=[WEATHER, NOW], stream=True)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    heads = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]) for call in heads] == [
+        (0, "function", {"name": "weather", "arguments": ""}),
+        (1, "function", {"name": "now", "arguments": ""}),
+    ]
+    fragments = [call for call in calls if "id" not in call]
+    assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in fragments)
+    first = [call["function"]["arguments"] for call in fragments if call["index"] == 0]
+    assert "".join(first) == '{"city": "Köln"}'
+    assert len(first) > 5
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
+
+
+async def test_text_without_a_call_is_an_ordinary_answer(ask: Any) -> None:
+    choice = (await ask("Just <tool_call> text. ", tools=[WEATHER]))["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == "Just <tool_call> text. "
+    assert "tool_calls" not in choice["message"]
+
+
+async def test_a_call_that_is_cut_off_finishes_for_length(ask: Any) -> None:
+    choice = (await ask(ONE, tools=[WEATHER], max_tokens=len(ONE.encode()) - 20))["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert '{"city": "Köln"}'.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+async def test_the_template_sees_the_tools_as_the_caller_wrote_them(ask: Any, tool_router: Any, kit: Any) -> None:
+    await ask("x", tools=[WEATHER])
+    assert json.dumps(WEATHER) in prompt_of(tool_router, kit)
+    await ask("x")
+    assert "weather" not in prompt_of(tool_router, kit)
+
+
+async def test_calls_and_their_results_go_back_to_the_template(ask: Any, tool_router: Any, kit: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Köln"}'}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    await ask("x", messages=messages, tools=[WEATHER])
+    text = prompt_of(tool_router, kit)
+    assert 'assistant\n<think>Hm.</think><tool_call>weather{"city": "Köln"}</tool_call><|im_end|>' in text
+    assert "<|im_start|>tool\nrain<|im_end|>" in text
+
+
+async def test_with_tool_choice_none_the_model_knows_no_tools(ask: Any, tool_router: Any, kit: Any) -> None:
+    message = (await ask(ONE, tools=[WEATHER], tool_choice="none"))["choices"][0]["message"]
+    assert message["content"] == ONE
+    assert "tool_calls" not in message
+    assert "weather" not in prompt_of(tool_router, kit)
+
+
+async def test_a_required_call_is_held_by_a_grammar(ask: Any, tool_router: Any) -> None:
+    answer = await ask(ONE, tools=[WEATHER, NOW], tool_choice="required")
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    grammar = tool_router.streams[-1].request.sampling.constraint.grammar
+    assert "weather" in grammar
+    assert "now" in grammar
+    await ask(ONE, tools=[WEATHER, NOW])
+    assert not tool_router.streams[-1].request.sampling.HasField("constraint")
+
+
+async def test_a_named_call_is_the_only_one_and_finishes_as_a_stop(ask: Any, tool_router: Any) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = await ask(ONE, tools=[WEATHER, NOW], tool_choice=choice)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    grammar = tool_router.streams[-1].request.sampling.constraint.grammar
+    assert "weather" in grammar
+    assert "now" not in grammar
+
+
+async def test_without_parallel_calls_the_first_one_counts(ask: Any) -> None:
+    for stream in (False, True):
+        answer = await ask(ONE + TWO, tools=[WEATHER, NOW], parallel_tool_calls=False, stream=stream)
+        if stream:
+            deltas = [chunk["choices"][0]["delta"] for chunk in answer]
+            assert {call["index"] for delta in deltas for call in delta.get("tool_calls", [])} == {0}
+        else:
+            assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_every_choice_has_calls_of_its_own(ask: Any) -> None:
+    answer = await ask(ONE, tools=[WEATHER], n=2)
+    ids = [choice["message"]["tool_calls"][0]["id"] for choice in answer["choices"]]
+    assert len(set(ids)) == 2
+    chunks = await ask(ONE, tools=[WEATHER], n=2, stream=True)
+    for index in (0, 1):
+        own = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        calls = [call for delta in own for call in delta.get("tool_calls", [])]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Köln"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ],
+)
+async def test_what_is_wrong_with_tools_is_named(refused: Any, tool_router: Any, fields: Any, param: str) -> None:
+    error = await refused(**fields)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert tool_router.streams == []
+
+
+async def test_tools_are_refused_where_the_template_takes_none(gateway: Any) -> None:
+    body = {"model": "tiny", "messages": HI, "tools": [WEATHER]}
+    error = (await gateway.http.post(CHAT, json=body)).json()["error"]
+    assert (error["param"], error["code"]) == ("tools", "unsupported")
+
+
+# --- reasoning ------------------------------------------------------------------------------------------------------
+
+
+async def test_reasoning_is_apart_and_counted(ask: Any) -> None:
+    answer = await ask("<think>\nHm, é.\n</think>\n\nParis.")
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Paris.", "Hm, é.")
+    counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == len("\nHm, é.\n".encode())
+    chunks = await ask("<think>\nHm, é.\n</think>\n\nParis.", stream=True, stream_options={"include_usage": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, é."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Paris."
+    assert chunks[-1]["usage"] == answer["usage"]
+
+
+async def test_reasoning_that_the_prompt_opened_is_known(ask: Any) -> None:
+    answer = await ask("Hm.</think>Paris.", chat_template_kwargs={"open_think": True})
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Paris.", "Hm.")
+    answer = await ask("Hm", chat_template_kwargs={"open_think": True})
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
+
+
+async def test_a_message_that_goes_on_goes_on_in_its_reasoning(ask: Any) -> None:
+    messages = [*HI, {"role": "assistant", "content": "<think>So"}]
+    message = (await ask(" what?</think>Yes.", messages=messages, continue_final_message=True))["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "what?")
+
+
+async def test_effort_none_switches_reasoning_off(ask: Any, tool_router: Any, kit: Any) -> None:
+    for effort, closed in (("none", True), ("low", False)):
+        await ask("x", reasoning_effort=effort)
+        assert prompt_of(tool_router, kit).endswith("</think>\n\n") is closed
+    await ask("x", chat_template_kwargs={"enable_thinking": False})
+    assert prompt_of(tool_router, kit).endswith("</think>\n\n")
+
+
+async def test_reasoning_then_a_call(ask: Any) -> None:
+    choice = (await ask(f"<think>Hm.</think>\n\n{ONE}", tools=[WEATHER]))["choices"][0]
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_an_answer_in_json_is_never_taken_for_reasoning(ask: Any) -> None:
+    fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"open_think": True}}
+    message = (await ask('{"a": 1}', **fields))["choices"][0]["message"]
+    assert message["content"] == '{"a": 1}'
+
+
+TEXTS = st.lists(
+    st.sampled_from(["<think>", "</think>", ONE, TWO, "\n", " ", "é😀", "<tool_call>", '{"name": "now"', "text", "}"]),
+    max_size=6,
+).map("".join)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXTS, data=st.data())
+async def test_a_stream_adds_up_to_the_whole_answer(
+    tool_gateway: Any, tool_router: Any, kit: Any, text: str, data: st.DataObject
+) -> None:
+    tokens = kit.tokens_of(text)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(tokens)))), label="cuts") | {len(tokens)})
+    stopped = data.draw(st.booleans(), label="stopped")
+
+    async def cut(_: Any, stream: Any, send: Any) -> None:
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            await send(tokens[start:end], start, None)
+        reason = kit.inference_pb2.FINISH_REASON_STOP if stopped else kit.inference_pb2.FINISH_REASON_LENGTH
+        await send([kit.EOS], len(tokens), reason)
+
+    tool_router.script = cut
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "messages": HI,
+        "tools": [WEATHER, NOW],
+        "logprobs": data.draw(st.booleans(), label="logprobs"),
+        "parallel_tool_calls": data.draw(st.booleans(), label="parallel"),
+        "stop": data.draw(st.sampled_from([None, "é", "text"]), label="stop"),
+    }
+    whole = (await tool_gateway.http.post(CHAT, json=fields)).json()
+    fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    raw = (await tool_gateway.http.post(CHAT, json=fields)).text
+    *events, usage, done = [event.removeprefix("data: ") for event in raw.rstrip("\n").split("\n\n")]
+    assert done == "[DONE]"
+    assert json.loads(usage)["usage"] == whole["usage"]
+    chunks = [json.loads(event)["choices"][0] for event in events]
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    for name in ("content", "reasoning_content"):
+        assert "".join(chunk["delta"].get(name, "") for chunk in chunks) == (message.get(name) or "")
+    calls: list[tuple[str, str]] = []
+    for chunk in chunks:
+        for call in chunk["delta"].get("tool_calls", []):
+            if "id" in call:
+                calls.append((call["function"]["name"], ""))
+            name, arguments = calls[call["index"]]
+            calls[call["index"]] = name, arguments + call["function"]["arguments"]
+    assert calls == [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == [choice["finish_reason"]]
+    streamed = [one for chunk in chunks if chunk["logprobs"] for one in chunk["logprobs"]["content"]]
+    assert streamed == (choice["logprobs"]["content"] if choice["logprobs"] else [])
