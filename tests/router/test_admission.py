@@ -14,6 +14,7 @@ from tests.router.conftest import RunningRouter, StartRouter, StartWorker, colle
 from tests.router.fake_worker import FakeWorker, answer, until
 
 PROMPT = [7, 8, 9, 10, 11]
+LONG_PROMPT = list(range(1000))
 FULL = {"num_waiting": 9}
 ROOM = {"num_waiting": 0}
 
@@ -117,9 +118,10 @@ async def test_a_deadline_that_cannot_be_met_is_refused_with_the_time_to_come_ba
 ) -> None:
     worker = await start_worker()
     router = await start_router(worker)
-    worker.report(num_uncached_tokens=10_000)  # at 1000 tokens/s
+    # At 1000 tokens/s; each of the nine delays the prompt by no more than it takes itself.
+    worker.report(num_running=9, num_uncached_tokens=10_000)
     await until(lambda: router.fleet.links()[0].load.num_uncached_tokens)
-    request = inference_pb2.GenerateRequest(token_ids=PROMPT)
+    request = inference_pb2.GenerateRequest(token_ids=LONG_PROMPT)
     error = await failure_of(router.inference.Generate(request, timeout=3))
     assert error.reason is Reason.QUEUE_FULL
     assert error.retry_after_s is not None
@@ -133,9 +135,9 @@ async def test_nobody_waits_longer_than_the_router_lets_anyone_wait(
 ) -> None:
     worker = await start_worker()
     router = await start_router(worker, max_ttft_s=5.0)
-    worker.report(num_uncached_tokens=10_000)
+    worker.report(num_running=7, num_uncached_tokens=10_000)
     await until(lambda: router.fleet.links()[0].load.num_uncached_tokens)
-    error = await failure_of(router.call(PROMPT))
+    error = await failure_of(router.call(LONG_PROMPT))
     assert (error.reason, "--max-ttft" in error.message) == (Reason.QUEUE_FULL, True)
 
 
@@ -143,12 +145,14 @@ async def test_a_slower_worker_in_time_is_better_than_a_cheaper_one_too_late(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
     late, slow = [await start_worker(name) for name in ("late", "slow")]
-    late.load.num_uncached_tokens = 4_000
+    late.load.num_running, late.load.num_uncached_tokens = 4, 4_000
     slow.load.decode_step_ms = 1000
     router = await start_router(late, slow)
-    await router.generate(PROMPT)
+    await router.generate(LONG_PROMPT)
     assert (len(late.requests), len(slow.requests)) == (1, 0)
-    await collected(router.inference.Generate(inference_pb2.GenerateRequest(token_ids=PROMPT), timeout=2))
+    # Others, since the first one is cached now.
+    other = [token + 1 for token in LONG_PROMPT]
+    await collected(router.inference.Generate(inference_pb2.GenerateRequest(token_ids=other), timeout=2))
     assert (len(late.requests), len(slow.requests)) == (1, 1)
 
 

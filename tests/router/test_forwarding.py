@@ -69,7 +69,7 @@ async def test_load_decides_between_workers_with_the_same_prefix(
 ) -> None:
     busy, idle = [await start_worker(name) for name in ("busy", "idle")]
     router = await start_router(busy, idle)
-    busy.report(num_uncached_tokens=100_000)
+    busy.report(num_running=4, num_uncached_tokens=100_000)
     for worker in (busy, idle):
         worker.store(PROMPT)
     await until(lambda: len(router.fleet.index) == 4)
