@@ -45,7 +45,7 @@ test: .venv/.dev .links/headrace
 	$(BIN)/pytest $(ARGS)
 
 soak: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py $(ARGS)
+	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py tests/e2e/test_redis.py $(ARGS)
 
 check: .venv/.dev .links/headrace
 	$(BIN)/ruff check .

@@ -78,6 +78,10 @@ class Process:
         """Send a signal."""
         os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.signal(signal.SIGTERM)
+
     def gone(self, bound_s: float = BOUND_S) -> int:
         """Wait for its end; the exit status as of Popen."""
         assert self._popen is not None
@@ -106,7 +110,8 @@ class Process:
 class Fleet:
     """Processes that know one another. `start` and `end` frame its life.
 
-    Every worker registers with every router; the gateway has all routers. Addresses are sockets in `directory`.
+    Every worker registers with every router, or with `redis_url` publishes its lease there for the routers to read; the
+    gateway has all routers. Addresses are sockets in `directory`.
     """
 
     def __init__(
@@ -115,32 +120,34 @@ class Fleet:
         *,
         num_workers: int,
         num_routers: int,
+        redis_url: str | None = None,
         worker_flags: Iterable[str] = (),
         router_flags: Iterable[str] = (),
         gateway_flags: Iterable[str] = (),
     ) -> None:
+        self._directory = directory
         self.router_addresses = [f"unix:{directory}/router-{index}.sock" for index in range(num_routers)]
         known = [flag for address in self.router_addresses for flag in ("--router", address)]
-        model = ["--model", str(pulled_model()), "--name", MODEL]
-        self.workers = [
-            Process(
-                f"worker-{index}",
-                [
-                    *("-m", "headrace.worker", *model, "--worker-id", f"worker-{index}", "--threads", "1"),
-                    *("--listen", f"unix:{directory}/worker-{index}.sock", "--kv-cache-gb", "0.5"),
-                    *known,
-                    *worker_flags,
-                ],
-            )
-            for index in range(num_workers)
-        ]
+        shared = [] if redis_url is None else ["--redis", redis_url]
+        self._worker_flags = [*(shared or known), *worker_flags]
         self.routers = [
-            Process(f"router-{index}", ["-m", "headrace.router", "--listen", address, *router_flags])
+            Process(f"router-{index}", ["-m", "headrace.router", "--listen", address, *shared, *router_flags])
             for index, address in enumerate(self.router_addresses)
         ]
+        self.workers: list[Process] = []
+        for _ in range(num_workers):
+            self.add_worker()
         self.port = free_port()
         gateway = ["-m", "headrace.gateway", "--host", "127.0.0.1", "--port", str(self.port)]
         self.gateway = Process("gateway", [*gateway, *known, *gateway_flags])
+
+    def add_worker(self) -> Process:
+        """One more worker, not started."""
+        name = f"worker-{len(self.workers)}"
+        listen = ["--listen", f"unix:{self._directory}/{name}.sock", "--worker-id", name]
+        model = ["--model", str(pulled_model()), "--name", MODEL, "--threads", "1", "--kv-cache-gb", "0.5"]
+        self.workers.append(Process(name, ["-m", "headrace.worker", *model, *listen, *self._worker_flags]))
+        return self.workers[-1]
 
     @property
     def base_url(self) -> str:
@@ -220,9 +227,16 @@ class Fleet:
 
 
 @contextmanager
-def fleet(directory: Path, *, num_workers: int = 2, num_routers: int = 1, **flags: Iterable[str]) -> Iterator[Fleet]:
+def fleet(
+    directory: Path,
+    *,
+    num_workers: int = 2,
+    num_routers: int = 1,
+    redis_url: str | None = None,
+    **flags: Iterable[str],
+) -> Iterator[Fleet]:
     """A fleet that answers, ended with the block."""
-    made = Fleet(directory, num_workers=num_workers, num_routers=num_routers, **flags)
+    made = Fleet(directory, num_workers=num_workers, num_routers=num_routers, redis_url=redis_url, **flags)
     try:
         made.start()
         yield made

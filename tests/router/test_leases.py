@@ -1,0 +1,150 @@
+"""Leases in a real Redis: read, kept while it is away, forgotten when they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.router.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, connect, parse_lease
+from headrace.router.registry import Registry, SharedLeases
+from tests.redis_server import RedisServer, RedisWithSentinel
+from tests.router.fake_worker import until
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    made = RedisServer(tmp_path).start()
+    yield made
+    made.kill()
+
+
+def publish(server: RedisServer, worker_id: str, address: str) -> None:
+    value = json.dumps({"worker_id": worker_id, "address": address})
+    server.client().set(WORKER_KEY + worker_id, value, ex=60)
+    server.client().sadd(WORKERS_KEY, worker_id)
+
+
+class Reading:
+    """A reader and what it saw last."""
+
+    def __init__(self, url: str) -> None:
+        self.leases: dict[str, str] = {}
+        self.num_reads = self.num_lost = 0
+        self.reader = LeaseReader(url, self._seen, self._lost)
+        self.reader.start()
+
+    def _seen(self, leases: dict[str, str]) -> None:
+        self.leases = leases
+        self.num_reads += 1
+
+    def _lost(self) -> None:
+        self.num_lost += 1
+
+
+@pytest.fixture
+async def reading(server: RedisServer) -> AsyncIterator[Reading]:
+    made = Reading(server.url)
+    yield made
+    await made.reader.close()
+
+
+async def test_leases_are_seen_as_they_come_and_go(server: RedisServer, reading: Reading) -> None:
+    await until(lambda: reading.num_reads)
+    assert reading.leases == {}
+    publish(server, "a", "10.0.0.1:1")
+    publish(server, "b", "unix:/b.sock")
+    await until(lambda: reading.leases == {"a": "10.0.0.1:1", "b": "unix:/b.sock"})
+    server.client().delete(WORKER_KEY + "a")
+    await until(lambda: reading.leases == {"b": "unix:/b.sock"})
+    assert server.client().smembers(WORKERS_KEY) == {b"b"}
+
+
+async def test_while_redis_is_away_nothing_is_seen_and_it_is_found_again(server: RedisServer, reading: Reading) -> None:
+    await until(lambda: reading.reader.is_connected)
+    server.kill()
+    await until(lambda: reading.num_lost >= 2)
+    assert not reading.reader.is_connected
+    server.start()
+    publish(server, "a", "10.0.0.1:1")
+    await until(lambda: reading.leases == {"a": "10.0.0.1:1"})
+
+
+async def test_leases_are_read_through_a_failover_of_the_sentinel(tmp_path: Path) -> None:
+    servers = RedisWithSentinel(tmp_path)
+    reading = Reading(servers.url)
+    try:
+        publish(servers.master, "a", "10.0.0.1:1")
+        await until(lambda: reading.leases == {"a": "10.0.0.1:1"})
+        servers.master.kill()
+        await until(lambda: servers.master_port() == servers.replica.port, 30)
+        await until(lambda: reading.reader.is_connected, 30)
+        publish(servers.replica, "b", "10.0.0.2:1")
+        await until(lambda: "b" in reading.leases)
+    finally:
+        await reading.reader.close()
+        servers.kill()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"",
+        b"not json",
+        b"[]",
+        b'{"worker_id": "a"}',
+        b'{"worker_id": 1, "address": "x"}',
+        b'{"worker_id": "", "address": "x"}',
+        b'{"worker_id": "a", "address": "' + b"x" * 5000 + b'"}',
+    ],
+)
+def test_what_is_no_lease_is_passed_over(value: bytes | None) -> None:
+    assert parse_lease(value) is None
+
+
+@pytest.mark.parametrize("url", ["nonsense", "redis+sentinel://", "redis+sentinel://h:1", "redis+sentinel://h/s/db"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="redis"):
+        connect(url)
+
+
+async def test_a_url_with_several_sentinels_is_read() -> None:
+    client = connect("redis+sentinel://me:p%40ss@h1:1,h2/service/3")
+    kwargs = client.connection_pool.connection_kwargs
+    assert (kwargs["username"], kwargs["password"], kwargs["db"]) == ("me", "p@ss", 3)
+    await client.aclose()
+
+
+def test_a_worker_stays_while_the_store_is_away_and_for_a_lease_after_it_is_back() -> None:
+    shared = SharedLeases(lease_s=6.0)
+    shared.seen({"a": "x:1", "b": "x:2"}, 0.0)
+    shared.lost()
+    assert set(shared.addresses()) == {"a", "b"}
+    shared.seen({}, 100.0)  # it came back empty
+    shared.seen({"b": "x:2"}, 102.0)
+    assert set(shared.addresses()) == {"a", "b"}
+    shared.seen({"b": "x:2"}, 105.9)
+    assert set(shared.addresses()) == {"a", "b"}
+    shared.seen({"b": "x:2"}, 106.0)
+    assert set(shared.addresses()) == {"b"}
+
+
+def test_a_worker_that_comes_back_elsewhere_is_at_its_new_address() -> None:
+    shared = SharedLeases(lease_s=6.0)
+    shared.seen({"a": "x:1"}, 0.0)
+    shared.seen({"a": "y:1"}, 1.0)
+    assert shared.addresses() == {"a": "y:1"}
+
+
+def test_shared_and_direct_registrations_make_one_fleet() -> None:
+    registry = Registry(["s:1"], lease_s=6.0)
+    registry.shared.seen({"a": "x:1", "b": "x:2"}, 0.0)
+    registry.register("a", "y:1", 0.0)
+    assert {address: member.worker_id for address, member in registry.members().items()} == {
+        "s:1": "",
+        "y:1": "a",
+        "x:2": "b",
+    }
