@@ -55,7 +55,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "address", "state", "model", "load", "report_age_ms", "num_in_flight", "detail")
+    __slots__ = ("worker_id", "address", "state", "model", "load", "report_age_ms", "num_in_flight", "detail", "num_indexed_blocks", "indexed_digest")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,8 @@ class WorkerInfo(_message.Message):
     REPORT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NUM_INDEXED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    INDEXED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     state: WorkerState
@@ -72,7 +74,9 @@ class WorkerInfo(_message.Message):
     report_age_ms: int
     num_in_flight: int
     detail: str
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., report_age_ms: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    num_indexed_blocks: int
+    indexed_digest: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., report_age_ms: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., detail: _Optional[str] = ..., num_indexed_blocks: _Optional[int] = ..., indexed_digest: _Optional[int] = ...) -> None: ...
 
 class RouterGetTokenizerRequest(_message.Message):
     __slots__ = ("sha256",)

@@ -168,6 +168,8 @@ class WorkerLink:
             report_age_ms=int(age_ms),
             num_in_flight=self.num_in_flight,
             detail=self.detail,
+            num_indexed_blocks=self._index.num_entries_of(self.address),
+            indexed_digest=self._index.digest_of(self.address),
         )
 
     def candidate(self) -> Candidate:

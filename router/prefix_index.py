@@ -25,6 +25,8 @@ Pure: no I/O, no clock of its own. Not safe for threads.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -32,12 +34,13 @@ from collections.abc import Iterable, Sequence
 class _Holding:
     """What one worker holds. A dictionary keeps the order of arrival, so the newest entry is the last."""
 
-    __slots__ = ("bit", "hashes", "worker_id")
+    __slots__ = ("bit", "digest", "hashes", "worker_id")
 
     def __init__(self, worker_id: str, bit: int) -> None:
         self.worker_id = worker_id
         self.bit = bit
         self.hashes: dict[int, None] = {}
+        self.digest = 0  # exclusive or of the hashes
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -96,6 +99,16 @@ class PrefixIndex:
         holding = self._holdings.get(worker_id)
         return 0 if holding is None else len(holding)
 
+    def digest_of(self, worker_id: str) -> int:
+        """Exclusive or of all hashes of a worker, whatever their order; 0 if it is unknown. Costs nothing to ask."""
+        holding = self._holdings.get(worker_id)
+        return 0 if holding is None else holding.digest
+
+    @property
+    def max_predicted(self) -> int:
+        """Bound of `num_predicted`."""
+        return self._max_predicted
+
     def add_worker(self, worker_id: str) -> None:
         """Make a worker known, with no blocks. No effect if it is known."""
         if worker_id in self._holdings:
@@ -121,6 +134,7 @@ class PrefixIndex:
             _clear_bit(self._mask, block_hash, holding.bit)
         self._num_entries -= len(holding)
         holding.hashes = {}  # a new one: a large dictionary that was emptied keeps its memory
+        holding.digest = 0
         for prediction in self._predictions:
             if prediction.bit == holding.bit:
                 self._end(prediction)
@@ -143,6 +157,7 @@ class PrefixIndex:
                 _clear_bit(predicted_mask, block_hash, holding.bit)
             if block_hash not in held and (self._num_entries < self.max_entries or self._make_room(holding)):
                 held[block_hash] = None
+                holding.digest ^= block_hash
                 mask[block_hash] = mask.get(block_hash, 0) | holding.bit
                 self._num_entries += 1
 
@@ -204,6 +219,7 @@ class PrefixIndex:
             slots |= 1 << slot
             assert holding.bit == 1 << slot, "a worker has the bit of its slot"
             assert self._holdings[holding.worker_id] is holding, "slot and name lead to the same holding"
+            assert holding.digest == functools.reduce(operator.xor, holding.hashes, 0), "the digest is exact"
             for block_hash in holding.hashes:
                 expected[block_hash] = expected.get(block_hash, 0) | holding.bit
         assert self._mask == expected, "masks follow from the holdings"
@@ -229,6 +245,7 @@ class PrefixIndex:
 
     def _drop(self, holding: _Holding, block_hash: int) -> None:
         del holding.hashes[block_hash]
+        holding.digest ^= block_hash
         _clear_bit(self._mask, block_hash, holding.bit)
         self._num_entries -= 1
 
