@@ -107,7 +107,11 @@ async def run_streams(
     disturb_behind: int = 0,
     disturb: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Stream]:
-    """Run all streams at once; `disturb` is called as soon as each has brought `disturb_behind` chunks."""
+    """Run all streams at once.
+
+    `disturb` is called as soon as each has brought `disturb_behind` chunks, or the fastest is half through and each has
+    begun: all are in flight then.
+    """
     streams = [Stream() for _ in bodies]
     async with http_client() as client:
         tasks = [
@@ -116,13 +120,18 @@ async def run_streams(
         ]
         if disturb is not None:
             async with asyncio.timeout(STREAM_BOUND_S):
-                while any(len(stream.arrivals_s) < disturb_behind for stream in streams):
+                while not _is_time(streams, disturb_behind, bodies[0]["max_tokens"] // 2):
                     assert not any(stream.error for stream in streams), [stream.error for stream in streams]
                     await asyncio.sleep(0.005)
             assert not any(stream.is_done for stream in streams), "all are in flight"
             await disturb()
         await asyncio.gather(*tasks)
     return streams
+
+
+def _is_time(streams: list[Stream], slowest: int, fastest: int) -> bool:
+    counts = [len(stream.arrivals_s) for stream in streams]
+    return min(counts) >= slowest or (max(counts) >= fastest and min(counts) > 0)
 
 
 class Load:

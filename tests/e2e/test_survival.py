@@ -79,7 +79,7 @@ async def test_32_streams_survive_the_death_of_one_of_two_workers(two_workers: S
 
         # Each round in another place.
         streams = await run_streams(
-            two_workers.base_url, bodies(sampling), disturb_behind=2 + 7 * number % 40, disturb=kill
+            two_workers.base_url, bodies(sampling), disturb_behind=2 + 7 * number % 30, disturb=kill
         )
         tell(f"round {number}", streams)
         assert differences(streams, undisturbed) == []
@@ -103,7 +103,7 @@ async def test_32_streams_survive_a_worker_that_hangs(two_workers: Serve, sampli
 
         try:
             streams = await run_streams(
-                two_workers.base_url, bodies(sampling), disturb_behind=2 + 7 * number % 40, disturb=hang
+                two_workers.base_url, bodies(sampling), disturb_behind=2 + 7 * number % 30, disturb=hang
             )
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -148,7 +148,7 @@ async def test_a_router_that_dies_cuts_no_stream_and_fails_no_request(own_fleet:
                 router.signal(signal.SIGKILL)
 
             streams = await run_streams(
-                own_fleet.base_url, bodies(GREEDY), disturb_behind=2 + 7 * number % 40, disturb=kill
+                own_fleet.base_url, bodies(GREEDY), disturb_behind=2 + 7 * number % 30, disturb=kill
             )
             tell(f"round {number}", streams)
             assert differences(streams, undisturbed) == []

@@ -34,7 +34,7 @@ class Host:
             network.namespaces.append(self._namespace)
             _ip("link", "set", "lo", "up", namespace=self._namespace)
         _ip("link", "add", self._port, "type", "veth", "peer", "name", end, namespace=network.switch)
-        # Names mean the namespace of who runs ip; its own it knows as that of process 1's sibling, by pid.
+        # The tests' own namespace has no name, but that of their process.
         _ip("link", "set", end, "netns", self._namespace or str(os.getpid()), namespace=network.switch)
         _ip("link", "set", self._port, "master", "switch", "up", namespace=network.switch)
         _ip("address", "add", f"{self.address}/24", "dev", end, namespace=self._namespace)
