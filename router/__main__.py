@@ -26,7 +26,7 @@ from headrace.router.forwarding import ForwardingConfig
 from headrace.router.leases import LeaseReader
 from headrace.router.metrics import RouterMetrics
 from headrace.router.registry import Registry
-from headrace.router.service import RouterServer
+from headrace.router.service import RequestBounds, RouterServer
 
 log = logging.getLogger("headrace.router")
 
@@ -144,7 +144,8 @@ def wired(
             raise CannotDoAsAskedError(f"--redis {options['redis_url']!r} is no URL of Redis: {error}") from None
         metrics.observe_leases(leases)
     forwarding = ForwardingConfig(max_attempts=options["max_attempts"])
-    server = RouterServer(fleet, metrics, forwarding, admission, max_in_flight=options["max_in_flight"])
+    bounds = RequestBounds(options["max_in_flight"], options["max_request_mb"] << 20)
+    server = RouterServer(fleet, metrics, forwarding, admission, bounds)
     return Router(server, metrics, leases, options["drain_timeout"])
 
 
@@ -193,6 +194,13 @@ def wired(
 @click.option("--max-attempts", type=click.IntRange(min=1), default=4, help="Workers that one request may use up.")
 @click.option("--max-in-flight", type=click.IntRange(min=1), default=4096, help="Requests at a time.")
 @click.option(
+    "--max-request-mb",
+    type=click.IntRange(min=16),
+    default=256,
+    help="MiB of the requests in flight on the wire; the router keeps up to six times that of them.",
+)
+@click.option("--max-sessions", type=click.IntRange(min=1), default=65_536, help="Sessions whose worker is remembered.")
+@click.option(
     "--max-index-entries",
     type=click.IntRange(min=1),
     default=4_000_000,
@@ -205,6 +213,7 @@ def main(
     log_level: str,
     lease: float,
     max_index_entries: int,
+    max_sessions: int,
     tenant_weights: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -215,7 +224,8 @@ def main(
 
     async def run() -> None:
         registry = Registry(worker, lease_s=lease)
-        router = wired(registry, FleetConfig(max_index_entries=max_index_entries), admission, options)
+        bounds = FleetConfig(max_index_entries=max_index_entries, max_sessions=max_sessions)
+        router = wired(registry, bounds, admission, options)
         await serve(listen, metrics, router)
 
     try:

@@ -30,7 +30,6 @@ from headrace.router.registry import Registry
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_MAX_SESSIONS = 65_536
 # Models whose workers are all gone are remembered, so that a restart of the last one is a wait and not a 404.
 _MAX_REMEMBERED_MODELS = 256
 _REMEMBER_MODEL_S = 600.0
@@ -48,6 +47,7 @@ class FleetConfig:
     max_index_entries: int = 4_000_000
     max_predicted_blocks: int = 500_000
     prediction_ttl_s: float = 30.0
+    max_sessions: int = 65_536
     heartbeat_ms: int = HEARTBEAT_MS
 
 
@@ -195,6 +195,16 @@ class Fleet:
     def num_in_flight(self) -> int:
         """Requests booked on workers."""
         return sum(link.num_in_flight for link in (*self._links.values(), *self._retiring))
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions whose worker is remembered."""
+        return len(self._sessions)
+
+    @property
+    def max_sessions(self) -> int:
+        """Bound of `num_sessions`."""
+        return self._config.max_sessions
 
     def links(self) -> list[WorkerLink]:
         """The links of all members, by name of the worker."""
@@ -345,7 +355,7 @@ class Fleet:
             session = (card.name, request.session_key)
             self._sessions[session] = link.address
             self._sessions.move_to_end(session)
-            if len(self._sessions) > _MAX_SESSIONS:
+            if len(self._sessions) > self._config.max_sessions:
                 self._sessions.popitem(last=False)
         return booking
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -13,6 +16,30 @@ from headrace.router.leases import LeaseReader
 from headrace.router.policy import PlacementReason
 
 _DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 150e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
+
+
+class RequestLoad(NamedTuple):
+    """What requests hold, and the bounds of it."""
+
+    held: int
+    most_held: int
+    num_bytes: int
+    most_bytes: int
+
+
+class HoldsRequests(Protocol):
+    """Whoever knows what requests hold."""
+
+    @property
+    def request_load(self) -> RequestLoad:
+        """As of now."""
+        ...
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM (statm in proc(5))."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class RouterMetrics:
@@ -58,11 +85,19 @@ class RouterMetrics:
         self._gauge("index_entries_max", "Bound of the entries", lambda: index.max_entries)
         self._gauge("index_entries_dropped", "Entries given up for lack of room", lambda: index.num_dropped)
         self._gauge("index_predicted_blocks", "Blocks predicted on placement", lambda: index.num_predicted)
+        self._gauge("index_predicted_blocks_max", "Bound of the predicted blocks", lambda: index.max_predicted)
+        self._gauge("sessions", "Sessions whose worker is remembered", lambda: fleet.num_sessions)
+        self._gauge("sessions_max", "Bound of the remembered sessions", lambda: fleet.max_sessions)
+        self._gauge("resident_bytes", "Memory of the process", resident_bytes)
 
-    def observe_admission(self, admission: Admission) -> None:
-        """Add gauges that read the queue whenever they are scraped. Once."""
+    def observe_requests(self, admission: Admission, holder: HoldsRequests) -> None:
+        """Add gauges that read the queue and what requests hold whenever they are scraped. Once."""
         self._gauge("requests_waiting", "Requests that wait for room on a worker", lambda: admission.num_waiting)
         self._gauge("requests_waiting_max", "Bound of the waiting ones", lambda: admission.max_waiting)
+        self._gauge("requests_held", "Requests in flight, waiting ones included", lambda: holder.request_load.held)
+        self._gauge("requests_held_max", "Bound of the requests in flight", lambda: holder.request_load.most_held)
+        self._gauge("request_bytes", "Bytes of the requests in flight", lambda: holder.request_load.num_bytes)
+        self._gauge("request_bytes_max", "Bound of those bytes", lambda: holder.request_load.most_bytes)
 
     def observe_leases(self, leases: LeaseReader) -> None:
         """Add a gauge that says whether Redis can be read. Once."""

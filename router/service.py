@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
@@ -23,7 +24,7 @@ from headrace.router.explain import explain
 from headrace.router.fleet import Fleet
 from headrace.router.forwarding import Forwarding, ForwardingConfig, Metadata, UpstreamError, Verdict, verdict_of
 from headrace.router.links import SERVER_OPTIONS, LinkState
-from headrace.router.metrics import RouterMetrics
+from headrace.router.metrics import RequestLoad, RouterMetrics
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,19 @@ INFERENCE = "headrace.v1.Inference"
 ROUTER = "headrace.v1.Router"
 PASSED_ON_METADATA = ("x-request-id", "traceparent")
 _HEALTH_POLL_S = 5.0
+# Calls at a time besides Generate; more are refused before their messages are kept.
+_OTHER_CALLS = 2048
 
 _Methods: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBounds:
+    """How many requests a router holds at a time, and of how many bytes on the wire together."""
+
+    max_in_flight: int = 4096
+    max_request_bytes: int = 256 << 20
 
 
 def passed_on(context: _Context) -> Metadata:
@@ -43,7 +54,8 @@ def passed_on(context: _Context) -> Metadata:
 
 
 class InferenceService:
-    """Inference.Generate over the fleet. At most `max_in_flight` requests at a time, waiting ones included."""
+    """Inference.Generate over the fleet. At most `max_in_flight` requests at a time, waiting ones included, of
+    `max_request_bytes` on the wire together; what is kept of a request is a small multiple of that."""
 
     def __init__(
         self,
@@ -51,20 +63,21 @@ class InferenceService:
         admission: Admission,
         metrics: RouterMetrics,
         config: ForwardingConfig,
-        *,
-        max_in_flight: int = 4096,
+        bounds: RequestBounds,
     ) -> None:
         self._fleet = fleet
         self._admission = admission
         self._metrics = metrics
         self._config = config
-        self._max_in_flight = max_in_flight
+        self.bounds = bounds
         self.num_in_flight = 0
+        self.num_bytes = 0
 
     async def generate(self, raw: bytes, context: _Context) -> None:
         """Serve one call; its end is counted by status."""
         code = grpc.StatusCode.CANCELLED
         self.num_in_flight += 1
+        self.num_bytes += len(raw)
         try:
             await self._forward(raw, context)
             code = grpc.StatusCode.OK
@@ -81,11 +94,17 @@ class InferenceService:
             await abort(context, StatusError(Reason.INTERNAL, "the router failed; its log says where"))
         finally:
             self.num_in_flight -= 1
+            self.num_bytes -= len(raw)
             self._metrics.requests.labels(code.name).inc()
 
     async def _forward(self, raw: bytes, context: _Context) -> None:
-        if self.num_in_flight > self._max_in_flight:
-            problem = f"this router has {self._max_in_flight} requests in flight, as many as it takes"
+        if self.num_in_flight > self.bounds.max_in_flight:
+            problem = f"this router has {self.bounds.max_in_flight} requests in flight, as many as it takes"
+            raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
+        if self.num_bytes > self.bounds.max_request_bytes:
+            problem = (
+                f"the requests in flight here have {self.bounds.max_request_bytes} bytes, as many as this router takes"
+            )
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
         forwarding = Forwarding(
             self._fleet,
@@ -214,17 +233,24 @@ class RouterServer:
         metrics: RouterMetrics,
         forwarding: ForwardingConfig,
         admission: AdmissionConfig,
-        *,
-        max_in_flight: int = 4096,
+        bounds: RequestBounds = RequestBounds(),
     ) -> None:
         self._fleet = fleet
         self.admission = Admission(fleet, admission)
-        metrics.observe_admission(self.admission)
-        self.inference = InferenceService(fleet, self.admission, metrics, forwarding, max_in_flight=max_in_flight)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.inference = InferenceService(fleet, self.admission, metrics, forwarding, bounds)
+        metrics.observe_requests(self.admission, self)
+        most = bounds.max_in_flight + _OTHER_CALLS
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=most)
         self._server.add_generic_rpc_handlers((self.inference.handler(), RouterService(fleet).handler()))
         self._health = add_introspection(self._server, [INFERENCE, ROUTER])
         self._health_task: asyncio.Task[None] | None = None
+
+    @property
+    def request_load(self) -> RequestLoad:
+        """What Generate holds now, and its bounds."""
+        inference = self.inference
+        bounds = inference.bounds
+        return RequestLoad(inference.num_in_flight, bounds.max_in_flight, inference.num_bytes, bounds.max_request_bytes)
 
     def bind(self, address: str) -> int:
         """Take the address; its port (1 for a unix socket). Raises OSError if it is in use or no address."""

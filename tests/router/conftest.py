@@ -15,7 +15,7 @@ from headrace.router.fleet import Fleet, FleetConfig
 from headrace.router.forwarding import ForwardingConfig
 from headrace.router.metrics import RouterMetrics
 from headrace.router.registry import Registry
-from headrace.router.service import RouterServer
+from headrace.router.service import RequestBounds, RouterServer
 from tests.router.fake_worker import FakeWorker, until
 
 HEARTBEAT_MS = 100
@@ -25,13 +25,13 @@ class RunningRouter:
     """A listening router with its insides open, and a client's channel to it."""
 
     def __init__(
-        self, workers: list[FakeWorker], *, lease_s: float, max_in_flight: int, admission: AdmissionConfig
+        self, workers: list[FakeWorker], *, lease_s: float, bounds: RequestBounds, admission: AdmissionConfig
     ) -> None:
         registry = Registry([worker.address for worker in workers], lease_s=lease_s)
         self.fleet = Fleet(registry, FleetConfig(heartbeat_ms=HEARTBEAT_MS), rng=random.Random(1))
         self.metrics = RouterMetrics()
         self.metrics.observe(self.fleet)
-        self.server = RouterServer(self.fleet, self.metrics, ForwardingConfig(), admission, max_in_flight=max_in_flight)
+        self.server = RouterServer(self.fleet, self.metrics, ForwardingConfig(), admission, bounds)
         self.port = self.server.bind("127.0.0.1:0")
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
@@ -54,10 +54,10 @@ class RunningRouter:
         """Return when that many workers take requests."""
         await until(lambda: self.fleet.num_ready == num_workers)
 
-    def check_is_idle(self) -> None:
-        """Assert that nothing is left of any request."""
+    async def until_idle(self) -> None:
+        """Return when the last request has ended here too, a moment after its client knows; nothing may be left."""
+        await until(lambda: self.server.inference.num_in_flight == 0)
         assert self.fleet.num_in_flight == 0
-        assert self.server.inference.num_in_flight == 0
         for link in self.fleet.links():
             assert (link.num_in_flight, link.candidate().num_booked_requests if link.card else 0) == (0, 0)
         self.fleet.check()
@@ -108,10 +108,12 @@ async def start_router() -> AsyncIterator[StartRouter]:
         lease_s: float = 5.0,
         capacity_wait_s: float = 5.0,
         max_in_flight: int = 1000,
+        max_request_bytes: int = 1 << 26,
         **admission: Any,
     ) -> RunningRouter:
+        bounds = RequestBounds(max_in_flight, max_request_bytes)
         config = AdmissionConfig(capacity_wait_s=capacity_wait_s, **admission)
-        router = RunningRouter(list(workers), lease_s=lease_s, max_in_flight=max_in_flight, admission=config)
+        router = RunningRouter(list(workers), lease_s=lease_s, bounds=bounds, admission=config)
         routers.append(router)
         await router.server.start()
         await router.until_ready(len(workers))

@@ -57,7 +57,7 @@ async def test_a_request_waits_while_all_workers_are_full_and_goes_when_one_has_
     tokens, _ = await waiting
     assert tokens == answer([*PROMPT, 1], 20)
     assert (len(first.requests), len(second.requests)) == (0, 1)
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_one_worker_with_room_is_enough_not_to_wait(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -83,7 +83,7 @@ async def test_room_is_given_out_no_more_often_than_there_is(
     worker.budget = None
     for task in reading:
         await task
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_those_that_wait_go_by_priority_and_in_turn_between_tenants(
@@ -169,7 +169,7 @@ async def test_who_would_wait_too_long_in_the_queue_is_refused_at_once(
     assert (error.reason, error.retry_after_s) == (Reason.QUEUE_FULL, 0.9)
     worker.report(**ROOM)
     await asyncio.gather(*waiting)
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_who_has_waited_too_long_is_refused(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -180,7 +180,7 @@ async def test_who_has_waited_too_long_is_refused(start_router: StartRouter, sta
     await until(lambda: router.fleet.links()[0].load.num_waiting)
     error = await failure_of(router.call(PROMPT))
     assert error.reason is Reason.QUEUE_FULL
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_the_queue_is_bounded_and_a_flood_gives_way(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -199,7 +199,7 @@ async def test_the_queue_is_bounded_and_a_flood_gives_way(start_router: StartRou
     worker.report(**ROOM)
     await asyncio.gather(*flood[:2], other)
     assert sorted(prompts_of(worker)) == [1, 2, 4]
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_a_tenant_has_no_more_in_flight_than_it_may(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -219,7 +219,7 @@ async def test_a_tenant_has_no_more_in_flight_than_it_may(start_router: StartRou
         call.cancel()
     await until(lambda: router.server.inference.num_in_flight == 0)
     await router.generate(PROMPT, tenant="t")
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_an_answer_that_has_begun_neither_waits_nor_is_refused(
@@ -250,7 +250,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(
     calls[4].cancel()
     await asyncio.gather(*reading, return_exceptions=True)
     await until(lambda: router.server.inference.num_in_flight == 0)
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_the_workers_of_one_model_being_full_is_nothing_to_another(
@@ -277,7 +277,7 @@ async def test_a_worker_that_comes_back_takes_those_that_waited_for_the_dead_one
     waiting = [await asked(router, number) for number in (1, 2)]
     await worker.restart()
     await asyncio.gather(*waiting)
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_what_waits_and_what_was_refused_is_counted(start_router: StartRouter, start_worker: StartWorker) -> None:

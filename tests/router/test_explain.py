@@ -49,7 +49,7 @@ async def test_explaining_books_nothing_and_decides_as_placing_does(
         told = await router.router.Explain(router_pb2.ExplainRequest(token_ids=PROMPT, session_key="s"))
         assert told.reason == router_pb2.PLACEMENT_REASON_SESSION
         assert told.worker_id == next(worker.name for worker in workers if worker.requests)
-    router.check_is_idle()
+    await router.until_idle()
     assert sum(len(worker.requests) for worker in workers) == 1
 
 

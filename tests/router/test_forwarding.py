@@ -128,7 +128,7 @@ async def test_a_death_mid_stream_loses_and_repeats_nothing(
     assert resumed.attempt == 1
     assert list(resumed.resume_token_ids) == tokens[: len(resumed.resume_token_ids)]
     assert len(resumed.resume_token_ids) <= delivered
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_two_consecutive_deaths_are_survived(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -145,7 +145,7 @@ async def test_two_consecutive_deaths_are_survived(start_router: StartRouter, st
     tokens, _ = await answered
     assert tokens == answer(PROMPT, 20)
     assert sorted(request.attempt for worker in workers for request in requests_of(worker)) == [0, 1, 2]
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_a_resumption_counts_on_from_what_the_client_resumed(
@@ -181,7 +181,7 @@ async def test_a_hanging_worker_is_given_up_and_the_answer_goes_on_elsewhere(
     tokens, _ = await answered
     assert tokens == answer(PROMPT, 20)
     await until(lambda: victim.num_running == 0)
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_a_lost_finish_is_made_up_for_when_the_last_token_ends_the_answer(
@@ -201,7 +201,7 @@ async def test_a_lost_finish_is_made_up_for_when_the_last_token_ends_the_answer(
     assert (finish.reason, finish.stop_token_id) == (inference_pb2.FINISH_REASON_STOP, EOS)
     assert (finish.num_prompt_tokens, finish.num_generated_tokens) == (len(PROMPT), 6)
     assert other.requests == [] or other.budget != 6  # asked only if the last tokens were lost with the worker
-    router.check_is_idle()
+    await router.until_idle()
 
 
 @pytest.mark.parametrize("fault", ["start_pos_offset", "end_without_finish"])
@@ -216,7 +216,7 @@ async def test_a_stream_that_does_not_fit_is_fenced(
     tokens, _ = await router.generate(PROMPT)
     assert tokens == answer(PROMPT, 20)
     assert len(workers[0].requests) == 1
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_a_cancelled_request_is_cancelled_at_the_worker_at_once(
@@ -230,7 +230,7 @@ async def test_a_cancelled_request_is_cancelled_at_the_worker_at_once(
     call.cancel()
     await until(lambda: worker.num_cancelled == 1)
     await until(lambda: router.server.inference.num_in_flight == 0)
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_a_worker_that_restarts_on_its_address_answers_the_request_that_waits(
@@ -248,7 +248,7 @@ async def test_a_worker_that_restarts_on_its_address_answers_the_request_that_wa
     tokens, _ = await answered
     assert tokens == answer(PROMPT, 20)
     assert (await router.generate(PROMPT))[0] == tokens
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_no_capacity_is_said_with_a_time_to_retry(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -262,7 +262,7 @@ async def test_no_capacity_is_said_with_a_time_to_retry(start_router: StartRoute
     error = await failure_of(empty.call(PROMPT))
     assert error.reason is Reason.NO_CAPACITY
     assert "--worker" in error.message
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_workers_that_keep_dying_end_in_worker_lost(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -273,7 +273,7 @@ async def test_workers_that_keep_dying_end_in_worker_lost(start_router: StartRou
     error = await failure_of(router.call(PROMPT))
     assert error.reason is Reason.WORKER_LOST
     assert sum(len(worker.requests) for worker in workers) == 4
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_an_unknown_model_is_named_with_those_there_are(
@@ -321,7 +321,7 @@ async def test_an_error_of_the_worker_passes_with_its_details(
     assert (error.reason, error.message) == (reason, "what is wrong")
     assert (error.field, error.retry_after_s) == ("sampling.top_p", 2.5)
     assert len(worker.requests) == 1
-    router.check_is_idle()
+    await router.until_idle()
 
 
 @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.DRAINING])
@@ -336,7 +336,7 @@ async def test_a_worker_that_refuses_is_passed_over(
     tokens, _ = await router.generate(PROMPT)
     assert tokens == answer(PROMPT, 20)
     assert (len(refusing.requests), len(other.requests)) == (1, 1)
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_a_draining_worker_gets_no_new_requests(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -364,6 +364,42 @@ async def test_more_requests_than_the_bound_are_refused(start_router: StartRoute
     error = await failure_of(router.call(PROMPT))
     assert (error.reason, error.retry_after_s) == (Reason.QUEUE_FULL, 1.0)
     held.cancel()
+
+
+async def test_more_bytes_of_requests_than_the_bound_are_refused(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_request_bytes=400)
+    worker.budget = 1
+    held = router.call([300] * 150)
+    await held.read()
+    error = await failure_of(router.call([300] * 150))
+    assert (error.reason, error.retry_after_s) == (Reason.QUEUE_FULL, 1.0)
+    assert "400 bytes" in error.message
+    sample = router.metrics.registry.get_sample_value
+    assert 300 < (sample("headrace_router_request_bytes") or 0) <= 400
+    assert sample("headrace_router_request_bytes_max") == 400
+    held.cancel()
+    await until(lambda: router.server.inference.num_in_flight == 0)
+    assert sample("headrace_router_request_bytes") == 0
+
+
+async def test_every_bound_of_the_routers_memory_is_a_metric(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    router = await start_router(await start_worker(), max_in_flight=7)
+    await router.generate(PROMPT, session_key="s")
+    sample = router.metrics.registry.get_sample_value
+    bounded = ("index_entries", "index_predicted_blocks", "sessions", "requests_waiting", "requests_held")
+    for name in (*bounded, "request_bytes"):
+        value, most = sample(f"headrace_router_{name}"), sample(f"headrace_router_{name}_max")
+        assert value is not None
+        assert most is not None
+        assert value <= most
+    assert sample("headrace_router_requests_held_max") == 7
+    assert sample("headrace_router_sessions") == 1
+    assert (sample("headrace_router_resident_bytes") or 0) > 1_000_000
 
 
 async def test_a_body_over_the_cap_is_refused(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -415,7 +451,7 @@ async def test_no_booking_is_left_after_random_cancels_and_deaths(
     reaping.cancel()
     await asyncio.gather(reaping, return_exceptions=True)
     await until(lambda: router.server.inference.num_in_flight == 0)
-    router.check_is_idle()
+    await router.until_idle()
     await until(lambda: all(worker.num_running == 0 for worker in workers))
     assert ends["answered"] > 20
     assert ends["cancelled"] > 20

@@ -108,7 +108,7 @@ async def test_a_deregistered_worker_ends_what_it_has_and_gets_no_more(
     assert (len(worker.requests), len(other.requests)) == (1, 1)
     worker.budget = None
     assert (await answered)[0] == answer([1, 2, 3], 20)
-    router.check_is_idle()
+    await router.until_idle()
 
 
 async def test_a_registration_without_a_name_is_refused(start_router: StartRouter) -> None:
@@ -209,4 +209,4 @@ async def test_a_stopping_router_lets_running_streams_end_and_takes_no_new_ones(
     worker.budget = None
     assert (await answered)[0] == answer([1, 2, 3], 20)
     await stopping
-    router.check_is_idle()
+    await router.until_idle()
