@@ -105,11 +105,14 @@ def _print(told: router_pb2.ExplainResponse) -> None:
     click.echo(f"{chosen}{_REASONS[told.reason]}")
 
 
-def _default_router() -> str:
-    records = running_serves()
+def _default_router(url: str | None) -> str:
+    """The router of the serve at this URL, or of the only one on this host."""
+    wanted = None if url is None else url.rstrip("/").removesuffix("/v1")
+    records = [record for record in running_serves() if wanted in (None, record.url)]
     if len(records) != 1:
-        known = "none" if not records else "several"
-        raise CommandError(f"this host runs {known} of headrace serve; name a router with --router ADDR")
+        known = "no headrace serve" if not records else "several of headrace serve"
+        where = "this host runs" if url is None else f"at {url} this host runs"
+        raise CommandError(f"{where} {known}; name a router with --router ADDR")
     return records[0].router_address
 
 
@@ -117,7 +120,7 @@ def _default_router() -> str:
 @click.argument("text", required=False)
 @click.option("--prompt", help="The same as TEXT.")
 @click.option("--tokens", help="Token ids of the prompt, such as 1,2,3, instead of a text.")
-@click.option("--router", help="Router to ask, HOST:PORT or unix:PATH.  [default: the one on this host]")
+@click.option("--router", help="Router to ask, HOST:PORT or unix:PATH.  [default: that of the serve]")
 @click.option("--url", help="Gateway that tokenizes.  [default: the one on this host]")
 @click.option("--model", default="", help="Model to ask for.  [default: the only one]")
 @click.option("--adapter", default="", help="LoRA adapter.")
@@ -149,7 +152,7 @@ def explain(
     asked_for = [given for given in (text, prompt, tokens) if given is not None]
     if len(asked_for) != 1:
         raise CommandError("say what to place: either a TEXT, or --prompt, or --tokens")
-    router = router or _default_router()
+    router = router or _default_router(url)
     request.token_ids.extend(_tokens(tokens, text if text is not None else prompt, url, model))
     told = ask(router, request)
     if as_json:

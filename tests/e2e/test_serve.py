@@ -162,7 +162,7 @@ def test_status_shows_every_process_ready(system: Serve) -> None:
 def test_explain_shows_where_a_chat_would_go(system: Serve, client: openai.OpenAI) -> None:
     story = "The water turns the wheel of the mill. " * 20
     ask(client, [{"role": "user", "content": story}], max_tokens=1)
-    explained = headrace("explain", "--url", system.base_url, "--router", system.process_of("router")["address"], story)
+    explained = headrace("explain", "--url", f"{system.base_url}/v1", story)
     assert explained.returncode == 0, explained.stderr
     row = next(line.split() for line in explained.stdout.splitlines() if line.startswith("-> worker-0"))
     cached, prompt = int(row[3]), int(row[5])
