@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve test soak check protos bench dev clean
+.PHONY: help serve test soak check protos bench bench-router dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
 	@echo 'make check                                    types, lint, protos'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
+	@echo 'make bench-router                             placement and forwarding, beside peers'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make dev                                      set up only'
 
@@ -61,6 +62,15 @@ protos: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks
+
+# Without dependencies: what the peer wants besides is either there or not needed for what is measured.
+.venv/.bench: .venv/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt ai-dynamo-runtime pyzmq
+	@touch $@
+
+bench-router: .venv/.bench
+	DYN_LOG=error $(BIN)/python -m benchmarks.router_decision
+	$(BIN)/python -m benchmarks.router_overhead
 
 dev: .venv/.dev .links/headrace
 
