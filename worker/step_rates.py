@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Weight of a prefill step n such steps ago is _KEPT ** n: half after 3,500 steps, which is minutes of prefill and dozens
-# of prompts. A shorter memory says how long the latest prompts were.
+# Weight of a prefill step n such steps ago is _KEPT ** n: half after 3,500 steps, which is minutes of prefill.
+# A shorter memory says how long the latest prompts were.
 _KEPT = 0.9998
 # Weight of the newest decode step: the present batch counts.
 _DECODE_WEIGHT = 0.05
