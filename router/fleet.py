@@ -112,6 +112,7 @@ class Fleet:
         self._started_at_s = clock()
         self._links: dict[str, WorkerLink] = {}
         self._retiring: set[WorkerLink] = set()
+        self._live: dict[str, worker_pb2.ModelCard] | None = None  # what `models` answers, until something changes
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._remembered: OrderedDict[str, tuple[worker_pb2.ModelCard, float]] = OrderedDict()
         self._changed = asyncio.Event()
@@ -168,6 +169,7 @@ class Fleet:
                 link.start()
             self._links[address].registered_id = member.worker_id
         for address in self._links.keys() - members.keys():
+            self._live = None
             link = self._links.pop(address)
             link.retire()
             self._retiring.add(link)
@@ -216,12 +218,14 @@ class Fleet:
 
     def models(self) -> dict[str, worker_pb2.ModelCard]:
         """Model name -> card, for the models that a live worker serves; sorted."""
-        live = {
-            link.card.name: link.card
-            for link in self.links()
-            if link.card is not None and link.state is not LinkState.UNREACHABLE
-        }
-        return dict(sorted(live.items()))
+        if self._live is None:
+            live = {
+                link.card.name: link.card
+                for link in self.links()
+                if link.card is not None and link.state is not LinkState.UNREACHABLE
+            }
+            self._live = dict(sorted(live.items()))
+        return self._live
 
     def resolve(self, model: str) -> worker_pb2.ModelCard | None:
         """The card of the model that a request means ("" is the only one there is), or None while that is open.
@@ -229,6 +233,8 @@ class Fleet:
         Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD when "" could be several.
         """
         live = self.models()
+        if model in live:
+            return live[model]
         now_s = self._clock()
         known = {
             name: card for name, (card, seen_at_s) in self._remembered.items() if now_s - seen_at_s < _REMEMBER_MODEL_S
@@ -372,6 +378,7 @@ class Fleet:
         self.on_room()
 
     def _on_change(self) -> None:
+        self._live = None
         self.on_room()
         self._remember()
         changed, self._changed = self._changed, asyncio.Event()
