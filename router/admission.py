@@ -143,6 +143,16 @@ class Admission:
                 queue.pop()
             self._forget_if_empty(model)
 
+    def drain(self) -> None:
+        """The router stops: those that wait are sent elsewhere, with DRAINING."""
+        for queue in self._queues.values():
+            while (ticket := queue.first()) is not None:
+                if not ticket.turn.done():
+                    problem = "the router is stopping; ask another one"
+                    ticket.turn.set_exception(StatusError(Reason.DRAINING, problem, retry_after_s=_CAPACITY_RETRY_S))
+                queue.pop()
+        self._queues.clear()
+
     def _queued(
         self,
         request: RoutedRequest,
@@ -151,7 +161,9 @@ class Admission:
         bound_s: float,
     ) -> tuple[FairQueue[_Ticket], Entry, _Ticket]:
         """Put a request into its model's queue. Raises StatusError (QUEUE_FULL)."""
-        queue = self._queues.get(card.name) or FairQueue(self._config.tenant_weights)
+        queue = self._queues.get(card.name)
+        if queue is None:
+            queue = FairQueue(self._config.tenant_weights)
         tenant, priority = message.tenant, message.priority
         candidates = self._fleet.candidates(card)
         wait_s = predicted_wait_ms(queue.num_ahead(tenant, priority), candidates, _PRIORS) / 1000

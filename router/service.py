@@ -272,6 +272,7 @@ class RouterServer:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
         await self._health.enter_graceful_shutdown()
+        self.admission.drain()
         await self._server.stop(grace_s)
         await self._fleet.close()
 

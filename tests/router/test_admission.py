@@ -280,6 +280,19 @@ async def test_a_worker_that_comes_back_takes_those_that_waited_for_the_dead_one
     await router.until_idle()
 
 
+async def test_a_stopping_router_sends_those_that_wait_elsewhere(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    await until_full(router, worker)
+    failures = [asyncio.create_task(failure_of(router.call(PROMPT))) for _ in range(2)]
+    await until(lambda: router.server.admission.num_waiting == 2)
+    await router.server.stop(5.0)
+    assert [(await failure).reason for failure in failures] == [Reason.DRAINING] * 2
+    assert not worker.requests
+
+
 async def test_what_waits_and_what_was_refused_is_counted(start_router: StartRouter, start_worker: StartWorker) -> None:
     worker = await start_worker()
     router = await start_router(worker, max_waiting=1)
