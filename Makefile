@@ -4,12 +4,13 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve test soak check protos bench bench-router dev clean
+.PHONY: help serve test test-clients soak check protos bench bench-router dev clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve [ARGS="--port 8000 --workers 2"]   set up, fetch the demo model, serve it'
 	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
+	@echo 'make test-clients                             the tests with clients of other makers, installed apart'
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
 	@echo 'make check                                    types, lint, protos'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
@@ -44,6 +45,18 @@ serve: .venv/.serve
 
 test: .venv/.dev .links/headrace
 	$(BIN)/pytest $(ARGS)
+
+# A minute of installing, and not all clients agree with our own pins: they get an environment of their own.
+.make/clients/.done: tests/e2e/clients/requirements.txt tests/e2e/clients/package.json
+	@echo "installing clients of other makers into .make/clients" >&2
+	@$(PYTHON) -m venv .make/clients
+	@.make/clients/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/e2e/clients/requirements.txt
+	@if command -v npm > /dev/null; then cp tests/e2e/clients/package.json .make/clients/ && \
+	    npm install --prefix .make/clients --no-audit --no-fund --silent; else echo "no npm: without openai for Node" >&2; fi
+	@touch $@
+
+test-clients: .venv/.dev .links/headrace .make/clients/.done
+	$(BIN)/pytest tests/e2e/test_clients.py $(ARGS)
 
 soak: .venv/.dev .links/headrace
 	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py tests/e2e/test_redis.py $(ARGS)
