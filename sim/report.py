@@ -3,7 +3,8 @@
     TTFT      time from arrival to the first token, in milliseconds
     TPOT      mean time between the tokens of a request that has several, in milliseconds
     hits      part of all prompt tokens that was found in a cache
-    cv        coefficient of variation over the workers of the time that they computed: 0 is perfect balance
+    cv        coefficient of variation over the workers of the time that they computed until the last request
+              arrived: 0 is perfect balance
     goodput   part of the requests that kept both bounds of the objective
 
 Pure.
@@ -46,8 +47,8 @@ class Centiles(msgspec.Struct, frozen=True):
 
 
 class PolicyReport(msgspec.Struct, frozen=True):
-    """What came of one policy; see the module. `utilization` is the busy part of the workers' time from the first
-    arrival to the last."""
+    """What came of one policy; see the module. `utilization` is the busy part of the workers' time until the last
+    arrival, which is at `span_s`."""
 
     policy: str
     num_requests: int
@@ -69,7 +70,7 @@ def report_of(policy: str, outcome: Outcome, objective: Objective) -> PolicyRepo
     ttfts = [_ttft_ms(record) for record in records]
     tpots = [_tpot_ms(record) for record in records if record.num_tokens > 1]
     hits = sum(record.cached_tokens for record in records)
-    span_s = max(record.ended_s for record in records)
+    span_s = records[-1].arrived_s
     mean_busy_s = statistics.fmean(outcome.busy_s)
     good = sum(
         _ttft_ms(record) <= objective.ttft_ms and (record.num_tokens < 2 or _tpot_ms(record) <= objective.tpot_ms)

@@ -52,8 +52,8 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All requests of a simulation in order of arrival, and of each worker its busy seconds, its number of steps and
-    how often it preempted."""
+    """All requests of a simulation in order of arrival, and of each worker the seconds that it was busy until the last
+    one arrived: what comes after that is the end of the simulation and no policy's doing."""
 
     records: Sequence[JobRecord]
     busy_s: Sequence[float]
@@ -116,6 +116,7 @@ class Simulation:
         ]
         self._outboxes = [self._outbox(worker, 0.0 if exact else WATCH_INTERVAL_S) for worker in range(count)]
         self._records: list[JobRecord] = []
+        self._busy_s: list[float] = []
         self._in_flight: dict[str, tuple[JobRecord, PlacedJob, SimulatedRouter]] = {}
 
     def run(self) -> Outcome:
@@ -131,7 +132,7 @@ class Simulation:
         assert not self._in_flight, "a request has no end"
         return Outcome(
             self._records,
-            [worker.busy_s for worker in self.workers],
+            self._busy_s,
             sum(worker.num_steps for worker in self.workers),
             sum(worker.scheduler.stats.preemptions for worker in self.workers),
         )
@@ -150,6 +151,7 @@ class Simulation:
         placed = router.place(job, now_s)
         record = JobRecord(job, placed.worker, now_s)
         self._records.append(record)
+        self._busy_s = [worker.busy_s for worker in self.workers]
         request = job.request(now_s)
         self._in_flight[request.request_id] = (record, placed, router)
         worker = self.workers[placed.worker]
