@@ -1,4 +1,4 @@
-"""`python -m headrace.worker`: flags, pinning, loading, serving, stopping."""
+"""`python -m headrace.worker`: flags, loading, serving, stopping."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
 @click.option("--name", help="Name of the model in requests; by default the directory's.")
 @click.option("--worker-id", help="Stable name of this worker; by default host and listen address.")
 @click.option("--listen", default="127.0.0.1:50061", help="host:port or unix:/path to serve gRPC on.")
-@click.option("--advertise", help="Address at which routers reach this worker; by default the listen address.")
+@click.option("--advertise", help="Address for routers; by default --listen, or the way to the router.")
 @click.option(
     "--router",
     "routers",

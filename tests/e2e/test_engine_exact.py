@@ -135,6 +135,13 @@ def test_what_else_is_in_the_batch_changes_no_bit_of_a_prompt(default: RealEngin
     assert_same_bits(default.logits[together[-1]], default.logits[alone])
 
 
+def test_sixteen_identical_prompts_at_once_are_computed_once(default: RealEngine) -> None:
+    """1,000 tokens, and for each of the other fifteen the two that a hit leaves."""
+    engine = default.fresh()
+    default.run(engine, [prompt_of(5, 1000)] * 16)
+    assert engine.scheduler.stats.prompt_tokens_computed == 1000 + 15 * 2
+
+
 def texts(requests: Sequence[Request]) -> list[list[int]]:
     return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests]
 
