@@ -8,46 +8,35 @@ server stops.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from headrace.gateway.failures import ErrorShape, Headers, HttpError, failure_of
 from headrace.gateway.generation import Caller
-from headrace.gateway.openai_answers import COMMENT, encode, error_event, error_of_status, error_value
-from headrace.protos.status import Reason, StatusError
+from headrace.protos.status import StatusError
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 # More than this is not even read to its end before the refusal.
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 KEEP_ALIVE_S = 15.0
-DEFAULT_RETRY_AFTER_S = 1.0
+COMMENT = b": keep-alive\n\n"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[\x21-\x7e]{0,64}")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
-
-
-class HttpError(Exception):
-    """A failure that exists on HTTP only: it has no row in the table of statuses."""
-
-    def __init__(self, status: int, code: str, message: str, headers: Headers | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.headers = headers or []
 
 
 class Exchange:
     """A request being answered by the current task."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Message, receive: Receive, send: Send, errors: ErrorShape) -> None:
+        self.errors = errors
+        """How failures look; a stream that has begun may have a shape of its own."""
         self.scope = scope
         self._receive = receive
         self._send = send
@@ -144,17 +133,11 @@ class Exchange:
 
     async def fail(self, error: StatusError | HttpError) -> None:
         """Tell the client of a failure: as the response, or as the last event of the stream that has begun."""
-        if isinstance(error, HttpError):
-            value = error_value(error.message, "invalid_request_error", None, error.code)
-            await self.respond(encode(value), status=error.status, headers=error.headers)
-        elif self._started:
-            await self.write(error_event(error), last=True)
+        failure = failure_of(error)
+        if self._started:
+            await self.write(self.errors.event(failure), last=True)
         else:
-            headers: Headers = []
-            if error.row.http_status in (429, 503):
-                wait_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
-                headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
-            await self.respond(encode(error_of_status(error)), status=error.row.http_status, headers=headers)
+            await self.respond(self.errors.whole(failure), status=failure.status, headers=failure.headers)
 
     # --- server-sent events -----------------------------------------------------------------------------------------
 
@@ -185,8 +168,3 @@ class Exchange:
                 await self.write(COMMENT)
                 idle_s = 0.0
             await asyncio.sleep(KEEP_ALIVE_S - idle_s)
-
-
-def draining() -> StatusError:
-    """The error for requests that a stopping server does not bring to their end."""
-    return StatusError(Reason.DRAINING, "the gateway is stopping; try again", retry_after_s=1.0)

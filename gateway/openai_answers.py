@@ -17,13 +17,12 @@ import msgspec
 
 from headrace.gateway.chat_output import ChatPiece, WholeChat, new_call_id
 from headrace.gateway.choice import Ending, Piece, TokenLogprob
+from headrace.gateway.failures import Failure
 from headrace.gateway.generation import Usage
 from headrace.gateway.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
-from headrace.protos.status import StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": keep-alive\n\n"
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
@@ -55,19 +54,20 @@ def usage_value(usage: Usage) -> dict[str, Any]:
     }
 
 
-def error_value(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """The one shape of all errors."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+class _OpenAiErrors:
+    """The one shape of all errors of OpenAI's protocol."""
+
+    def whole(self, failure: Failure) -> bytes:
+        """The error object."""
+        error = {"message": failure.message, "type": failure.kind, "param": failure.param, "code": failure.code}
+        return encode({"error": error})
+
+    def event(self, failure: Failure) -> bytes:
+        """The event that ends a stream which failed: no chunk and no [DONE] may follow."""
+        return b"data: " + self.whole(failure) + b"\n\n"
 
 
-def error_of_status(error: StatusError) -> dict[str, Any]:
-    """The error object of a failure."""
-    return error_value(error.message, error.row.openai_type, error.field, error.row.openai_code)
-
-
-def error_event(error: StatusError) -> bytes:
-    """The event that ends a stream which failed: no chunk and no [DONE] may follow."""
-    return b"data: " + encode(error_of_status(error)) + b"\n\n"
+OPENAI_ERRORS = _OpenAiErrors()
 
 
 class ChatLogprobs:

@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 
 from headrace.gateway.conversation import conversation_of
 from headrace.gateway.detokenizer import detokenize
-from headrace.gateway.exchange import draining
+from headrace.gateway.failures import draining
 from headrace.gateway.generation import Account, Caller, Generator, Job, Usage, plan_job
 from headrace.gateway.logs import request_id_var
 from headrace.gateway.metrics import Metrics

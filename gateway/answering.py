@@ -1,0 +1,80 @@
+"""Plans run to answers over HTTP, whole or streamed. There is no other way, whatever the protocol of the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from headrace.gateway.chat_output import ChatChoice
+from headrace.gateway.choice import Piece
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.generation import Account, Generator, Plan, Usage
+
+
+class AnswerStream(Protocol):
+    """Makes the events of a streamed answer, of pieces or of what readers make of them."""
+
+    def piece(self, index: int, piece: Any) -> bytes:
+        """Events for a piece of a choice; none if it shows nothing."""
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events."""
+
+
+class WholeAnswer(Protocol):
+    """Gathers one choice of an answer that is not streamed."""
+
+    def push(self, piece: Any) -> None:
+        """Take the next piece."""
+
+
+class Answering:
+    """Runs plans for exchanges."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def stream(
+        self,
+        exchange: Exchange,
+        plans: Sequence[Plan],
+        stream: AnswerStream,
+        readers: Sequence[ChatChoice] = (),
+    ) -> None:
+        """Answer with a stream. `readers`, one for each choice, make of its pieces what the stream takes."""
+        account = Account(plans)
+        keep_alive = asyncio.create_task(exchange.keep_alive())
+        try:
+            async with aclosing(self._generator.stream(plans, exchange.caller)) as pieces:
+                async for index, piece in pieces:
+                    read = readers[index].push(piece) if readers else piece
+                    events = stream.piece(index, read)
+                    if read.ending is not None:
+                        account.ended(index, read.ending)
+                        if not account.num_open:
+                            break
+                    if events:
+                        await exchange.write(events)
+            await exchange.write(events + stream.end(account.usage), last=True)
+        finally:
+            keep_alive.cancel()
+
+    async def gather(
+        self,
+        exchange: Exchange,
+        plans: Sequence[Plan],
+        choices: Sequence[WholeAnswer],
+        readers: Sequence[ChatChoice] = (),
+    ) -> Usage:
+        """Fill the choices. `readers`, one for each choice, make of its pieces what the choice takes."""
+        account = Account(plans)
+        pieces: AsyncGenerator[tuple[int, Piece], None] = self._generator.stream(plans, exchange.caller)
+        async with aclosing(pieces):
+            async for index, piece in pieces:
+                read = readers[index].push(piece) if readers else piece
+                choices[index].push(read)
+                if read.ending is not None:
+                    account.ended(index, read.ending)
+        return account.usage

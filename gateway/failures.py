@@ -1,0 +1,66 @@
+"""What an HTTP client is told of a failure, before its protocol gives it a shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.protos.status import Reason, StatusError
+
+Headers = list[tuple[bytes, bytes]]
+
+DEFAULT_RETRY_AFTER_S = 1.0
+
+
+class HttpError(Exception):
+    """A failure that exists on HTTP only: it has no row in the table of statuses."""
+
+    def __init__(self, status: int, code: str, message: str, headers: Headers | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.headers = headers or []
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure as HTTP knows it."""
+
+    status: int
+    kind: str
+    """OpenAI's type of error, such as `invalid_request_error`."""
+    code: str | None
+    """OpenAI's code, such as `model_not_found`."""
+    message: str
+    param: str | None
+    """The field at fault, by the name that the caller used."""
+    headers: Headers
+
+
+class ErrorShape(Protocol):
+    """How a protocol says that a request failed."""
+
+    def whole(self, failure: Failure) -> bytes:
+        """The body of a response that is nothing but the failure."""
+
+    def event(self, failure: Failure) -> bytes:
+        """The last events of a stream that had begun."""
+
+
+def failure_of(error: StatusError | HttpError) -> Failure:
+    """The failure that an error is to an HTTP client."""
+    if isinstance(error, HttpError):
+        return Failure(error.status, "invalid_request_error", error.code, error.message, None, error.headers)
+    row = error.row
+    headers: Headers = []
+    if row.http_status in (429, 503):
+        wait_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+    return Failure(row.http_status, row.openai_type, row.openai_code, error.message, error.field, headers)
+
+
+def draining() -> StatusError:
+    """The error for requests that a stopping server does not bring to their end."""
+    return StatusError(Reason.DRAINING, "the gateway is stopping; try again", retry_after_s=1.0)
