@@ -1,0 +1,187 @@
+"""Traces of requests through gateway, router and worker: what the code says while a request passes.
+
+    with serving_span("headrace.v1.Inference/Generate", traceparent, {...}):
+        with current_span().child("place") as span:
+            span.set({"headrace.placement.reason": "prefix"})
+
+Tracing is off unless a process was told where to send its spans: every span is `NO_SPAN`, nothing of OpenTelemetry is
+imported, and the caller's own traceparent is passed on as it came. The processes of one request agree on its trace by
+`traceparent` in the metadata of calls (W3C Trace Context); the current span of a task is found by `current_span`, in
+tasks that it starts too.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias
+
+log = logging.getLogger(__name__)
+
+TRACEPARENT_KEY = "traceparent"
+"""gRPC metadata key and HTTP header of a trace's context."""
+EXTRA = "headrace[otel]"
+_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+Attributes: TypeAlias = Mapping[str, str | bool | int | float | Sequence[str]]
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
+
+
+class TracingUnavailableError(Exception):
+    """Spans were asked for and cannot be made; the message says what to do."""
+
+
+class SpanKind(enum.Enum):
+    """Which side of a call a span is."""
+
+    SERVER = enum.auto()
+    CLIENT = enum.auto()
+    INTERNAL = enum.auto()
+
+
+class Span:
+    """A piece of a request's way. This one records nothing; all times are monotonic seconds, None for now.
+
+    As a context manager it ends with the block, failed if an exception leaves it.
+    """
+
+    __slots__ = ()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what it is told goes anywhere."""
+        return False
+
+    @property
+    def traceparent(self) -> str:
+        """What goes with calls made under this span; empty for nothing of its own."""
+        return ""
+
+    def child(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        start_s: float | None = None,
+    ) -> Span:
+        """A span below this one. Whoever makes it ends it."""
+        return self
+
+    def set(self, attributes: Attributes) -> None:
+        """Add attributes."""
+
+    def add(self, name: str, number: int) -> None:
+        """Add to an attribute that is a number, 0 at first."""
+
+    def event(self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None) -> None:
+        """Note that something happened."""
+
+    def fail(self, error_type: str, message: str = "") -> None:
+        """Mark it as failed, for a reason of a small set such as `queue_full`."""
+
+    def end(self, *, end_s: float | None = None) -> None:
+        """End it. What comes later is lost."""
+
+    def onto(self, metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
+        """The metadata for a call made under this span."""
+        if not self.traceparent:
+            return tuple(metadata)
+        others = tuple((key, value) for key, value in metadata if key != TRACEPARENT_KEY)
+        return (*others, (TRACEPARENT_KEY, self.traceparent))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Nothing to name while it records nothing: every request passes here.
+        if error is not None and self.is_recording and not isinstance(error, GeneratorExit):
+            reason = getattr(error, "reason", None)
+            named = reason.name.lower() if isinstance(reason, enum.Enum) else type(error).__name__
+            self.fail(named, str(error))
+        self.end()
+
+
+NO_SPAN = Span()
+
+
+class Tracer(Protocol):
+    """Makes spans; see `otel`."""
+
+    def serving_span(self, name: str, traceparent: str, attributes: Attributes | None) -> Span:
+        """A span of kind SERVER, below the one that the traceparent names or the root of a new trace."""
+        ...
+
+    def flush(self) -> None:
+        """Send what has ended; may take its time."""
+        ...
+
+
+_tracer: Tracer | None = None
+_current: contextvars.ContextVar[Span] = contextvars.ContextVar("span", default=NO_SPAN)
+
+
+def serving_span(name: str, traceparent: str, attributes: Attributes | None = None) -> Span:
+    """The span of a request that has come, the current one of this task from now on."""
+    if _tracer is None:
+        return NO_SPAN
+    span = _tracer.serving_span(name, traceparent, attributes)
+    _current.set(span)
+    return span
+
+
+def current_span() -> Span:
+    """The span of the request that the running task works for."""
+    return NO_SPAN if _tracer is None else _current.get()
+
+
+def traceparent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The trace context in the metadata of a call; empty for none."""
+    for key, value in metadata or ():
+        if key == TRACEPARENT_KEY and isinstance(value, str):
+            return value
+    return ""
+
+
+def start_tracing(role: str, endpoint: str | None) -> None:
+    """Send the spans of this process to an OTLP receiver: the one given, or the one that OpenTelemetry's environment
+    variables name; without either, tracing stays off.
+
+    Raises TracingUnavailableError if an endpoint was given and OpenTelemetry is not installed. Variables alone are set
+    for a whole host at times, so that there it is only a warning.
+    """
+    global _tracer
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    named = any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
+    if disabled or not (endpoint or named) or os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return
+    try:
+        from headrace.protos.otel import OtelTracer
+    except ImportError as error:
+        problem = f"traces need OpenTelemetry, which is not installed ({error}): pip install '{EXTRA}'"
+        if endpoint:
+            raise TracingUnavailableError(problem) from None
+        log.warning("no traces are sent: %s", problem)
+        return
+    try:
+        _tracer = OtelTracer(role, endpoint)
+    except ValueError as error:
+        raise TracingUnavailableError(str(error)) from None
+
+
+def stop_tracing(timeout_s: float) -> None:
+    """Send what has ended, for so long at most, and make no more spans."""
+    global _tracer
+    tracer, _tracer = _tracer, None
+    if tracer is None:
+        return
+    flushing = threading.Thread(target=tracer.flush, name="flush-traces", daemon=True)
+    flushing.start()
+    flushing.join(timeout_s)
