@@ -69,7 +69,7 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     address = f"unix:{options.socket_directory / name}.sock"
     argv = [python, "-m", "headrace.worker", "--model", str(options.model_directory), "--name", options.model_name]
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
-    argv += ["--threads", str(place.num_threads)]
+    argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
     argv += _given("--kv-cache-gb", options.kv_cache_gb)
     if options.kv_cache_gb is None and len(options.places) > 1:
         argv += ["--kv-cache-share", str(_KV_CACHE_SHARE / len(options.places))]

@@ -86,7 +86,7 @@ class KvEvents(_message.Message):
     def __init__(self, reset: bool = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters")
+    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,7 @@ class Load(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    BINDING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_uncached_tokens: int
@@ -111,7 +112,30 @@ class Load(_message.Message):
     draining: bool
     numa_node: int
     counters: Counters
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    binding: Binding
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ...) -> None: ...
+
+class Binding(_message.Message):
+    __slots__ = ("cpus_allowed", "memory_policy", "memory", "kv_huge_bytes")
+    CPUS_ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_POLICY_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    KV_HUGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    cpus_allowed: str
+    memory_policy: str
+    memory: _containers.RepeatedCompositeFieldContainer[NodeMemory]
+    kv_huge_bytes: int
+    def __init__(self, cpus_allowed: _Optional[str] = ..., memory_policy: _Optional[str] = ..., memory: _Optional[_Iterable[_Union[NodeMemory, _Mapping]]] = ..., kv_huge_bytes: _Optional[int] = ...) -> None: ...
+
+class NodeMemory(_message.Message):
+    __slots__ = ("node", "resident_bytes", "kv_bytes")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    resident_bytes: int
+    kv_bytes: int
+    def __init__(self, node: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted")

@@ -23,6 +23,7 @@ from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worke
 from headrace.protos.introspection import add_introspection, set_serving
 from headrace.worker.admission import ModelLimits
 from headrace.worker.advertise import advertised_address
+from headrace.worker.binding import Region, keep_binding_known
 from headrace.worker.block_pool import BlockPool
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine import Engine
@@ -33,7 +34,7 @@ from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.mailbox import LoadReport, Mailbox
 from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model_dir import ModelDir, read_model_dir
-from headrace.worker.numa import num_threads_for
+from headrace.worker.numa import bind_memory, num_threads_for
 from headrace.worker.registration import RedisLease, Registration, connect
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
@@ -69,6 +70,7 @@ class LoadedModel:
     engine: Engine
     card: worker_pb2.ModelCard
     tokenizer_bundle: bytes
+    kv_cache: Region
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
@@ -89,7 +91,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
             f"a KV cache of {budget / GIB:.3f} GiB holds no block of {runner.block_bytes / GIB:.3f} GiB; "
             "ask for more with --kv-cache-gb, or free memory"
         )
-    runner.allocate(num_blocks)
+    arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
     log.info(
         "%s loaded in %.1f s: %d threads, KV cache %.2f GiB of %s, %d blocks of %d tokens",
         config.name,
@@ -110,7 +112,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     engine = Engine(scheduler, runner, BatchSampler())
     warm_up(engine, pool)
     card = model_card(config, pool, model_dir, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size)
-    return LoadedModel(engine, card, model_dir.tokenizer_bundle)
+    return LoadedModel(engine, card, model_dir.tokenizer_bundle, Region(arena.address, arena.size_bytes))
 
 
 def warm_up(engine: Engine, pool: BlockPool) -> None:
@@ -174,6 +176,7 @@ async def serve(config: WorkerConfig) -> None:
         _serve_metrics(config.metrics, hub)
     thread = EngineThread(model.engine, mailbox)
     thread.start()
+    binding = asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind))
     await server.start()
     # What is there now stays: the collector need not walk it again and again while streams wait.
     gc.collect()
@@ -186,6 +189,7 @@ async def serve(config: WorkerConfig) -> None:
         registrations.append(RedisLease(config.redis_url, config.worker_id, config.advertise))
     log.info("listening on %s", config.listen)
     await stopping
+    binding.cancel()
     hub.drain()
     await set_serving(health, SERVICE_NAMES, False)
     await asyncio.gather(*(registration.close() for registration in registrations))
@@ -302,6 +306,12 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
 )
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Most requests waiting.")
 @click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most; by default the model's.")
+@click.option(
+    "--memory-node",
+    type=click.IntRange(0),
+    help="NUMA node to take memory from; by default that of the CPUs it is started on.",
+)
+@click.option("--huge-pages/--no-huge-pages", default=True, help="Ask the kernel for huge pages for the KV cache.")
 @click.option("--metrics", help="host:port to serve Prometheus metrics on.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 def main(log_level: str, kv_cache_gb: float | None, **options: Any) -> None:
@@ -309,7 +319,10 @@ def main(log_level: str, kv_cache_gb: float | None, **options: Any) -> None:
     logging.basicConfig(level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     kv_cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * GIB)
     try:
-        uvloop.run(serve(config_of(Path(str(options.pop("model_dir"))), kv_cache_bytes, options)))
+        config = config_of(Path(str(options.pop("model_dir"))), kv_cache_bytes, options)
+        # Threads inherit it from the one that starts them: before there are any.
+        bind_memory(config.memory_node)
+        uvloop.run(serve(config))
     except (ConfigurationError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
         sys.stderr.flush()

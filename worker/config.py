@@ -34,3 +34,5 @@ class WorkerConfig:
     target_tpot_ms: float | None = None
     max_context_tokens: int | None = None
     metrics: str | None = None
+    memory_node: int | None = None
+    huge_pages: bool = True

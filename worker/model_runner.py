@@ -19,6 +19,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.worker.batch import Batch
 from headrace.worker.config import ConfigurationError
+from headrace.worker.kv_arena import KVArena
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _SAMPLED = "sampled_tokens_indices"
@@ -49,7 +50,7 @@ class OpenVINOModelRunner:
         self.infer_s = 0.0
         self._inputs: dict[str, npt.NDArray[np.generic]] = {}
         self._cache_tensors: list[ov.Tensor] = []
-        self._cache_views: list[npt.NDArray[np.generic]] = []
+        self._cache_views: list[npt.NDArray[np.uint8]] = []
         key = next(port for port in self._caches if port.any_name.startswith("key_cache."))
         value = next(port for port in self._caches if port.any_name.startswith("value_cache."))
         self.block_size = _dims(value)[1]
@@ -57,19 +58,24 @@ class OpenVINOModelRunner:
         self.kv_precision = str(key.element_type.get_type_name())
         self.vocab_size = int(self._compiled.outputs[0].partial_shape[2].get_length())
 
-    def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes. Pages are touched as they come into use."""
+    def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> KVArena:
+        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes. Pages are touched as they come into use, in
+        `execute`: by OpenVINO's threads, or by the caller's where blocks are copied."""
+        try:
+            arena = KVArena(num_blocks * self.block_bytes, len(self._caches), huge_pages=huge_pages)
+        except (OSError, OverflowError) as error:
+            size_gib = num_blocks * self.block_bytes / (1 << 30)
+            raise ConfigurationError(
+                f"no memory for a KV cache of {size_gib:.1f} GiB; ask for less with --kv-cache-gb"
+            ) from error
         for port in self._caches:
-            try:
-                tensor = ov.Tensor(port.element_type, ov.Shape([num_blocks, *_dims(port)]))
-            except (RuntimeError, MemoryError) as error:
-                size_gib = num_blocks * self.block_bytes / (1 << 30)
-                raise ConfigurationError(
-                    f"no memory for a KV cache of {size_gib:.1f} GiB; ask for less with --kv-cache-gb"
-                ) from error
+            piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
+            tensor = ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
             self._infer.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
-            self._cache_views.append(tensor.data.reshape(num_blocks, -1))
+            # They own the memory that the tensors refer to.
+            self._cache_views.append(piece.reshape(num_blocks, -1))
+        return arena
 
     def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Logits `[rows, vocab_size]`, rows as the batch says: a view that the next call overwrites."""

@@ -1,11 +1,30 @@
-"""Where the worker's threads run: on the CPUs of the affinity mask that it was started with, which OpenVINO reads when
-it is imported and maps its threads onto."""
+"""Where the worker's threads run and which node its memory comes from, settled before OpenVINO is imported.
+
+Threads run on the CPUs of the affinity mask that the worker was started with: OpenVINO reads it when it is imported and
+maps its own threads onto it. Memory comes from the node of these CPUs, or from the nearest one that has some
+(Documentation/admin-guide/mm/numa_memory_policy.rst). What came of it is read back in `binding`.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from headrace.worker.config import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+_NODES = "sys/devices/system/node"
+_MPOL_PREFERRED = 1
+# set_mempolicy(2): C libraries do not wrap it, so it is called by its number.
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MASK_BITS = ctypes.sizeof(ctypes.c_ulong) * 8
+_MAX_NODES = 1024
 
 
 def usable_cpus() -> frozenset[int]:
@@ -27,3 +46,114 @@ def num_threads_for(asked: int | None) -> int:
             f"{asked} threads were asked for (--threads) but {num_cpus} CPUs are usable here; ask for 1 to {num_cpus}"
         )
     return asked
+
+
+def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
+    """NUMA nodes that have memory, ascending; empty where the kernel knows no nodes. `root` is "/" but in tests."""
+    return tuple(sorted(parse_list(_read(root / _NODES / "has_memory"))))
+
+
+def memory_node_of(cpus: frozenset[int], root: Path = Path("/")) -> int | None:
+    """The node with memory that is nearest to all of `cpus`: their own, if it has any. None when they are on several
+    nodes that differ in this, or when the kernel knows no nodes."""
+    with_memory = memory_nodes(root)
+    nearest = set()
+    for place in sorted((root / _NODES).glob("node[0-9]*")):
+        if cpus & parse_list(_read(place / "cpulist")):
+            nearest.add(_nearest(int(place.name.removeprefix("node")), place, with_memory))
+    return nearest.pop() if len(nearest) == 1 else None
+
+
+def parse_list(text: str) -> frozenset[int]:
+    """Numbers of a list as the kernel writes it, such as `0-2,8`."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+def format_list(numbers: Iterable[int]) -> str:
+    """Numbers as the kernel writes lists, such as `0-2,8`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def bind_memory(node: int | None, root: Path = Path("/")) -> None:
+    """Prefer `node` for the memory of this thread and of all that it starts; None means the node of the usable CPUs.
+
+    To be called by the main thread before it starts others. Does nothing on a machine with one node, where the CPUs are
+    on several, and where whoever started the worker has set a policy (numactl, systemd). Where the kernel does not
+    permit it (a container's seccomp profile without CAP_SYS_NICE), one warning: pages then come from the node of the
+    thread that touches them first, which is the same node as long as it has room. ConfigurationError for a `node` that
+    was asked for and has no memory.
+    """
+    with_memory = memory_nodes(root)
+    if node is not None and with_memory and node not in with_memory:
+        raise ConfigurationError(
+            f"node {node} was asked for (--memory-node) but the nodes with memory are "
+            f"{format_list(with_memory)}; headrace topology shows them"
+        )
+    if len(with_memory) < 2 or _policy_in_force(root) != "default":
+        return
+    if node is None:
+        node = memory_node_of(usable_cpus(), root)
+    if node is None:
+        log.warning("the usable CPUs are on several NUMA nodes: memory is bound to none; start one worker for each")
+        return
+    try:
+        _prefer(node)
+    except OSError as error:
+        log.warning(
+            "memory could not be bound to node %d (%s; a container needs CAP_SYS_NICE for it): it comes from the node "
+            "of the thread that touches it first",
+            node,
+            error.strerror,
+        )
+
+
+def _prefer(node: int) -> None:
+    """set_mempolicy(MPOL_PREFERRED, {node}). OSError as the kernel says, ENOSYS where its number is not known."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        raise OSError(38, "not known on this architecture")
+    mask = (ctypes.c_ulong * (_MAX_NODES // _MASK_BITS))()
+    mask[node // _MASK_BITS] = 1 << (node % _MASK_BITS)
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.syscall(ctypes.c_long(number), ctypes.c_long(_MPOL_PREFERRED), mask, ctypes.c_ulong(_MAX_NODES + 1))
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _policy_in_force(root: Path) -> str:
+    """The main thread's memory policy as the kernel writes it; mappings without one of their own show it."""
+    return next((line.split()[1] for line in _lines(root / "proc/self/numa_maps")), "default")
+
+
+def _nearest(node: int, place: Path, with_memory: tuple[int, ...]) -> int:
+    """The node itself if it has memory, else the nearest that has, the lower of two."""
+    if node in with_memory or not with_memory:
+        return node
+    others = sorted(int(found.name.removeprefix("node")) for found in place.parent.glob("node[0-9]*"))
+    distances = dict(zip(others, map(int, re.findall(r"\d+", _read(place / "distance"))), strict=False))
+    return min(with_memory, key=lambda other: (distances.get(other, 1 << 30), other))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open() as file:
+            yield from file
+    except OSError:
+        return

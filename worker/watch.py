@@ -7,7 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from headrace.protos import worker_pb2
+from headrace.worker.binding import Binding
 from headrace.worker.mailbox import LoadReport
+from headrace.worker.numa import format_list
 
 # Changes are sent at most this often, so that a busy worker sends some tens of messages a second and not one a step.
 MIN_INTERVAL_S = 0.02
@@ -59,6 +61,7 @@ class WatchHub:
         self.epoch = epoch
         self.report = LoadReport()
         self.draining = False
+        self.binding: Binding | None = None
         self._max_num_seqs = max_num_seqs
         self._findable: set[int] = set()
         self._watchers: set[_Watcher] = set()
@@ -70,6 +73,10 @@ class WatchHub:
         self._findable.update(report.stored)
         for watcher in self._watchers:
             watcher.note(report)
+
+    def bind(self, binding: Binding) -> None:
+        """Take in where threads and memory are; watchers are told with the next report."""
+        self.binding = binding
 
     def drain(self) -> None:
         """Tell all watchers that no new requests are taken."""
@@ -113,4 +120,19 @@ class WatchHub:
             max_num_seqs=self._max_num_seqs,
             draining=self.draining,
             counters=worker_pb2.Counters(**report.counters),
+            numa_node=self.binding.numa_node if self.binding is not None else None,
+            binding=binding_message(self.binding) if self.binding is not None else None,
         )
+
+
+def binding_message(binding: Binding) -> worker_pb2.Binding:
+    """What was read from the kernel, as a message."""
+    return worker_pb2.Binding(
+        cpus_allowed=format_list(binding.cpus),
+        memory_policy=binding.memory_policy,
+        memory=[
+            worker_pb2.NodeMemory(node=node, resident_bytes=num_bytes, kv_bytes=binding.kv_bytes.get(node, 0))
+            for node, num_bytes in sorted(binding.resident_bytes.items())
+        ],
+        kv_huge_bytes=binding.kv_huge_bytes,
+    )

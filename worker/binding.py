@@ -1,0 +1,121 @@
+"""What was achieved of pinning threads and memory, read back from the kernel: not what was asked for.
+
+Sources: /proc/self/task/*/status (Cpus_allowed_list of every thread, OpenVINO's own included), /proc/self/numa_maps
+(the memory policy in force, and pages by node) and /proc/self/smaps (huge pages); see proc(5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.worker.numa import memory_node_of, parse_list
+
+MIN_INTERVAL_S = 10.0
+# The kernel walks the page tables of all that is resident: some 5 ms for each GiB of small pages. At most this part of
+# the time goes into it.
+_SHARE_OF_TIME = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """CPUs that any thread may run on, ascending; the policy as the kernel writes it (`default`, `prefer:0`, ...),
+    empty if it tells none; resident bytes by NUMA node, of the process and of the KV cache therein; of the latter those
+    in huge pages. `numa_node` is the one that all CPUs and memory belong to by the affinity mask, if there is one."""
+
+    numa_node: int | None
+    cpus: tuple[int, ...]
+    num_threads: int
+    memory_policy: str
+    resident_bytes: dict[int, int] = field(default_factory=dict)
+    kv_bytes: dict[int, int] = field(default_factory=dict)
+    kv_huge_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Addresses of the KV cache: `size_bytes` from `address` on."""
+
+    address: int
+    size_bytes: int
+
+    def __contains__(self, address: int) -> bool:
+        return self.address <= address < self.address + self.size_bytes
+
+
+def read_binding(kv_cache: Region, root: Path = Path("/")) -> Binding:
+    """Read what the kernel says of this process now. `root` is "/" but in tests."""
+    process = root / "proc/self"
+    cpus, num_threads = _cpus_of_threads(process)
+    policy, resident_bytes, kv_bytes = _numa_maps(_lines(process / "numa_maps"), kv_cache)
+    return Binding(
+        numa_node=memory_node_of(cpus, root),
+        cpus=tuple(sorted(cpus)),
+        num_threads=num_threads,
+        memory_policy=policy,
+        resident_bytes=resident_bytes,
+        kv_bytes=kv_bytes,
+        kv_huge_bytes=_huge_bytes(_lines(process / "smaps"), kv_cache),
+    )
+
+
+async def keep_binding_known(kv_cache: Region, tell: Callable[[Binding], None]) -> None:
+    """Read the binding again and again, in a thread, until cancelled: as the cache fills, more of it is resident."""
+    while True:
+        started_s = time.monotonic()
+        tell(await asyncio.to_thread(read_binding, kv_cache))
+        await asyncio.sleep(max(MIN_INTERVAL_S, (time.monotonic() - started_s) / _SHARE_OF_TIME))
+
+
+def _cpus_of_threads(process: Path) -> tuple[frozenset[int], int]:
+    cpus: frozenset[int] = frozenset()
+    num_threads = 0
+    for thread in (process / "task").glob("*/status"):
+        for line in _lines(thread):
+            if line.startswith("Cpus_allowed_list:"):
+                cpus |= parse_list(line.partition(":")[2])
+                num_threads += 1
+    return cpus, num_threads
+
+
+def _numa_maps(lines: Iterable[str], kv_cache: Region) -> tuple[str, dict[int, int], dict[int, int]]:
+    """Policy in force, bytes by node of all mappings, and of those in `kv_cache`."""
+    in_force = ""
+    everywhere: dict[int, int] = {}
+    in_cache: dict[int, int] = {}
+    for line in lines:
+        address, policy, *words = line.split()
+        in_force = in_force or policy
+        found = dict(word.split("=", 1) for word in words if "=" in word)
+        page_bytes = int(found.get("kernelpagesize_kB", 4)) * 1024
+        for name, count in found.items():
+            if name[0] == "N" and name[1:].isdecimal():
+                node, num_bytes = int(name[1:]), int(count) * page_bytes
+                everywhere[node] = everywhere.get(node, 0) + num_bytes
+                if int(address, 16) in kv_cache:
+                    in_cache[node] = in_cache.get(node, 0) + num_bytes
+    return in_force, everywhere, in_cache
+
+
+def _huge_bytes(lines: Iterable[str], kv_cache: Region) -> int:
+    """Bytes in transparent huge pages of the mappings that lie in `kv_cache`."""
+    total = 0
+    inside = False
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if not name.endswith(":"):
+            inside = int(name.partition("-")[0], 16) in kv_cache
+        elif inside and name == "AnonHugePages:":
+            total += int(value.split()[0]) * 1024
+    return total
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        # A thread that has ended, or a kernel without NUMA.
+        return []
