@@ -1,0 +1,349 @@
+"""How the processes of a fleet speak gRPC to one another: options of channels and servers, mutual TLS, the join token.
+
+Plain, unless a process is given a directory with three PEM files:
+
+    ca.pem     the fleet's own certificate authority: whom it signed is a member
+    cert.pem   this process's certificate, for the name `FLEET_NAME`, both for serving and for calling
+    key.pem    its private key
+
+Both ends then show a certificate that the authority signed, and callers want the one of the server to be for
+`FLEET_NAME`, wherever it listens: workers come and go on addresses that nobody knows beforehand, so a name says that
+somebody belongs to the fleet, not where they are. With a join token, every call (health apart) presents it as well.
+
+The files are looked at again at most once a second. Servers use new ones from the next handshake on, callers from the
+next channel on (see `Transport.version`). What is open stays open. Files that do not fit together, as in the moment
+between the writing of a certificate and of its key, are left alone and the previous ones are used on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import grpc
+
+from headrace.protos.status import Reason, StatusError, abort
+
+FLEET_NAME = "headrace.internal"
+JOIN_TOKEN_KEY = "x-headrace-join-token"
+MIN_TOKEN_CHARS = 16
+MAX_TOKEN_CHARS = 4096
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Of every channel and every server."""
+CHANNEL_OPTIONS = (*COMMON_OPTIONS, ("grpc.enable_http_proxy", 0))
+SERVER_OPTIONS = (
+    *COMMON_OPTIONS,
+    # Two servers on one port would each get some of the calls; better that the second cannot start.
+    ("grpc.so_reuseport", 0),
+    # Callers ping every 10 s, with and without calls: that is no abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+_FILES = ("ca.pem", "cert.pem", "key.pem")
+_MAX_FLIGHTS = 4  # of messages, in either direction, until a handshake is done
+_LOOK_AGAIN_S = 1.0
+_HEALTH = "/grpc.health.v1.Health/"
+_LOG = logging.getLogger(__name__)
+
+Options: TypeAlias = Sequence[tuple[str, "int | str"]]
+_Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+_Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[_Method]]"
+
+
+class TransportError(ValueError):
+    """The files that were named cannot be used; the message says what is wrong and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a process is in its fleet, as PEM: its authority, its certificate with what leads to it, and its key."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes
+
+
+def read_identity(directory: Path) -> Identity:
+    """The three files of a directory. Raises TransportError if one is missing or they are no identity together."""
+    try:
+        found = _read(directory)
+        _rehearse(directory)
+        if _read(directory) != found:
+            raise ValueError("they are being written")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "verify_message", None) or getattr(error, "strerror", None) or str(error)
+        problem = f"{directory} must have ca.pem, cert.pem (for {FLEET_NAME}) and key.pem that fit together"
+        raise TransportError(f"{problem} ({reason[:200]}); headrace certs create DIR makes some") from None
+    return found
+
+
+def _read(directory: Path) -> Identity:
+    return Identity(*((directory / name).read_bytes() for name in _FILES))
+
+
+def _rehearse(directory: Path) -> None:
+    """Let two ends with these files shake hands. Raises OSError or ValueError if they would refuse one another."""
+    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.verify_mode = ssl.CERT_REQUIRED
+    for context in (client, server):
+        context.load_verify_locations(cafile=directory / "ca.pem")
+        context.load_cert_chain(directory / "cert.pem", directory / "key.pem", password=_no_password)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(down, up, server_hostname=FLEET_NAME),
+        server.wrap_bio(up, down, server_side=True),
+    ]
+    for _ in range(_MAX_FLIGHTS):
+        for end in ends:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    # Raises ValueError if the handshake is not done.
+    assert all(end.getpeercert() for end in ends), "each end has shown a certificate"
+
+
+def _no_password() -> str:
+    raise ValueError("key.pem is encrypted, and there is nobody to ask for its password")
+
+
+def read_token(path: Path) -> str:
+    """The join token in a file, without white space around it. Raises TransportError if it is none."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+        raise TransportError(f"the join token in {path} cannot be read ({reason})") from None
+    if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not token.isprintable() or " " in token:
+        problem = f"the join token in {path} must have {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} printable characters"
+        raise TransportError(f"{problem}; openssl rand -hex 32 makes one")
+    return token
+
+
+class Transport:
+    """The way to and from others of the fleet, for one process. Without a directory it is plain.
+
+    May be used from any thread: gRPC asks for certificates from threads of its own.
+    """
+
+    def __init__(
+        self,
+        tls_dir: Path | None = None,
+        join_token_file: Path | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises TransportError if the files cannot be used."""
+        if join_token_file is not None and tls_dir is None:
+            problem = "a join token in the clear is no secret"
+            raise TransportError(f"{problem}: --join-token-file needs --tls-dir")
+        self._tls_dir = tls_dir
+        self._token_file = join_token_file
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._version = 0
+        self._looked_at_s = clock()
+        self._stamps = self._stamp()
+        self._identity = None if tls_dir is None else read_identity(tls_dir)
+        self._token = None if join_token_file is None else read_token(join_token_file)
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether there is mutual TLS."""
+        return self._tls_dir is not None
+
+    @property
+    def version(self) -> int:
+        """Counts how often the certificate files have changed. A channel knows those of its making only."""
+        self._look()
+        return self._version
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call presents."""
+        self._look()
+        return () if self._token is None else ((JOIN_TOKEN_KEY, self._token),)
+
+    # --- calling ----------------------------------------------------------------------------------------------------
+
+    def channel(self, address: str, options: Options = CHANNEL_OPTIONS) -> grpc.aio.Channel:
+        """A channel to another process, for asyncio."""
+        if self._tls_dir is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        channel = grpc.aio.secure_channel(address, self._channel_credentials(), options=self._named(options))
+        return cast("grpc.aio.Channel", _Presenting(channel, self)) if self._token_file is not None else channel
+
+    def blocking_channel(self, address: str, options: Options = CHANNEL_OPTIONS) -> grpc.Channel:
+        """A channel to another process, for code without asyncio. Close it, or use it in a `with`."""
+        if self._tls_dir is None:
+            return grpc.insecure_channel(address, options=options)
+        channel = grpc.secure_channel(address, self._channel_credentials(), options=self._named(options))
+        return cast("grpc.Channel", _Presenting(channel, self)) if self._token_file is not None else channel
+
+    def _channel_credentials(self) -> grpc.ChannelCredentials:
+        self._look()
+        assert self._identity is not None
+        return grpc.ssl_channel_credentials(self._identity.ca, self._identity.key, self._identity.certificate)
+
+    def _named(self, options: Options) -> Options:
+        return (*options, ("grpc.ssl_target_name_override", FLEET_NAME))
+
+    # --- serving ----------------------------------------------------------------------------------------------------
+
+    def bind(self, server: grpc.aio.Server, address: str) -> int:
+        """Let a server listen; its port (1 for a unix socket). Raises RuntimeError if that is not possible."""
+        if self._tls_dir is None:
+            return server.add_insecure_port(address)
+        credentials = grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(), self._server_configuration, require_client_authentication=True
+        )
+        return server.add_secure_port(address, credentials)
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        """What the next handshake uses; gRPC asks before each."""
+        self._look()
+        identity = self._identity
+        assert identity is not None
+        pair = (identity.key, identity.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=identity.ca)
+
+    def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
+        """What a server has to be made with, so that callers without the join token are refused."""
+        return () if self._token_file is None else (_TokenInterceptor(self),)
+
+    def admits(self, presented: str | bytes | None) -> bool:
+        """Whether this is the join token, or none is wanted. In constant time."""
+        self._look()
+        if self._token is None:
+            return True
+        given = presented.encode() if isinstance(presented, str) else presented or b""
+        return hmac.compare_digest(given, self._token.encode())
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Read the files again if they have changed, at most once a second."""
+        if self._tls_dir is None or self._clock() - self._looked_at_s < _LOOK_AGAIN_S:
+            return
+        with self._lock:
+            if self._clock() - self._looked_at_s < _LOOK_AGAIN_S:
+                return
+            self._looked_at_s = self._clock()
+            stamps = self._stamp()
+            if stamps == self._stamps:
+                return
+            self._stamps = stamps
+            try:
+                identity = read_identity(self._tls_dir)
+                token = None if self._token_file is None else read_token(self._token_file)
+            except TransportError as error:
+                _LOG.warning("certificates and join token stay as they were: %s", error)
+                return
+            if identity != self._identity:
+                self._identity = identity
+                self._version += 1
+                _LOG.info("certificates were read again from %s", self._tls_dir)
+            self._token = token
+
+    def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """By which a change of the files is seen; links, as in mounted secrets, are followed."""
+        paths: list[Path] = []
+        if self._tls_dir is not None:
+            paths += [self._tls_dir / name for name in _FILES]
+        if self._token_file is not None:
+            paths.append(self._token_file)
+        return tuple(map(_stamp_of, paths))
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_mtime_ns, found.st_ino, found.st_size
+    return None
+
+
+class _Presenting:
+    """A channel whose calls present what the transport says. Everything else is the channel's own."""
+
+    def __init__(self, channel: Any, transport: Transport) -> None:
+        self._channel = channel
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return self._presenting(self._channel.unary_unary(*args, **options))
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return self._presenting(self._channel.unary_stream(*args, **options))
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return self._presenting(self._channel.stream_unary(*args, **options))
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return self._presenting(self._channel.stream_stream(*args, **options))
+
+    def _presenting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def presenting(*args: Any, metadata: Iterable[tuple[str, str]] | None = None, **options: Any) -> Any:
+            return call(*args, metadata=(*(metadata or ()), *self._transport.metadata), **options)
+
+        return presenting
+
+    async def __aenter__(self) -> _Presenting:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._channel.close()
+
+    def __enter__(self) -> _Presenting:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._channel.close()
+
+
+class _TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls that do not present the join token. Health is for probes, which have a certificate only."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def intercept_service(
+        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> _Method:
+        """See grpc.aio."""
+        if not handler_call_details.method.startswith(_HEALTH):
+            presented = dict(handler_call_details.invocation_metadata or ()).get(JOIN_TOKEN_KEY)
+            if not self._transport.admits(presented):
+                problem = "the join token is missing or wrong: give all processes the same --join-token-file"
+                return refusing(StatusError(Reason.UNAUTHENTICATED, problem))
+        return await continuation(handler_call_details)
+
+
+def refusing(error: StatusError) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that ends a call, whatever its kind, before its first message is read."""
+
+    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+PLAIN = Transport()
+"""The transport without TLS."""
