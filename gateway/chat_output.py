@@ -28,6 +28,8 @@ class ChatPiece:
     deltas: Sequence[Delta]
     logprobs: Sequence[TokenLogprob]
     ending: Ending | None
+    token_ids: Sequence[int] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,13 @@ class ChatChoice:
         """What this piece adds."""
         parser = self._parser
         if parser is None:
-            return ChatPiece((ContentDelta(piece.text),) if piece.text else (), piece.logprobs, piece.ending)
+            return _chat_piece((ContentDelta(piece.text),) if piece.text else (), piece, piece.ending)
         self._token_offsets.extend(piece.token_offsets)
         deltas = parser.push(piece.text)
         if piece.ending is None:
-            return ChatPiece(self._wanted(deltas), piece.logprobs, None)
+            return _chat_piece(self._wanted(deltas), piece, None)
         deltas += parser.finish()
-        return ChatPiece(self._wanted(deltas), piece.logprobs, self._ending(piece.ending))
+        return _chat_piece(self._wanted(deltas), piece, self._ending(piece.ending))
 
     def _wanted(self, deltas: list[Delta]) -> Sequence[Delta]:
         """Without parallel calls, the first call is the only one."""
@@ -112,6 +114,10 @@ class ChatChoice:
         if reason == "stop" and self._parser.num_calls and not self._use.named:
             reason = "tool_calls"
         return replace(ending, reason=reason, num_reasoning_tokens=num_reasoning)
+
+
+def _chat_piece(deltas: Sequence[Delta], piece: Piece, ending: Ending | None) -> ChatPiece:
+    return ChatPiece(deltas, piece.logprobs, ending, piece.token_ids, piece.prompt_logprobs)
 
 
 @dataclass(slots=True)
@@ -133,6 +139,8 @@ class WholeChat:
         self._arguments: list[list[str]] = []
         self._calls: list[tuple[str, str]] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.token_ids: list[int] = []
         self.ending: Ending | None = None
 
     def push(self, piece: ChatPiece) -> None:
@@ -149,6 +157,8 @@ class WholeChat:
                 case ArgumentsDelta(index, text):
                     self._arguments[index].append(text)
         self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
+        self.token_ids.extend(piece.token_ids)
         self.ending = piece.ending
 
     @property

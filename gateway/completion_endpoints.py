@@ -11,16 +11,9 @@ from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.endpoint import Endpoint, Services, at_api
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.generation import Plan
-from headrace.gateway.openai_answers import (
-    ChatLogprobs,
-    ChatStream,
-    CompletionLogprobs,
-    CompletionStream,
-    WholeChoice,
-    identity,
-    whole_chat,
-    whole_completion,
-)
+from headrace.gateway.openai_answers import Shown, WholeChoice, best_of, identity, whole_chat, whole_completion
+from headrace.gateway.openai_logprobs import ChatLogprobs, CompletionLogprobs
+from headrace.gateway.openai_streams import ChatStream, CompletionStream
 from headrace.gateway.openai_types import ChatRequest, CompletionRequest
 from headrace.gateway.planning import plan_of
 
@@ -42,46 +35,65 @@ class _Completions:
         request = openai_types.decode_body(await exchange.body(), ChatRequest)
         chat = await self._services.chats.plan(request)
         model, plan, reading = chat.model, chat.plan, chat.reading
+        token_bytes = model.text.tokenizer.token_bytes
         who = identity("chatcmpl", plan.requests[0].request_id, int(time.time()), model.card)
-        logprobs = ChatLogprobs(model.text.tokenizer.token_bytes) if request.logprobs else None
+        logprobs = ChatLogprobs(token_bytes, bool(request.return_tokens_as_token_ids)) if request.logprobs else None
+        shown = _shown(request, [plan])
         if request.stream:
-            stream = ChatStream(who, logprobs, _wants_usage(request), reading.num_id_chars)
+            stream = ChatStream(who, logprobs, shown, reading.num_id_chars)
             await self._services.answering.stream(exchange, [plan], stream, chat.choices())
         else:
             chats = [WholeChat(reading.num_id_chars) for _ in plan.requests]
             usage = await self._services.answering.gather(exchange, [plan], chats, chat.choices())
-            await exchange.respond(whole_chat(who, chats, logprobs, usage))
+            best = [chats[i] for i in best_of(chats, len(chats), request.n or 1)]
+            await exchange.respond(whole_chat(who, best, logprobs, usage, shown, token_bytes))
 
     async def completions(self, exchange: Exchange) -> None:
         request = openai_types.decode_body(await exchange.body(), CompletionRequest)
         openai_types.check_completion(request)
         model = await self._services.models.find(request.model or "")
-        tokenizer = model.text.tokenizer
+        token_bytes = model.text.tokenizer.token_bytes
+        sampling = await self._services.chats.sampling(request, model)
         plans: list[Plan] = []
-        echoes: list[str] = []
+        texts: list[str] = []
         for prompt in openai_types.prompts_of(request):
             if isinstance(prompt, str):
                 add_special_tokens = request.add_special_tokens is not False
                 token_ids = await self._services.prompts.of_text(model, prompt, add_special_tokens=add_special_tokens)
-                echo = prompt
             else:
                 token_ids = prompt
-                echo = detokenize(prompt, tokenizer.token_bytes, tokenizer.special_ids) if request.echo else ""
-            plans.append(plan_of(request, model, token_ids))
-            echoes += [echo] * plans[-1].job.num_choices
-        if not request.echo:
-            echoes = []
+            plan = plan_of(request, model, token_ids, sampling)
+            whole = isinstance(prompt, str) and len(plan.job.token_ids) == len(token_ids)
+            texts.append(prompt if isinstance(prompt, str) and whole else "")
+            if request.echo and not whole:
+                texts[-1] = detokenize(plan.job.token_ids, token_bytes, model.text.tokenizer.special_ids)
+            plans.append(plan)
+        shown = _shown(request, plans, texts if request.echo else ())
         who = identity("cmpl", plans[0].requests[0].request_id, int(time.time()), model.card)
-        logprobs = None if request.logprobs is None else CompletionLogprobs(tokenizer.token_bytes)
+        logprobs = None
+        if request.logprobs is not None:
+            as_ids = bool(request.return_tokens_as_token_ids)
+            logprobs = CompletionLogprobs(token_bytes, request.logprobs, as_ids)
         if request.stream:
-            await self._services.answering.stream(
-                exchange, plans, CompletionStream(who, logprobs, _wants_usage(request), echoes)
-            )
+            await self._services.answering.stream(exchange, plans, CompletionStream(who, logprobs, shown))
         else:
             choices = [WholeChoice() for plan in plans for _ in plan.requests]
             usage = await self._services.answering.gather(exchange, plans, choices)
-            await exchange.respond(whole_completion(who, choices, logprobs, usage, echoes))
+            num_each, n = plans[0].job.num_choices, request.n or 1
+            best = [choices[i] for i in best_of(choices, num_each, n)]
+            await exchange.respond(whole_completion(who, best, logprobs, usage, shown, token_bytes))
 
 
-def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:
-    return request.stream_options is not None and bool(request.stream_options.include_usage)
+def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], texts: Sequence[str] = ()) -> Shown:
+    """What an answer to these plans shows. `texts` are the prompts' texts, if they are echoed."""
+    n = request.n or 1
+    options = request.stream_options
+    return Shown(
+        usage=options is not None and bool(options.include_usage),
+        running_usage=options is not None and bool(options.continuous_usage_stats),
+        num_prompt_tokens=sum(len(plan.job.token_ids) for plan in plans),
+        prompts=[plan.job.token_ids for plan in plans for _ in range(n)],
+        token_ids=bool(request.return_token_ids),
+        echoes=[text for text in texts for _ in range(n)],
+        prompt_logprobs=request.prompt_logprobs,
+    )

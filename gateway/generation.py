@@ -170,7 +170,7 @@ class Generator:
     async def _one(self, job: Job, request: GenerateRequest, caller: Caller) -> AsyncGenerator[Piece, None]:
         """Pieces of one choice."""
         tokenizer = job.model.text.tokenizer
-        choice = Choice(tokenizer.token_bytes, tokenizer.special_ids, job.sampling, job.shown_ids)
+        choice = Choice(tokenizer.token_bytes, tokenizer.special_ids, job.sampling, job.shown_ids, job.token_ids)
         first_s = last_s = 0.0
         num_tokens = 0
         try:

@@ -10,7 +10,8 @@ from headrace.gateway.conversation import conversation_of
 from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.endpoint import Endpoint, Services, at_api
 from headrace.gateway.exchange import Exchange
-from headrace.gateway.openai_answers import encode, model_value, token_bytes_of
+from headrace.gateway.openai_answers import encode, model_value
+from headrace.gateway.openai_logprobs import token_bytes_of
 from headrace.gateway.openai_types import DetokenizeRequest, TokenizeRequest
 from headrace.gateway.sampling import invalid
 from headrace.gateway.tools import schemas_of

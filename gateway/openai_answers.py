@@ -1,30 +1,22 @@
-"""Answers on the OpenAI wire: whole ones, and streams of server-sent events from prepared bytes (pure).
-
-A chunk of a stream is a constant head and tail around one JSON string; only that string is encoded per chunk:
-
-    data: {"id":…,"choices":[{"index":0,"delta":{  "content":"text"  },"logprobs":null,"finish_reason":null}]}
-    `-------------------- head -----------------'                    `------------------ tail ----------------'
+"""Whole answers on the OpenAI wire, and what they have in common with streams (pure).
 
 The concatenation of a stream equals the whole answer: both are made of the same pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from headrace.gateway.chat_output import ChatPiece, WholeChat, new_call_id
+from headrace.gateway.chat_output import WholeChat
 from headrace.gateway.choice import Ending, Piece, TokenLogprob
 from headrace.gateway.failures import Failure
 from headrace.gateway.generation import Usage
-from headrace.gateway.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from headrace.gateway.openai_logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs_value
 from headrace.protos.worker_pb2 import ModelCard
-
-DONE = b"data: [DONE]\n\n"
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
 
 encode = msgspec.json.encode
 
@@ -70,172 +62,24 @@ class _OpenAiErrors:
 OPENAI_ERRORS = _OpenAiErrors()
 
 
-class ChatLogprobs:
-    """The `logprobs` of a chat choice."""
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer shows besides its text and log-probabilities. Sequences have an entry for each choice."""
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        self._token_bytes = token_bytes
-
-    def value(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """The object for some tokens of a choice; those of later tokens are appended to its `content`."""
-        content = []
-        for one in logprobs:
-            top = [self._token(token_id, logprob) for token_id, logprob in one.top]
-            content.append({**self._token(one.token_id, one.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = token_bytes_of(self._token_bytes, token_id)
-        return {
-            "token": raw.decode(errors="replace"),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(raw),
-        }
-
-
-class CompletionLogprobs:
-    """The `logprobs` of a completion choice."""
-
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        self._token_bytes = token_bytes
-
-    def value(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """The object for some tokens of a choice; those of later tokens are appended to each of its lists."""
-        ones = list(logprobs)
-        return {
-            "tokens": [self._text(one.token_id) for one in ones],
-            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in ones],
-            "top_logprobs": [
-                {self._text(token_id): max(logprob, LEAST_LOGPROB) for token_id, logprob in reversed(one.top)}
-                for one in ones
-            ],
-            "text_offset": [one.offset for one in ones],
-        }
-
-    def _text(self, token_id: int) -> str:
-        return token_bytes_of(self._token_bytes, token_id).decode(errors="replace")
-
-
-def token_bytes_of(token_bytes: Sequence[bytes], token_id: int) -> bytes:
-    """Bytes of a token; none for rows that a model's vocabulary is padded with."""
-    return token_bytes[token_id] if token_id < len(token_bytes) else b""
-
-
-class ChatStream:
-    """Events of a streamed chat. `num_id_chars` is the length of the ids of tool calls."""
-
-    def __init__(self, who: Identity, logprobs: ChatLogprobs | None, with_usage: bool, num_id_chars: int = 24) -> None:
-        self._head = _chunk_head(who, "chat.completion.chunk")
-        self._null_usage = b',"usage":null' if with_usage else b""
-        self._tail = b'},"logprobs":null,"finish_reason":null}]' + self._null_usage + b"}\n\n"
-        self._logprobs = logprobs
-        self._num_id_chars = num_id_chars
-        self._delta_heads: dict[int, bytes] = {}
-        self._with_usage = with_usage
-
-    def piece(self, index: int, piece: ChatPiece) -> bytes:
-        """Events for a piece of a choice; none if it shows nothing. The first ones of a choice begin with its role."""
-        events = b""
-        head = self._delta_heads.get(index)
-        if head is None:
-            head = self._delta_heads[index] = self._head + b'{"index":%d,"delta":{' % index
-            events = head + b'"role":"assistant","content":""' + self._tail
-        deltas = [self._delta(delta) for delta in piece.deltas]
-        tail = self._tail
-        if self._logprobs is not None and (deltas or piece.logprobs):
-            shown = encode(self._logprobs.value(piece.logprobs))
-            tail = b'},"logprobs":' + shown + b',"finish_reason":null}]' + self._null_usage + b"}\n\n"
-            deltas = deltas or [b'"content":""']
-        for delta in deltas:
-            events += head + delta + tail
-            tail = self._tail  # the first event has the log-probabilities of all
-        return events if piece.ending is None else events + self._last(index, piece.ending)
-
-    def _delta(self, delta: Delta) -> bytes:
-        """The inside of a delta's JSON object."""
-        match delta:
-            case ContentDelta(text):
-                return b'"content":' + encode(text)
-            case ReasoningDelta(text):
-                return b'"reasoning_content":' + encode(text)
-            case ArgumentsDelta(index, text):
-                return b'"tool_calls":[{"index":%d,"function":{"arguments":%b}}]' % (index, encode(text))
-            case CallDelta(index, name):
-                function = {"name": name, "arguments": ""}
-                call = {"index": index, "id": new_call_id(self._num_id_chars), "type": "function", "function": function}
-                return b'"tool_calls":[' + encode(call) + b"]"
-
-    def _last(self, index: int, ending: Ending) -> bytes:
-        choice = {
-            "index": index,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": ending.reason,
-            "stop_reason": ending.stop_reason,
-        }
-        return self._head + encode(choice) + b"]" + self._null_usage + b"}\n\n"
-
-    def end(self, usage: Usage) -> bytes:
-        """The last events of the stream."""
-        return _end(self._head, usage if self._with_usage else None)
-
-
-class CompletionStream:
-    """Events of a streamed completion. `echoes` are the prompts that choices begin with, by index; empty for none."""
-
-    def __init__(
-        self, who: Identity, logprobs: CompletionLogprobs | None, with_usage: bool, echoes: Sequence[str] = ()
-    ) -> None:
-        self._head = _chunk_head(who, "text_completion")
-        self._null_usage = b',"usage":null' if with_usage else b""
-        self._tail = b',"logprobs":null,"finish_reason":null}]' + self._null_usage + b"}\n\n"
-        self._logprobs = logprobs
-        self._with_usage = with_usage
-        self._echoes = dict(enumerate(echoes))
-
-    def piece(self, index: int, piece: Piece) -> bytes:
-        """Events for a piece of a choice; none if it shows nothing."""
-        text = self._echoes.pop(index) + piece.text if index in self._echoes else piece.text
-        events = b""
-        if text or piece.logprobs:
-            events = self._head + b'{"index":%d,"text":' % index + encode(text)
-            if self._logprobs is None:
-                events += self._tail
-            else:
-                shown = encode(self._logprobs.value(piece.logprobs))
-                events += b',"logprobs":' + shown + b',"finish_reason":null}]' + self._null_usage + b"}\n\n"
-        return events if piece.ending is None else events + self._last(index, piece.ending)
-
-    def _last(self, index: int, ending: Ending) -> bytes:
-        choice = {
-            "index": index,
-            "text": "",
-            "logprobs": None,
-            "finish_reason": ending.reason,
-            "stop_reason": ending.stop_reason,
-        }
-        return self._head + encode(choice) + b"]" + self._null_usage + b"}\n\n"
-
-    def end(self, usage: Usage) -> bytes:
-        """The last events of the stream."""
-        return _end(self._head, usage if self._with_usage else None)
-
-
-def _chunk_head(who: Identity, kind: str) -> bytes:
-    common = {
-        "id": who.id,
-        "object": kind,
-        "created": who.created,
-        "model": who.model,
-        "system_fingerprint": who.system_fingerprint,
-    }
-    return b"data: " + encode(common)[:-1] + b',"choices":['
-
-
-def _end(head: bytes, usage: Usage | None) -> bytes:
-    if usage is None:
-        return DONE
-    return head + b'],"usage":' + encode(usage_value(usage)) + b"}\n\n" + DONE
+    usage: bool = False
+    """A stream ends with the usage."""
+    running_usage: bool = False
+    """Every chunk of it has the usage so far."""
+    num_prompt_tokens: int = 0
+    """Of all prompts."""
+    prompts: Sequence[Sequence[int]] = ()
+    """Tokens of the prompts."""
+    token_ids: bool = False
+    """The tokens of prompts and answers."""
+    echoes: Sequence[str] = ()
+    """Prompts as the choices begin with them; empty if they do not."""
+    prompt_logprobs: int | None = None
+    """Alternatives at each token of the prompts; None for no such list."""
 
 
 class WholeChoice:
@@ -244,12 +88,16 @@ class WholeChoice:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.token_ids: list[int] = []
         self.ending: Ending | None = None
 
     def push(self, piece: Piece) -> None:
         """Take the next piece."""
         self._texts.append(piece.text)
         self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
+        self.token_ids.extend(piece.token_ids)
         self.ending = piece.ending
 
     @property
@@ -258,21 +106,46 @@ class WholeChoice:
         return "".join(self._texts)
 
 
-def whole_chat(who: Identity, choices: Sequence[WholeChat], logprobs: ChatLogprobs | None, usage: Usage) -> bytes:
+def best_of(choices: Sequence[WholeChat] | Sequence[WholeChoice], num_each: int, n: int) -> list[int]:
+    """Indices of the `n` best of each `num_each` choices: by mean log-probability of their tokens, best first."""
+    found: list[int] = []
+    for first in range(0, len(choices), num_each):
+        ranked = sorted(range(first, first + num_each), key=lambda i: -_mean_logprob(choices[i].logprobs))
+        found += ranked[:n] if n < num_each else range(first, first + num_each)
+    return found
+
+
+def _mean_logprob(logprobs: Sequence[TokenLogprob]) -> float:
+    return sum(one.logprob for one in logprobs) / len(logprobs) if logprobs else 0.0
+
+
+def whole_chat(
+    who: Identity,
+    choices: Sequence[WholeChat],
+    logprobs: ChatLogprobs | None,
+    usage: Usage,
+    shown: Shown,
+    token_bytes: Sequence[bytes],
+) -> bytes:
     """Body of a chat's answer."""
     values = []
     for index, choice in enumerate(choices):
         assert choice.ending is not None
-        values.append(
-            {
-                "index": index,
-                "message": message_value(choice),
-                "logprobs": None if logprobs is None else logprobs.value(choice.logprobs),
-                "finish_reason": choice.ending.reason,
-                "stop_reason": choice.ending.stop_reason,
-            }
-        )
-    return _whole(who, "chat.completion", values, usage)
+        value = {
+            "index": index,
+            "message": message_value(choice),
+            "logprobs": None if logprobs is None else logprobs.value(choice.logprobs),
+            "finish_reason": choice.ending.reason,
+            "stop_reason": choice.ending.stop_reason,
+        }
+        values.append({**value, "token_ids": choice.token_ids} if shown.token_ids else value)
+    of_prompt: dict[str, Any] = {}
+    if shown.prompt_logprobs is not None:
+        known = choices[0].prompt_logprobs
+        of_prompt["prompt_logprobs"] = prompt_logprobs_value(known, shown.prompt_logprobs, token_bytes)
+    if shown.token_ids:
+        of_prompt["prompt_token_ids"] = list(shown.prompts[0])
+    return _whole(who, "chat.completion", values, usage, of_prompt)
 
 
 def message_value(choice: WholeChat) -> dict[str, Any]:
@@ -298,25 +171,44 @@ def whole_completion(
     choices: Sequence[WholeChoice],
     logprobs: CompletionLogprobs | None,
     usage: Usage,
-    echoes: Sequence[str] = (),
+    shown: Shown,
+    token_bytes: Sequence[bytes],
 ) -> bytes:
     """Body of a completion's answer."""
     values = []
     for index, choice in enumerate(choices):
         assert choice.ending is not None
-        values.append(
-            {
-                "index": index,
-                "text": echoes[index] + choice.text if echoes else choice.text,
-                "logprobs": None if logprobs is None else logprobs.value(choice.logprobs),
-                "finish_reason": choice.ending.reason,
-                "stop_reason": choice.ending.stop_reason,
-            }
-        )
+        value: dict[str, Any] = {
+            "index": index,
+            "text": shown.echoes[index] + choice.text if shown.echoes else choice.text,
+            "logprobs": None if logprobs is None else completion_logprobs_value(logprobs, shown, index, choice),
+            "finish_reason": choice.ending.reason,
+            "stop_reason": choice.ending.stop_reason,
+        }
+        if shown.prompt_logprobs is not None:
+            known = choice.prompt_logprobs
+            value["prompt_logprobs"] = prompt_logprobs_value(known, shown.prompt_logprobs, token_bytes)
+        if shown.token_ids:
+            value["token_ids"] = choice.token_ids
+            value["prompt_token_ids"] = list(shown.prompts[index])
+        values.append(value)
     return _whole(who, "text_completion", values, usage)
 
 
-def _whole(who: Identity, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+def completion_logprobs_value(
+    logprobs: CompletionLogprobs, shown: Shown, index: int, part: WholeChoice | Piece, is_first: bool = True
+) -> dict[str, Any]:
+    """The `logprobs` of a completion, or of a piece of it, with those of the prompt that it begins with."""
+    if not shown.echoes:
+        return logprobs.value(part.logprobs)
+    if not is_first:
+        return logprobs.value(part.logprobs, shown.echoes[index])
+    return logprobs.value(part.logprobs, shown.echoes[index], shown.prompts[index][0], part.prompt_logprobs)
+
+
+def _whole(
+    who: Identity, kind: str, choices: list[dict[str, Any]], usage: Usage, of_prompt: dict[str, Any] | None = None
+) -> bytes:
     return encode(
         {
             "id": who.id,
@@ -326,6 +218,7 @@ def _whole(who: Identity, kind: str, choices: list[dict[str, Any]], usage: Usage
             "system_fingerprint": who.system_fingerprint,
             "choices": choices,
             "usage": usage_value(usage),
+            **(of_prompt or {}),
         }
     )
 

@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.gateway.sampling import MAX_CHOICES, MAX_LOGPROBS, Sampling, check_range, invalid
+from headrace.gateway.sampling import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    Sampling,
+    check_range,
+    invalid,
+)
 from headrace.gateway.structure import structure_of
 from headrace.protos.status import Reason, StatusError
 
@@ -62,13 +70,16 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
 
     best_of: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
-    prompt_logprobs: Any = None
-    bad_words: Any = None
+    diversity_penalty: Any = None
     logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -76,8 +87,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     guided_whitespace_pattern: Any = None
     structured_outputs: dict[str, Any] | None = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -206,13 +215,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "prompt_logprobs": (),
-    "bad_words": ([],),
+    "diversity_penalty": (0, 0.0),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
     "guided_whitespace_pattern": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
 }
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "functions": (),
@@ -248,8 +253,6 @@ def check_completion(request: CompletionRequest) -> None:
     _check_common(request)
     if request.logprobs is not None:
         check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
-        if request.echo:
-            raise unsupported("echo", "echo cannot be combined with logprobs: those of the prompt are not computed")
     if request.suffix:
         raise unsupported("suffix", "suffix is not supported: the model continues a prompt and fills no gaps")
 
@@ -261,23 +264,55 @@ def check_tokenize(request: TokenizeRequest) -> None:
 
 def _check_common(request: GenerationFields) -> None:
     _refuse_unless_neutral(request, _NEUTRAL)
-    n = 1 if request.n is None else request.n
-    check_range("n", n, 1, MAX_CHOICES)
-    if request.best_of is not None and request.best_of != n:
-        if request.best_of < n:
-            raise invalid("best_of", "best_of must be at least n")
-        raise unsupported("best_of", "best_of greater than n is not supported; ask for n answers and choose")
-    if request.stream_options is not None:
-        if not request.stream:
-            raise invalid("stream_options", "stream_options needs stream to be true")
-        for name in ("continuous_usage_stats", "include_obfuscation"):
-            if getattr(request.stream_options, name):
-                raise unsupported(f"stream_options.{name}", f"stream_options.{name} is not supported")
+    _check_choices(request)
+    _check_stream(request)
+    _check_prompt(request)
     for name in ("prompt_cache_key", "cache_salt"):
         if len(getattr(request, name) or "") > MAX_KEY_CHARS:
             raise invalid(name, f"{name} must have at most {MAX_KEY_CHARS} characters")
     if request.priority is not None:
         check_range("priority", request.priority, -(2**31), 2**31 - 1)
+
+
+def _check_choices(request: GenerationFields) -> None:
+    n = 1 if request.n is None else request.n
+    check_range("n", n, 1, MAX_CHOICES)
+    if request.best_of is None:
+        return
+    check_range("best_of", request.best_of, 1, MAX_CHOICES)
+    if request.best_of < n:
+        raise invalid("best_of", "best_of must be at least n")
+    if request.best_of > n and request.stream:
+        raise unsupported("best_of", "best_of over n cannot be streamed: which answers are best shows when all ended")
+
+
+def _check_stream(request: GenerationFields) -> None:
+    options = request.stream_options
+    if request.prompt_logprobs is not None:
+        check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+        if request.stream:
+            raise unsupported("prompt_logprobs", "prompt_logprobs cannot be streamed; leave stream out")
+    if options is None:
+        return
+    if not request.stream:
+        raise invalid("stream_options", "stream_options needs stream to be true")
+    if options.include_obfuscation:
+        name = "stream_options.include_obfuscation"
+        raise unsupported(name, f"{name} is not supported")
+    if options.continuous_usage_stats and not options.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise invalid(name, f"{name} needs include_usage to be true")
+
+
+def _check_prompt(request: GenerationFields) -> None:
+    keep = request.truncate_prompt_tokens
+    if keep is not None and keep != -1:
+        check_range("truncate_prompt_tokens", keep, 1, 2**31 - 1)
+    words = request.bad_words or ()
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"bad_words takes at most {MAX_BAD_WORDS} texts")
+    if any(not word.strip() or len(word) > MAX_BAD_WORD_CHARS for word in words):
+        raise invalid("bad_words", f"bad_words: a text must have 1 to {MAX_BAD_WORD_CHARS} characters, not only spaces")
 
 
 def _refuse_unless_neutral(request: msgspec.Struct, neutral: dict[str, tuple[Any, ...]]) -> None:
@@ -299,12 +334,19 @@ def unsupported(name: str, message: str) -> StatusError:
 def sampling_of(request: ChatRequest | CompletionRequest) -> Sampling:
     """The sampling that a checked request asks for."""
     max_tokens, max_tokens_field, default_max_tokens = request.max_tokens, "max_tokens", None
+    least_max_tokens, prompt_logprobs = 1, request.prompt_logprobs
     if isinstance(request, ChatRequest):
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.max_completion_tokens is not None:
             max_tokens, max_tokens_field = request.max_completion_tokens, "max_completion_tokens"
     else:
         logprobs, default_max_tokens = request.logprobs, COMPLETION_MAX_TOKENS
+        if request.echo:
+            least_max_tokens = 0
+            if logprobs is not None:
+                prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+    if logprobs is None and (request.best_of or 1) > (request.n or 1):
+        logprobs = 0  # by which the best are told
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -318,6 +360,7 @@ def sampling_of(request: ChatRequest | CompletionRequest) -> Sampling:
         allowed_token_ids=request.allowed_token_ids or (),
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
+        least_max_tokens=least_max_tokens,
         default_max_tokens=default_max_tokens,
         min_tokens=request.min_tokens,
         ignore_eos=bool(request.ignore_eos),
@@ -326,6 +369,7 @@ def sampling_of(request: ChatRequest | CompletionRequest) -> Sampling:
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         structure=structure_of(request),
     )
 

@@ -46,7 +46,7 @@ class Chats:
         conversation = conversation_of(request, model.chat_template(), use.listed)
         prompt = await self._prompts.of_conversation(model, conversation)
         form = self._formats.of(model)
-        sampling = sampling_of(request)
+        sampling = await self.sampling(request, model)
         goes_on = conversation.continue_final_message
         reading = reading_of(form, use, prompt.ending, goes_on, only_content=sampling.structure is not None)
         structure = tool_structure(form, use, prompt.ending, reading.inside_reasoning)
@@ -54,24 +54,41 @@ class Chats:
             sampling = replace(sampling, structure=structure)
         return ChatPlan(model, plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids), reading)
 
+    async def sampling(self, request: ChatRequest | CompletionRequest, model: Model) -> Sampling:
+        """The sampling that a checked request asks for of this model."""
+        sampling = sampling_of(request)
+        if not request.bad_words:
+            return sampling
+        return replace(sampling, bad_words=await self._prompts.of_words(model, request.bad_words))
+
 
 def plan_of(
     request: ChatRequest | CompletionRequest,
     model: Model,
     token_ids: Sequence[int],
-    sampling: Sampling | None = None,
+    sampling: Sampling,
     shown_ids: frozenset[int] = frozenset(),
 ) -> Plan:
-    """The plan of a checked request for one prompt; its sampling is the request's own if not given."""
+    """The plan of a checked request for one prompt."""
     return plan_job(
         Job(
             model=model,
-            token_ids=token_ids,
-            sampling=sampling_of(request) if sampling is None else sampling,
-            num_choices=request.n or 1,
+            token_ids=_truncated(token_ids, request.truncate_prompt_tokens, sampling, model),
+            sampling=sampling,
+            num_choices=request.best_of or request.n or 1,
             shown_ids=shown_ids,
             session_key=request.prompt_cache_key or "",
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
         )
     )
+
+
+def _truncated(token_ids: Sequence[int], keep: int | None, sampling: Sampling, model: Model) -> Sequence[int]:
+    """The last `keep` tokens of a prompt; -1: as many as leave room for the answer."""
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        num_answer_tokens = sampling.max_tokens or sampling.default_max_tokens or 1
+        keep = max(model.card.max_context_tokens - num_answer_tokens, 1)
+    return token_ids[-keep:]

@@ -19,6 +19,9 @@ MAX_PENDING = 256
 # What a message costs besides its content.
 _MESSAGE_CHARS = 20
 
+# What a word costs to tokenize, twice, as characters of one long text.
+_WORD_CHARS = 500
+
 # The most that is looked at of what a prompt ends with.
 _ENDING_CHARS = 100
 
@@ -71,6 +74,18 @@ class Prompts:
             return model.text.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         return await self._run(encode, len(text))
+
+    async def of_words(self, model: Model, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of words, each as a text begins with it and as it stands behind a space."""
+
+        def encode() -> list[list[int]]:
+            found: dict[tuple[int, ...], None] = {}
+            for word in words:
+                for text in (word, " " + word.lstrip(" ")):
+                    found[tuple(model.text.tokenizer.encode(text, add_special_tokens=False))] = None
+            return [list(token_ids) for token_ids in found if token_ids]
+
+        return await self._run(encode, len(words) * _WORD_CHARS)
 
     async def of_conversation(self, model: Model, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation. Raises `StatusError` if the model's template refuses it."""

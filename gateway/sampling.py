@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headrace.protos.inference_pb2 import SamplingParams
+from headrace.protos.inference_pb2 import SamplingParams, TokenSequence
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -21,8 +21,10 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 128
+MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 4096
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 64
 _SEED_MODULUS = 2**64
 
 
@@ -43,6 +45,8 @@ class Sampling:
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
     """Name of the field in which the caller gave max_tokens."""
+    least_max_tokens: int = 1
+    """0 where the prompt alone is an answer too."""
     default_max_tokens: int | None = None
     """Length of the answer when neither the caller nor the model's card says one; None: to the end of the context."""
     min_tokens: int | None = None
@@ -55,6 +59,10 @@ class Sampling:
     """Special tokens are no part of the text."""
     logprobs: int | None = None
     """Number of alternatives to report at each position; None: no log-probabilities at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """Sequences of tokens that are never completed."""
     structure: Structure | None = None
     """What the whole answer must be; None: any text."""
 
@@ -68,7 +76,7 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("seed", -(2**63), 2**64 - 1, False),
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
-    ("repetition_penalty", 0.0, 1000.0, True),
+    ("repetition_penalty", 0.0, 100.0, True),
     ("min_tokens", 0, 2**31 - 1, False),
 )
 
@@ -80,7 +88,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
         if value is not None:
             check_range(name, value, least, greatest, open_below)
     if sampling.max_tokens is not None:
-        check_range(sampling.max_tokens_field, sampling.max_tokens, 1, 2**31 - 1)
+        check_range(sampling.max_tokens_field, sampling.max_tokens, sampling.least_max_tokens, 2**31 - 1)
         if sampling.min_tokens is not None and sampling.min_tokens > sampling.max_tokens:
             raise invalid("min_tokens", f"min_tokens must be at most {sampling.max_tokens_field}")
     _check_stop(sampling)
@@ -102,6 +110,7 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
     params = SamplingParams()
     params.CopyFrom(card.default_sampling)
     params.ClearField("logprobs")
+    params.ClearField("prompt_logprobs")
     params.seed = (seed if sampling.seed is None else sampling.seed) % _SEED_MODULUS
     for name in (
         "temperature",
@@ -112,6 +121,7 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
         "frequency_penalty",
         "repetition_penalty",
         "logprobs",
+        "prompt_logprobs",
     ):
         value = getattr(sampling, name)
         if value is not None:
@@ -126,6 +136,7 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
     params.allowed_token_ids.extend(sampling.allowed_token_ids)
     for token_id, bias in sampling.logit_bias.items():
         params.logit_bias[token_id] = bias
+    params.bad_words.extend(TokenSequence(token_ids=word) for word in sampling.bad_words)
     params.max_tokens = _max_tokens(sampling, params, card.max_context_tokens, num_prompt_tokens)
     if params.min_tokens > params.max_tokens:
         if sampling.min_tokens is not None:
@@ -137,13 +148,14 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
 def _max_tokens(sampling: Sampling, defaults: SamplingParams, max_context_tokens: int, num_prompt_tokens: int) -> int:
     room = max_context_tokens - num_prompt_tokens
     if sampling.max_tokens is not None:
-        if sampling.max_tokens > room:
-            raise _context_too_long(max_context_tokens, num_prompt_tokens, sampling.max_tokens)
-        return sampling.max_tokens
+        wanted = max(sampling.max_tokens, 1)  # a worker computes a prompt only for a token behind it
+        if wanted > room:
+            raise _context_too_long(max_context_tokens, num_prompt_tokens, wanted)
+        return wanted
     if room < 1:
         raise _context_too_long(max_context_tokens, num_prompt_tokens, 1)
-    wanted = defaults.max_tokens if defaults.HasField("max_tokens") else sampling.default_max_tokens
-    return room if wanted is None else min(wanted, room)
+    default = defaults.max_tokens if defaults.HasField("max_tokens") else sampling.default_max_tokens
+    return room if default is None else min(default, room)
 
 
 def _context_too_long(max_context_tokens: int, num_prompt_tokens: int, num_answer_tokens: int) -> StatusError:

@@ -197,6 +197,12 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
             message = inference_pb2.GenerateResponse(start_pos=position, token_ids=tokens)
             if position == len(request.resume_token_ids):
                 message.num_cached_tokens = self.num_cached
+                if request.sampling.HasField("prompt_logprobs") and position == 0:
+                    for token in request.token_ids[1:]:
+                        top = list(range(request.sampling.prompt_logprobs))
+                        message.prompt_logprobs.add(
+                            logprob=-token / 128, rank=9, top_token_ids=top, top_logprobs=[-i / 4 for i in top]
+                        )
             if request.sampling.HasField("logprobs") and logprobs:
                 for token in tokens:
                     top = list(range(request.sampling.logprobs))
