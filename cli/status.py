@@ -15,7 +15,7 @@ import grpc
 from headrace.cli.errors import EXIT_FAILED
 from headrace.cli.http_probe import http_status
 from headrace.cli.run_state import ProcessRecord, ServeRecord, running_serves
-from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
 _ASK_TIMEOUT_S = 2.0
 _WIDTH_OF_A_PIPE = 200
@@ -48,7 +48,8 @@ def row_of(
 
     `workers` are the router's, by worker id, or None when the router does not answer. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port; a worker's also model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, requests_running and requests_waiting, None while unknown; a gateway's also grpc_address.
+    kv_blocks_cached, requests_running and requests_waiting, None while unknown, and what the kernel says of threads and
+    memory, see `_binding_columns`; a gateway's also grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -84,6 +85,23 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
         "requests_running": load.num_running if load is not None else None,
         "requests_waiting": load.num_waiting if load is not None else None,
+        **_binding_columns(load),
+    }
+
+
+def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
+    """numa_node, cpus_allowed and memory_policy as the kernel tells them; resident_bytes and kv_resident_bytes as
+    objects from node to bytes; kv_huge_bytes. None while unknown."""
+    load = load if load is not None else worker_pb2.Load()
+    binding = load.binding if load.HasField("binding") else None
+    memory = load.binding.memory
+    return {
+        "numa_node": load.numa_node if load.HasField("numa_node") else None,
+        "cpus_allowed": binding and binding.cpus_allowed,
+        "memory_policy": binding and binding.memory_policy,
+        "resident_bytes": binding and {str(node.node): node.resident_bytes for node in memory},
+        "kv_resident_bytes": binding and {str(node.node): node.kv_bytes for node in memory},
+        "kv_huge_bytes": binding and binding.kv_huge_bytes,
     }
 
 
@@ -111,7 +129,7 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
     for record in records:
         title = f"{record.model} on {record.url}/v1 (serve: pid {record.pid})"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-        for column in ("process", "pid", "state", "up", "restarts", "requests", "KV blocks"):
+        for column in ("process", "pid", "state", "up", "restarts", "requests", "KV blocks", "runs on"):
             table.add_column(column, no_wrap=True, justify="right" if column in ("pid", "restarts") else "left")
         table.add_column("address", overflow="fold")
         for row in rows:
@@ -128,7 +146,19 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"
         blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
     up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])
-    return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), requests, blocks, row["address"]]
+    place = _place_of(row)
+    return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), requests, blocks, place, row["address"]]
+
+
+def _place_of(row: Mapping[str, Any]) -> str:
+    """CPUs, and how much of the memory is on the node that they belong to."""
+    if row.get("cpus_allowed") is None:
+        return ""
+    cpus = f"CPUs {row['cpus_allowed']}"
+    node, by_node = row["numa_node"], row["resident_bytes"]
+    if node is None or not by_node:
+        return cpus
+    return f"{cpus}, {by_node.get(str(node), 0) / sum(by_node.values()):.0%} of memory on node {node}"
 
 
 def _text(value: object) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headrace.gateway.binding_metrics import binding_metrics
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WorkerInfo
 from headrace.protos.worker_pb2 import Counters
 
@@ -103,3 +104,4 @@ class _Fleet:
             for worker in reporting:
                 counter.add_metric([worker.worker_id], getattr(worker.load.counters, counter_field.name))
             yield counter
+        yield from binding_metrics(reporting)

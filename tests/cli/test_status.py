@@ -22,13 +22,30 @@ from headrace.cli.run_state import (
     running_serves,
     runtime_directory,
 )
-from headrace.cli.status import collect, row_of
+from headrace.cli.status import _print_table, collect, row_of
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
 WORKER = ProcessRecord("worker-0", "worker", 11, "unix:/w", "starting", 0, 100.0)
 ROUTER = ProcessRecord("router", "router", 12, "unix:/r", "starting", 0, 100.0)
 GATEWAY = ProcessRecord("gateway", "gateway", 13, "http://127.0.0.1:9", "starting", 0, 100.0)
-LOAD = worker_pb2.Load(num_running=2, num_waiting=1, num_blocks=100, num_free_blocks=90, num_cached_blocks=5)
+BINDING = worker_pb2.Binding(
+    cpus_allowed="0-3",
+    memory_policy="prefer:1",
+    memory=[
+        worker_pb2.NodeMemory(node=0, resident_bytes=100),
+        worker_pb2.NodeMemory(node=1, resident_bytes=300, kv_bytes=200),
+    ],
+    kv_huge_bytes=150,
+)
+LOAD = worker_pb2.Load(
+    num_running=2,
+    num_waiting=1,
+    num_blocks=100,
+    num_free_blocks=90,
+    num_cached_blocks=5,
+    numa_node=1,
+    binding=BINDING,
+)
 
 
 def record(port: int = 9, **changes: object) -> ServeRecord:
@@ -69,6 +86,12 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "kv_blocks_cached": 5,
         "requests_running": 2,
         "requests_waiting": 1,
+        "numa_node": 1,
+        "cpus_allowed": "0-3",
+        "memory_policy": "prefer:1",
+        "resident_bytes": {"0": 100, "1": 300},
+        "kv_resident_bytes": {"0": 0, "1": 200},
+        "kv_huge_bytes": 150,
     }
 
 
@@ -97,6 +120,24 @@ def test_while_the_router_is_silent_nothing_is_made_up() -> None:
     assert row_of(record(), GATEWAY, None, False, 0)["state"] == "starting"
     unreported = {"worker-0": info(router_pb2.WORKER_STATE_UNREACHABLE, load=False)}
     assert row_of(record(), WORKER, unreported, False, 0)["kv_blocks"] is None
+
+
+def test_a_worker_that_has_not_read_its_binding_shows_none() -> None:
+    unread = info(router_pb2.WORKER_STATE_READY)
+    unread.load.ClearField("binding")
+    unread.load.ClearField("numa_node")
+    row = row_of(record(), WORKER, {"worker-0": unread}, True, 0)
+    assert row["kv_blocks"] == 100
+    fields = ("numa_node", "cpus_allowed", "memory_policy", "resident_bytes", "kv_resident_bytes", "kv_huge_bytes")
+    assert [row[field] for field in fields] == [None] * 6
+
+
+async def test_the_table_says_where_a_worker_runs_and_how_much_of_its_memory_is_there(
+    router: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = record(router_address=router)
+    _print_table([shown], await collect(shown))
+    assert "CPUs 0-3, 75% of memory on node 1" in capsys.readouterr().out
 
 
 class _Router(router_pb2_grpc.RouterServicer):

@@ -1,0 +1,35 @@
+"""Where the workers' threads and memory are, as metrics: what each of them read from its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from headrace.protos.router_pb2 import WorkerInfo
+
+
+def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
+    """Metrics of those workers that have told it."""
+    told = [worker for worker in workers if worker.load.HasField("binding")]
+    info = GaugeMetricFamily(
+        "headrace_worker_binding_info",
+        "1; NUMA node (empty: not on one), CPUs that threads may run on, memory policy in force.",
+        labels=["worker", "numa_node", "cpus_allowed", "memory_policy"],
+    )
+    resident = GaugeMetricFamily(
+        "headrace_worker_resident_bytes", "Resident memory by NUMA node.", labels=["worker", "node"]
+    )
+    kv_resident = GaugeMetricFamily(
+        "headrace_worker_kv_resident_bytes", "Resident memory of the KV cache by NUMA node.", labels=["worker", "node"]
+    )
+    kv_huge = GaugeMetricFamily("headrace_worker_kv_huge_bytes", "KV cache in huge pages.", labels=["worker"])
+    for worker in told:
+        name, binding = worker.worker_id, worker.load.binding
+        node = str(worker.load.numa_node) if worker.load.HasField("numa_node") else ""
+        info.add_metric([name, node, binding.cpus_allowed, binding.memory_policy], 1)
+        for memory in binding.memory:
+            resident.add_metric([name, str(memory.node)], memory.resident_bytes)
+            kv_resident.add_metric([name, str(memory.node)], memory.kv_bytes)
+        kv_huge.add_metric([name], binding.kv_huge_bytes)
+    yield from (info, resident, kv_resident, kv_huge)
