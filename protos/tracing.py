@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 TRACEPARENT_KEY = "traceparent"
 """gRPC metadata key and HTTP header of a trace's context."""
+FLUSH_TRACES_S = 1.0
+"""How long a process that stops waits for its last spans to be sent."""
 EXTRA = "headrace[otel]"
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 

@@ -21,6 +21,8 @@ from grpc_health.v1 import health
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.introspection import add_introspection, set_serving
+from headrace.protos.logs import FORMATS, LEVELS, configure_logging, without_secrets
+from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.worker.admission import ModelLimits
 from headrace.worker.advertise import advertised_address
 from headrace.worker.binding import Region, keep_binding_known
@@ -35,6 +37,7 @@ from headrace.worker.mailbox import LoadReport, Mailbox
 from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model_dir import ModelDir, read_model_dir
 from headrace.worker.numa import bind_memory, num_threads_for
+from headrace.worker.observer import RequestObserver
 from headrace.worker.registration import RedisLease, Registration, connect
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
@@ -171,9 +174,8 @@ async def serve(config: WorkerConfig) -> None:
         forecast.observe(report)
 
     mailbox = Mailbox(config.max_num_seqs + config.max_num_waiting, publish)
-    health = add_services(server, config, model, mailbox, hub, forecast)
-    if config.metrics:
-        _serve_metrics(config.metrics, hub)
+    observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
+    health = add_services(server, config, model, mailbox, hub, forecast, observer)
     thread = EngineThread(model.engine, mailbox)
     thread.start()
     binding = asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind))
@@ -204,7 +206,7 @@ def check_redis_url(url: str) -> None:
     try:
         connect(url)
     except ValueError as error:
-        raise ConfigurationError(f"--redis {url!r} is no URL of Redis: {error}") from None
+        raise ConfigurationError(f"--redis {without_secrets(url)!r} is no URL of Redis: {error}") from None
 
 
 def add_services(
@@ -214,6 +216,7 @@ def add_services(
     mailbox: Mailbox,
     hub: WatchHub,
     forecast: Forecast,
+    observer: RequestObserver,
 ) -> health.aio.HealthServicer:
     """Let the server answer for the model; gives the health to be set."""
     card = model.card
@@ -221,7 +224,7 @@ def add_services(
         card.name, card.fingerprint, card.vocab_size, card.max_context_tokens, frozenset(card.eos_token_ids)
     )
     grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
-    inference = InferenceService(mailbox, hub, limits, forecast, grammars)
+    inference = InferenceService(mailbox, hub, limits, forecast, grammars, observer)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
     worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub)
@@ -236,16 +239,22 @@ def _vocabulary_of(model_dir: Path) -> Vocabulary:
     return read_vocabulary(model_dir)
 
 
-def _serve_metrics(address: str, hub: WatchHub) -> None:
+def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
+    """Answer scrapes at host:port from a thread of its own; what observes requests for them."""
+    # Only when it is wanted: importing it takes its time.
     from prometheus_client import start_http_server
 
-    from headrace.worker.metrics import registry_of
+    from headrace.worker.metrics import LoadCollector, RequestMetrics, new_registry
 
+    registry = new_registry()
+    registry.register(LoadCollector(hub))
+    metrics = RequestMetrics(registry)
     host, _, port = address.rpartition(":")
     try:
-        start_http_server(int(port), host or "0.0.0.0", registry=registry_of(hub))
+        start_http_server(int(port), host or "0.0.0.0", registry=registry)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot serve metrics on {address}: {error}; choose another --metrics") from error
+    return RequestObserver(metrics)
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True})
@@ -313,20 +322,24 @@ def _serve_metrics(address: str, hub: WatchHub) -> None:
 )
 @click.option("--huge-pages/--no-huge-pages", default=True, help="Ask the kernel for huge pages for the KV cache.")
 @click.option("--metrics", help="host:port to serve Prometheus metrics on.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
-def main(log_level: str, kv_cache_gb: float | None, **options: Any) -> None:
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Least level of log lines.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines for people or for machines.")
+@click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
+def main(log_level: str, log_format: str, otlp_endpoint: str | None, kv_cache_gb: float | None, **options: Any) -> None:
     """Serve one model on the cores of one NUMA node."""
-    logging.basicConfig(level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logging(log_level, log_format)
     kv_cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * GIB)
     try:
         config = config_of(Path(str(options.pop("model_dir"))), kv_cache_bytes, options)
         # Threads inherit it from the one that starts them: before there are any.
         bind_memory(config.memory_node)
+        start_tracing("worker", otlp_endpoint)
         uvloop.run(serve(config))
-    except (ConfigurationError, ValueError) as error:
+    except (ConfigurationError, TracingUnavailableError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
         sys.stderr.flush()
         os._exit(2)
+    stop_tracing(FLUSH_TRACES_S)
     sys.stderr.flush()
     # The model's memory goes with the process; taking it apart first only makes stopping slower.
     os._exit(0)

@@ -14,11 +14,14 @@ import numpy.typing as npt
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.batch import Batch, PromptRows, build_batch
 from headrace.worker.distribution import logprobs_of
-from headrace.worker.request import Request, RequestOutput
-from headrace.worker.scheduler import Sampled, Scheduler, SchedulerStats
+from headrace.worker.request import Request, RequestOutput, StepNote
+from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.step_cost import StepCostModel, StepShape
 
 log = logging.getLogger(__name__)
+
+# Steps that are noted of a traced request; a longer answer says nothing new.
+MAX_NOTED_STEPS = 128
 
 
 class ModelRunner(Protocol):
@@ -78,6 +81,7 @@ class Engine:
         output = self.scheduler.schedule()
         if not output.scheduled:
             return []
+        is_traced = self.scheduler.num_traced > 0
         # Runs of decode steps are alike: one in four says enough.
         shape = None
         if output.num_tokens > len(output.scheduled) or self.stats.num_steps % 4 == 0:
@@ -98,7 +102,17 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.infer_s += self.runner.infer_s
         self.stats.overhead_s += step_s - self.runner.infer_s
+        if is_traced:
+            note_step(output, step_s)
         return outputs
+
+
+def note_step(output: SchedulerOutput, step_s: float) -> None:
+    """Note the step that has just ended with those of its requests that are traced."""
+    start_s = time.monotonic() - step_s
+    for request, num_tokens in output.scheduled:
+        if request.steps is not None and len(request.steps) < MAX_NOTED_STEPS:
+            request.steps.append(StepNote(start_s, step_s, num_tokens, output.num_tokens, len(output.scheduled)))
 
 
 def read_prompts(prompts: Sequence[PromptRows], logits: npt.NDArray[np.float32]) -> None:

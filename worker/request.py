@@ -18,7 +18,7 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -94,13 +94,25 @@ class RequestState(enum.Enum):
     FINISHED = enum.auto()
 
 
+class StepNote(NamedTuple):
+    """A step in which a traced request took part: when it began (monotonic) and how long it took, in seconds; tokens of
+    the request, tokens and requests of the whole batch."""
+
+    start_s: float
+    duration_s: float
+    num_tokens: int
+    num_batch_tokens: int
+    num_batch_requests: int
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence. Made by the service, then owned by the engine thread alone.
 
     `token_ids` are prompt and generated tokens together; `block_table[i]` is the KV block of tokens
     `[i * block_size, (i + 1) * block_size)`; `block_hashes[i]` is the chained hash of that block's tokens, for as many
-    full blocks as were needed so far.
+    full blocks as were needed so far. Times are monotonic seconds, 0 for what has not happened; `steps` is filled for
+    requests that are traced.
     """
 
     request_id: str
@@ -120,6 +132,10 @@ class Request:
     block_hashes: list[int] = field(default_factory=list)
     num_findable_blocks: int = 0
     num_preemptions: int = 0
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    steps: list[StepNote] | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:

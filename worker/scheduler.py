@@ -12,7 +12,8 @@ Requests stand in two lists in order of rank (priority, then arrival): `waiting`
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -99,6 +100,8 @@ class Scheduler:
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
+    num_traced: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens - MIN_CHUNK_ROOM + 1:
@@ -117,6 +120,7 @@ class Scheduler:
         """Take a request in. The service has seen that it fits the pool when it is alone."""
         assert self.kv_cache.num_blocks_for(request.num_tokens) <= self.kv_cache.pool.num_blocks
         self.stats.requests_admitted += 1
+        self.num_traced += request.steps is not None
         bisect.insort(self.waiting, request, key=rank)
 
     def cancel(self, request: Request) -> None:
@@ -155,6 +159,7 @@ class Scheduler:
                 continue
             if num_tokens > 1:
                 self.kv_cache.publish_beginning(request)
+                request.first_token_s = request.first_token_s or self.clock()
             outputs.append(self._append(request, next(next_sampled)))
         return outputs
 
@@ -193,6 +198,7 @@ class Scheduler:
             del self.waiting[0]
             self._count_cached_tokens(request, gained)
             request.state = RequestState.RUNNING
+            request.scheduled_s = request.scheduled_s or self.clock()
             bisect.insort(self.running, request, key=rank)
 
     def _num_missing_blocks(self, request: Request) -> int:
@@ -316,3 +322,5 @@ class Scheduler:
         (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
         self.kv_cache.free(request)
         request.state = RequestState.FINISHED
+        request.ended_s = self.clock()
+        self.num_traced -= request.steps is not None

@@ -17,6 +17,7 @@ from headrace.worker.admission import ModelLimits, admit, already_finished, cons
 from headrace.worker.forecast import Forecast
 from headrace.worker.grammar import Grammars
 from headrace.worker.mailbox import Mailbox, OutputStream
+from headrace.worker.observer import RequestObserver
 from headrace.worker.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from headrace.worker.watch import WatchHub
 
@@ -41,8 +42,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Generate: one stream per request, from admission to its one finish or status."""
 
     def __init__(
-        self, mailbox: Mailbox, hub: WatchHub, limits: ModelLimits, forecast: Forecast, grammars: Grammars
+        self,
+        mailbox: Mailbox,
+        hub: WatchHub,
+        limits: ModelLimits,
+        forecast: Forecast,
+        grammars: Grammars,
+        observer: RequestObserver | None = None,
     ) -> None:
+        self._observer = observer or RequestObserver()
         self._mailbox = mailbox
         self._forecast = forecast
         self._grammars = grammars
@@ -54,24 +62,32 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See the proto."""
+        span = self._observer.arrived(request, context.invocation_metadata())
         try:
             admitted = self._admit(request, context.time_remaining())
             ended = already_finished(admitted)
             if ended is not None:
+                span.end()
                 yield _finished_at_once(admitted, *ended)
                 return
+            if span.is_recording:
+                admitted.steps = []
             await self._constrain(admitted, request.sampling)
             stream = self._mailbox.submit(admitted)
             self._forecast.submitted(admitted.num_tokens)
         except StatusError as error:
+            self._observer.refused(span, error)
             await abort(context, error)
+        failure: StatusError | None = None
         try:
             async for response in _responses(stream):
                 yield response
         except StatusError as error:
+            failure = error
             await abort(context, error)
         finally:
             stream.close()
+            self._observer.ended(span, admitted, failure, is_whole=stream.has_ended)
 
     def _admit(self, message: inference_pb2.GenerateRequest, deadline_s: float | None) -> Request:
         if self._hub.draining:
@@ -102,6 +118,8 @@ async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.Genera
         outputs = await stream.next()
         last = outputs[-1]
         if len(outputs) > 1 or last.error is None:
+            if is_first and not request.first_token_s:  # the engine notes it where more than one token was computed
+                request.first_token_s = time.monotonic()
             response = _response_of(request, outputs)
             if is_first:
                 response.num_cached_tokens = request.num_cached_tokens
@@ -143,7 +161,23 @@ def _finish_of(request: Request, reason: FinishReason, stop_token_id: int | None
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_generated_tokens=request.num_generated_tokens,
+        timings=_timings_of(request),
     )
+
+
+def _timings_of(request: Request) -> inference_pb2.Timings | None:
+    """None for a request that needed no step."""
+    if not request.scheduled_s:
+        return None
+    return inference_pb2.Timings(
+        queue_us=_microseconds(request.scheduled_s - request.arrival_s),
+        prefill_us=_microseconds(request.first_token_s - request.scheduled_s),
+        decode_us=_microseconds(request.ended_s - request.first_token_s),
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(1e6 * seconds))
 
 
 def _finished_at_once(
