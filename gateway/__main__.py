@@ -27,9 +27,10 @@ from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Models
 from headrace.gateway.prompts import Prompts
 from headrace.gateway.text_service import SERVICE_NAME, TextService
-from headrace.gateway.upstream import CHANNEL_OPTIONS, Upstream
+from headrace.gateway.upstream import Upstream
 from headrace.protos.introspection import add_introspection, set_serving
 from headrace.protos.text_pb2_grpc import add_TextServicer_to_server
+from headrace.protos.transport import SERVER_OPTIONS
 
 NUM_TOKENIZER_THREADS = 2
 DRAIN_TIMEOUT_S = 2.0
@@ -37,12 +38,6 @@ DRAIN_TIMEOUT_S = 2.0
 STOP_S = 1.0
 EXIT_USAGE = 2
 
-_SERVER_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    # Two servers on one port would each get some of the calls; better that the second cannot start.
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-)
 _LOG = logging.getLogger("headrace.gateway")
 
 
@@ -138,7 +133,7 @@ async def _run(
 async def _start_grpc(settings: Settings, parts: _Parts) -> grpc.aio.Server | None:
     if not settings.grpc_port:
         return None
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     add_TextServicer_to_server(parts.text, server)
     health = add_introspection(server, [SERVICE_NAME])
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

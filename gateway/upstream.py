@@ -26,17 +26,12 @@ from headrace.protos.inference_pb2_grpc import InferenceStub
 from headrace.protos.router_pb2 import ListModelsRequest, ListWorkersRequest, RouterGetTokenizerRequest, WorkerInfo
 from headrace.protos.router_pb2_grpc import RouterStub
 from headrace.protos.status import Reason, StatusError, error_of
+from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Transport
 from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest, ModelCard
 from headrace.protos.worker_pb2_grpc import WorkerStub
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", 16 * 1024 * 1024),
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_http_proxy", 0),
+_CHANNEL_OPTIONS = (
+    *CHANNEL_OPTIONS,
     # A router that was restarted is found again at once, not after a backoff of minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -112,13 +107,18 @@ class Retries:
 class Upstream:
     """Client of the routers, or of the worker, at some addresses. Made and used in one event loop."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], transport: Transport = PLAIN) -> None:
         assert addresses, "no address"
-        self._endpoints = [_endpoint(address) for address in addresses]
+        self._transport = transport
+        self._version = transport.version
+        self._endpoints = [_endpoint(address, transport) for address in addresses]
         self._turn = 0
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """End all calls and connections."""
+        for task in self._closing:
+            task.cancel()
         for endpoint in self._endpoints:
             await endpoint.channel.close()
 
@@ -234,6 +234,8 @@ class Upstream:
 
     def _next_endpoint(self) -> _Endpoint:
         """The next address in turn, of those that seem to work if any does."""
+        if self._transport.version != self._version:
+            self._renew_channels()
         endpoints = self._endpoints
         if len(endpoints) == 1:
             return endpoints[0]
@@ -246,14 +248,24 @@ class Upstream:
         self._turn = (endpoints.index(chosen) + 1) % len(endpoints)
         return chosen
 
+    def _renew_channels(self) -> None:
+        """New calls go through channels with the new certificates; running ones end on the old channels."""
+        self._version = self._transport.version
+        old = [endpoint.channel for endpoint in self._endpoints]
+        self._endpoints = [_endpoint(endpoint.address, self._transport) for endpoint in self._endpoints]
+        for channel in old:
+            task = asyncio.create_task(channel.close(GENERATE_TIMEOUT_S))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
     def _avoid(self, endpoint: _Endpoint) -> None:
         """It failed: others first for a while."""
         endpoint.is_worker = False
         endpoint.avoided_until_s = time.monotonic() + AVOID_S
 
 
-def _endpoint(address: str) -> _Endpoint:
-    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def _endpoint(address: str, transport: Transport) -> _Endpoint:
+    channel = transport.channel(address, _CHANNEL_OPTIONS)
     return _Endpoint(address, channel, InferenceStub(channel), RouterStub(channel), WorkerStub(channel))
 
 

@@ -8,7 +8,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from headrace.protos.transport import SERVER_OPTIONS
+
 # The v1 protocol has the messages of v1alpha, byte for byte, under another service name.
+_MAX_PROBES = 64
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
@@ -31,6 +34,18 @@ def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
         (grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler}),)
     )
     return servicer
+
+
+async def start_probe(address: str, servicer: health.aio.HealthServicer) -> grpc.aio.Server:
+    """Answer questions about health at another address, without TLS and nothing else.
+
+    For probes that have no certificate, such as those of a kubelet. Raises RuntimeError if the address is taken.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_PROBES)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.add_insecure_port(address)
+    await server.start()
+    return server
 
 
 async def set_serving(servicer: health.aio.HealthServicer, service_names: Sequence[str], serving: bool) -> None:

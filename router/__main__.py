@@ -15,11 +15,13 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 import uvloop
 
+from headrace.protos.transport import Transport, TransportError
 from headrace.router.admission import AdmissionConfig
 from headrace.router.fleet import Fleet, FleetConfig
 from headrace.router.forwarding import ForwardingConfig
@@ -89,9 +91,16 @@ class Router:
     metrics: RouterMetrics
     leases: LeaseReader | None
     drain_timeout_s: float
+    probe: str | None
 
     async def start(self) -> None:
-        """Link the fleet and answer calls."""
+        """Link the fleet and answer calls. Raises CannotDoAsAskedError if the address for probes is taken."""
+        if self.probe is not None:
+            try:
+                await self.server.start_probe(self.probe)
+            except RuntimeError:
+                problem = f"cannot answer probes on {self.probe}: choose another address with --probe"
+                raise CannotDoAsAskedError(problem) from None
         await self.server.start()
         if self.leases is not None:
             self.leases.start()
@@ -134,19 +143,24 @@ def wired(
 ) -> Router:
     """Put a router together. Raises CannotDoAsAskedError."""
     metrics = RouterMetrics()
-    fleet = Fleet(registry, fleet_config)
+    try:
+        transport = Transport(options["tls_dir"], options["join_token_file"])
+    except TransportError as error:
+        raise CannotDoAsAskedError(str(error)) from None
+    fleet = Fleet(registry, fleet_config, transport=transport)
     metrics.observe(fleet)
     leases = None
     if options["redis_url"]:
         try:
             leases = LeaseReader(options["redis_url"], fleet.leases_seen, fleet.leases_lost)
         except ValueError as error:
-            raise CannotDoAsAskedError(f"--redis {options['redis_url']!r} is no URL of Redis: {error}") from None
+            # Without the URL: it may have a password.
+            raise CannotDoAsAskedError(f"--redis is no URL of Redis: {error}") from None
         metrics.observe_leases(leases)
     forwarding = ForwardingConfig(max_attempts=options["max_attempts"])
     bounds = RequestBounds(options["max_in_flight"], options["max_request_mb"] << 20)
-    server = RouterServer(fleet, metrics, forwarding, admission, bounds)
-    return Router(server, metrics, leases, options["drain_timeout"])
+    server = RouterServer(fleet, metrics, forwarding, admission, bounds, transport)
+    return Router(server, metrics, leases, options["drain_timeout"], options["probe"])
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_ROUTER", "show_default": True})
@@ -160,6 +174,21 @@ def wired(
     help="Find workers by their leases there: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
 )
 @click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics here.")
+@click.option(
+    "--tls-dir",
+    envvar="HEADRACE_TLS_DIR",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Mutual TLS with all others of the fleet: ca.pem, cert.pem and key.pem there, read again when they change.",
+)
+@click.option(
+    "--join-token-file",
+    envvar="HEADRACE_JOIN_TOKEN_FILE",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Secret that every caller has to present as well.",
+)
+@click.option("--probe", metavar="HOST:PORT", help="Answer gRPC health here too, without TLS.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option(
     "--drain-timeout",

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.status import Reason, StatusError
+from headrace.protos.transport import PLAIN, Transport
 from headrace.router.bookings import Booking
 from headrace.router.links import HEARTBEAT_MS, LinkState, WorkerLink
 from headrace.router.policy import Candidate, Placement, Priors, RequestFacts, has_room, place
@@ -101,12 +102,14 @@ class Fleet:
         *,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        transport: Transport = PLAIN,
     ) -> None:
         self.on_room: Callable[[], None] = lambda: None
         """Called when a worker may have room that it had not; set by whoever has requests waiting for that."""
         self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
         self._registry = registry
         self._config = config
+        self._transport = transport
         self._rng = rng or random.Random()
         self._clock = clock
         self._started_at_s = clock()
@@ -164,6 +167,7 @@ class Fleet:
                     self._on_room,
                     heartbeat_ms=self._config.heartbeat_ms,
                     clock=self._clock,
+                    transport=self._transport,
                 )
                 self._links[address] = link
                 link.start()

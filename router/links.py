@@ -26,29 +26,15 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
+from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Transport
 from headrace.router.bookings import Booking, Bookings
 from headrace.router.policy import Candidate, LoadReport
 from headrace.router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-SERVER_OPTIONS = (
-    *_COMMON_OPTIONS,
-    ("grpc.so_reuseport", 0),  # else a second server on the same port is no error
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
-CHANNEL_OPTIONS = (
-    *_COMMON_OPTIONS,
-    ("grpc.enable_http_proxy", 0),
+_CHANNEL_OPTIONS = (
+    *CHANNEL_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 100),
@@ -66,6 +52,8 @@ _MAX_PAUSE_S = 1.0
 _STALL_S = 0.25
 # Hashes applied in one go; the event loop runs in between.
 _SLICE = 4096
+# How long calls may go on over a channel whose certificates were replaced.
+_OLD_CHANNEL_S = 3600.0
 
 
 class LinkState(enum.Enum):
@@ -108,6 +96,7 @@ class WorkerLink:
         *,
         heartbeat_ms: int = HEARTBEAT_MS,
         clock: Callable[[], float] = time.monotonic,
+        transport: Transport = PLAIN,
     ) -> None:
         self.address = address
         self.registered_id = ""
@@ -136,7 +125,14 @@ class WorkerLink:
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
         index.add_worker(address)
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._transport = transport
+        self._closing: set[asyncio.Task[None]] = set()
+        self._open_channel()
+
+    def _open_channel(self) -> None:
+        """Make the channel, and what calls through it."""
+        self._version = self._transport.version
+        self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         # Without serializers, requests and responses are the bytes as they are on the wire.
         self.generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
@@ -257,6 +253,8 @@ class WorkerLink:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        for closing in self._closing:
+            closing.cancel()
         await self._channel.close()
 
     def _enter(self, state: LinkState, detail: str) -> None:
@@ -291,6 +289,12 @@ class WorkerLink:
 
     async def _session(self) -> None:
         """Fetch the card, then watch until the worker is another one, falls silent or breaks off."""
+        if self._transport.version != self._version:
+            # Calls that still run end on the old channel.
+            closing = asyncio.create_task(self._channel.close(_OLD_CHANNEL_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            self._open_channel()
         answer = await self._stub.GetModelCard(worker_pb2.GetModelCardRequest(), timeout=_CARD_TIMEOUT_S)
         if not (answer.card.name and answer.card.block_size and answer.card.max_context_tokens):
             raise _OutOfStepError("its model card lacks a name, a block size or a context length")

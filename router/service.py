@@ -17,13 +17,14 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from headrace.protos import router_pb2
-from headrace.protos.introspection import add_introspection, set_serving
+from headrace.protos.introspection import add_introspection, set_serving, start_probe
 from headrace.protos.status import Reason, StatusError, abort
+from headrace.protos.transport import PLAIN, SERVER_OPTIONS, Transport
 from headrace.router.admission import Admission, AdmissionConfig
 from headrace.router.explain import explain
 from headrace.router.fleet import Fleet
 from headrace.router.forwarding import Forwarding, ForwardingConfig, Metadata, UpstreamError, Verdict, verdict_of
-from headrace.router.links import SERVER_OPTIONS, LinkState
+from headrace.router.links import LinkState
 from headrace.router.metrics import RequestLoad, RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -234,16 +235,21 @@ class RouterServer:
         forwarding: ForwardingConfig,
         admission: AdmissionConfig,
         bounds: RequestBounds = RequestBounds(),
+        transport: Transport = PLAIN,
     ) -> None:
         self._fleet = fleet
+        self._transport = transport
         self.admission = Admission(fleet, admission)
         self.inference = InferenceService(fleet, self.admission, metrics, forwarding, bounds)
         metrics.observe_requests(self.admission, self)
         most = bounds.max_in_flight + _OTHER_CALLS
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=most)
+        self._server = grpc.aio.server(
+            interceptors=transport.interceptors(), options=SERVER_OPTIONS, maximum_concurrent_rpcs=most
+        )
         self._server.add_generic_rpc_handlers((self.inference.handler(), RouterService(fleet).handler()))
         self._health = add_introspection(self._server, [INFERENCE, ROUTER])
         self._health_task: asyncio.Task[None] | None = None
+        self._probe: grpc.aio.Server | None = None
 
     @property
     def request_load(self) -> RequestLoad:
@@ -255,9 +261,13 @@ class RouterServer:
     def bind(self, address: str) -> int:
         """Take the address; its port (1 for a unix socket). Raises OSError if it is in use or no address."""
         try:
-            return self._server.add_insecure_port(address)
+            return self._transport.bind(self._server, address)
         except RuntimeError as error:
             raise OSError(str(error)) from error
+
+    async def start_probe(self, address: str) -> None:
+        """Answer questions about health at a second address, without TLS. Raises RuntimeError if it is taken."""
+        self._probe = await start_probe(address, self._health)
 
     async def start(self) -> None:
         """Link the fleet and answer calls."""
@@ -274,6 +284,8 @@ class RouterServer:
         await self._health.enter_graceful_shutdown()
         self.admission.drain()
         await self._server.stop(grace_s)
+        if self._probe is not None:
+            await self._probe.stop(None)
         await self._fleet.close()
 
     async def _follow_health(self) -> None:

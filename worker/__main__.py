@@ -20,9 +20,10 @@ import uvloop
 from grpc_health.v1 import health
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.protos.introspection import add_introspection, set_serving
+from headrace.protos.introspection import add_introspection, set_serving, start_probe
 from headrace.protos.logs import FORMATS, LEVELS, configure_logging, without_secrets
 from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
+from headrace.protos.transport import SERVER_OPTIONS, Transport
 from headrace.worker.admission import ModelLimits
 from headrace.worker.advertise import advertised_address
 from headrace.worker.binding import Region, keep_binding_known
@@ -49,21 +50,6 @@ log = logging.getLogger("headrace.worker")
 
 DRAIN_TIMEOUT_S = 2.0
 WARM_UP_TOKENS = 30
-MESSAGE_BYTES = 16 << 20
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.enable_http_proxy", 0),
-]
-SERVER_OPTIONS = [
-    *CHANNEL_OPTIONS,
-    # Two servers on one port would each get some of the calls; better that the second cannot start.
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +141,10 @@ async def serve(config: WorkerConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     if config.redis_url is not None:
         check_redis_url(config.redis_url)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    transport = Transport(config.tls_dir, config.join_token_file)
+    server = grpc.aio.server(interceptors=transport.interceptors(), options=SERVER_OPTIONS)
     try:
-        server.add_insecure_port(config.listen)
+        transport.bind(server, config.listen)
     except RuntimeError as error:
         raise ConfigurationError(f"cannot listen on {config.listen}; is it in use? Choose another --listen") from error
     loading = asyncio.create_task(asyncio.to_thread(load_model, config))
@@ -180,12 +167,13 @@ async def serve(config: WorkerConfig) -> None:
     thread.start()
     binding = asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind))
     await server.start()
+    probe = await _answer_probes(config.probe, health)
     # What is there now stays: the collector need not walk it again and again while streams wait.
     gc.collect()
     gc.freeze()
     await set_serving(health, SERVICE_NAMES, True)
     registrations: list[Registration | RedisLease] = [
-        Registration(router, config.worker_id, config.advertise, CHANNEL_OPTIONS) for router in config.routers
+        Registration(router, config.worker_id, config.advertise, transport) for router in config.routers
     ]
     if config.redis_url is not None:
         registrations.append(RedisLease(config.redis_url, config.worker_id, config.advertise))
@@ -196,9 +184,16 @@ async def serve(config: WorkerConfig) -> None:
     await set_serving(health, SERVICE_NAMES, False)
     await asyncio.gather(*(registration.close() for registration in registrations))
     await mailbox.wait_until_empty(config.drain_timeout_s)
-    await server.stop(0.2)
+    await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
     mailbox.stop()
     thread.join(1.0)
+
+
+async def _answer_probes(address: str | None, servicer: health.aio.HealthServicer) -> grpc.aio.Server | None:
+    try:
+        return None if address is None else await start_probe(address, servicer)
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot answer probes on {address}; choose another --probe") from error
 
 
 def check_redis_url(url: str) -> None:
@@ -322,6 +317,19 @@ def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
 )
 @click.option("--huge-pages/--no-huge-pages", default=True, help="Ask the kernel for huge pages for the KV cache.")
 @click.option("--metrics", help="host:port to serve Prometheus metrics on.")
+@click.option(
+    "--tls-dir",
+    envvar="HEADRACE_TLS_DIR",
+    type=click.Path(path_type=Path),
+    help="Mutual TLS with all others of the fleet: ca.pem, cert.pem and key.pem there, read again when they change.",
+)
+@click.option(
+    "--join-token-file",
+    envvar="HEADRACE_JOIN_TOKEN_FILE",
+    type=click.Path(path_type=Path),
+    help="File with the secret that every caller has to present as well.",
+)
+@click.option("--probe", help="host:port to answer gRPC health on too, without TLS.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Least level of log lines.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines for people or for machines.")
 @click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")

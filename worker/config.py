@@ -34,5 +34,8 @@ class WorkerConfig:
     target_tpot_ms: float | None = None
     max_context_tokens: int | None = None
     metrics: str | None = None
+    tls_dir: Path | None = None
+    join_token_file: Path | None = None
+    probe: str | None = None
     memory_node: int | None = None
     huge_pages: bool = True

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 import grpc
 
 from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos.transport import PLAIN, Transport
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -34,13 +35,18 @@ SENTINEL_PORT = 26379
 class Registration:
     """Keeps one worker registered with one router until `close`."""
 
-    def __init__(self, router: str, worker_id: str, address: str, options: list[tuple[str, int]]) -> None:
+    def __init__(self, router: str, worker_id: str, address: str, transport: Transport = PLAIN) -> None:
         self._router = router
         self._worker_id = worker_id
         self._address = address
-        self._channel = grpc.aio.insecure_channel(router, options=options)
-        self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._transport = transport
+        self._connect()
         self._task = asyncio.create_task(self._keep(), name=f"registration with {router}")
+
+    def _connect(self) -> None:
+        self._version = self._transport.version
+        self._channel = self._transport.channel(self._router)
+        self._stub = router_pb2_grpc.RouterStub(self._channel)
 
     async def close(self) -> None:
         """Deregister if the router can be reached, and stop."""
@@ -56,6 +62,9 @@ class Registration:
         request = router_pb2.RegisterRequest(worker_id=self._worker_id, address=self._address)
         failures = 0
         while True:
+            if self._transport.version != self._version:  # the certificates are new
+                await self._channel.close()
+                self._connect()
             try:
                 response = await self._stub.Register(request, timeout=CALL_TIMEOUT_S, wait_for_ready=failures > 0)
             except grpc.RpcError as error:
