@@ -12,6 +12,7 @@ tasks that it starts too.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import enum
 import logging
@@ -104,10 +105,13 @@ class Span:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # Nothing to name while it records nothing: every request passes here.
-        if error is not None and self.is_recording and not isinstance(error, GeneratorExit):
-            reason = getattr(error, "reason", None)
-            named = reason.name.lower() if isinstance(reason, enum.Enum) else type(error).__name__
-            self.fail(named, str(error))
+        if error is not None and self.is_recording:
+            if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+                self.set({"headrace.cancelled": True})
+            else:
+                reason = getattr(error, "reason", None)
+                named = reason.name.lower() if isinstance(reason, enum.Enum) else type(error).__name__.strip("_")
+                self.fail(named, str(error))
         self.end()
 
 

@@ -22,17 +22,20 @@ import grpc
 
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError, error_of
+from headrace.protos.tracing import Span, SpanKind, current_span
 from headrace.router.admission import Admission, has_begun
 from headrace.router.delivery import Delivery, FencedError
 from headrace.router.fleet import Fleet, PlacedRequest, RoutedRequest
 from headrace.router.links import WorkerLink
 from headrace.router.metrics import RouterMetrics
+from headrace.router.spans import describe_placement
 
 log = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str | bytes]]
 _DETAILS_KEY = "grpc-status-details-bin"
 _RETRY_AFTER_S = 1.0
+ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
 # What the transport says by itself when a connection or a server goes away under a call.
 _TRANSPORT_MESSAGES = ("RST_STREAM", "Stream removed", "GOAWAY", "Socket closed", "Connection reset")
 
@@ -179,9 +182,14 @@ class Forwarding:
 
     async def _next_place(self) -> PlacedRequest:
         """Book a worker, if need be when one has room or comes back. Raises StatusError when none does in time."""
-        placed = await self._await_place()
+        arrived_s = time.monotonic()
+        with current_span().child("place") as span:
+            placed = await self._await_place()
+            describe_placement(span, placed)
+        self._metrics.queue_seconds.observe(time.monotonic() - arrived_s)
         self._metrics.decision_seconds.observe(placed.decision_s)
         self._metrics.placements[placed.placement.reason].inc()
+        log.debug("placed on %s: %s", placed.link.worker_id, placed.placement.reason.value)
         return placed
 
     async def _await_place(self) -> PlacedRequest:
@@ -220,8 +228,15 @@ class Forwarding:
 
     async def _attempt(self, placed: PlacedRequest) -> None:
         """Forward until the finish is delivered. Raises _AttemptFailedError or UpstreamError."""
+        with current_span().child(ATTEMPT_SPAN, kind=SpanKind.CLIENT) as span:
+            if span.is_recording:
+                resumed = len(self._delivery.token_ids)
+                span.set({"headrace.worker": placed.link.worker_id, "headrace.num_resumed_tokens": resumed})
+            await self._try(placed, span)
+
+    async def _try(self, placed: PlacedRequest, span: Span) -> None:
         raw = self._delivery.next_attempt()
-        call = placed.link.generate(raw, timeout=self._remaining_s(), metadata=tuple(self._metadata))
+        call = placed.link.generate(raw, timeout=self._remaining_s(), metadata=span.onto(self._metadata))
         running = _Call(call)
         try:
             with placed.link.running(running):

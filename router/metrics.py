@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
 from headrace.protos.status import Reason
 from headrace.router.admission import Admission
@@ -15,6 +16,10 @@ from headrace.router.fleet import Fleet
 from headrace.router.leases import LeaseReader
 from headrace.router.policy import PlacementReason
 
+# The times at which series began say nothing that the process's start does not.
+prometheus_client.disable_created_metrics()
+
+_QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 150e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 
 
@@ -47,6 +52,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         placements = Counter(
             "headrace_router_placements", "Requests placed, by what decided", ["reason"], registry=self.registry
         )
@@ -60,6 +66,12 @@ class RouterMetrics:
             "headrace_router_decision_seconds",
             "Time of one placement, hashing of the prompt included",
             buckets=_DECISION_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.queue_seconds = Histogram(
+            "headrace_router_queue_seconds",
+            "Time from a request's arrival, or the loss of its worker, to its placement",
+            buckets=_QUEUE_BUCKETS_S,
             registry=self.registry,
         )
         self.requests = Counter(

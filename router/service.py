@@ -18,7 +18,9 @@ from grpc_health.v1 import health_pb2
 
 from headrace.protos import router_pb2
 from headrace.protos.introspection import add_introspection, set_serving, start_probe
+from headrace.protos.logs import NO_REQUEST, request_id_of, request_id_var
 from headrace.protos.status import Reason, StatusError, abort
+from headrace.protos.tracing import Span, serving_span, traceparent_of
 from headrace.protos.transport import PLAIN, SERVER_OPTIONS, Transport
 from headrace.router.admission import Admission, AdmissionConfig
 from headrace.router.explain import explain
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 INFERENCE = "headrace.v1.Inference"
 ROUTER = "headrace.v1.Router"
+GENERATE_SPAN = f"{INFERENCE}/Generate"
 PASSED_ON_METADATA = ("x-request-id", "traceparent")
 _HEALTH_POLL_S = 5.0
 # Calls at a time besides Generate; more are refused before their messages are kept.
@@ -76,6 +79,9 @@ class InferenceService:
 
     async def generate(self, raw: bytes, context: _Context) -> None:
         """Serve one call; its end is counted by status."""
+        metadata = cast("Metadata", tuple(context.invocation_metadata() or ()))
+        request_id_var.set(request_id_of(metadata) or NO_REQUEST)
+        span = serving_span(GENERATE_SPAN, traceparent_of(metadata))
         code = grpc.StatusCode.CANCELLED
         self.num_in_flight += 1
         self.num_bytes += len(raw)
@@ -85,18 +91,22 @@ class InferenceService:
         except StatusError as error:
             code = error.row.grpc_code
             self._metrics.refused(error.reason)
+            span.fail(error.reason.name.lower(), error.message)
             await abort(context, error)
         except UpstreamError as error:
             code = error.code
+            span.fail(error.code.name.lower(), error.details)
             await context.abort(error.code, error.details, error.trailing_metadata)
         except Exception:
             code = grpc.StatusCode.INTERNAL
             log.exception("a request failed inside the router")
+            span.fail("internal")
             await abort(context, StatusError(Reason.INTERNAL, "the router failed; its log says where"))
         finally:
             self.num_in_flight -= 1
             self.num_bytes -= len(raw)
             self._metrics.requests.labels(code.name).inc()
+            _end(span, code)
 
     async def _forward(self, raw: bytes, context: _Context) -> None:
         if self.num_in_flight > self.bounds.max_in_flight:
@@ -215,6 +225,13 @@ class RouterService:
             "GetTokenizer": grpc.unary_stream_rpc_method_handler(self.get_tokenizer),
         }
         return grpc.method_handlers_generic_handler(ROUTER, methods)
+
+
+def _end(span: Span, code: grpc.StatusCode) -> None:
+    if span.is_recording:
+        number, request_id = code.value[0], request_id_var.get()
+        span.set({"rpc.system": "grpc", "rpc.grpc.status_code": number, "headrace.request_id": request_id})
+    span.end()
 
 
 def _serialized(message: Any) -> bytes:

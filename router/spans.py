@@ -1,0 +1,35 @@
+"""A placement as attributes of a span: what was decided, why, and what each candidate would have cost."""
+
+from __future__ import annotations
+
+from headrace.protos.tracing import Span
+from headrace.router.fleet import PlacedRequest
+from headrace.router.policy import CostTerms
+
+# Candidates that are described, cheapest first; a fleet may have hundreds.
+MAX_CANDIDATES = 16
+
+
+def describe_placement(span: Span, placed: PlacedRequest) -> None:
+    """Say where the request goes and on which grounds."""
+    if not span.is_recording:
+        return
+    placement = placed.placement
+    span.set(
+        {
+            "headrace.placement.worker": placed.link.worker_id,
+            "headrace.placement.reason": placement.reason.value,
+            "headrace.placement.predicted_cached_tokens": placement.predicted_cached_tokens,
+            "headrace.placement.num_candidates": len(placement.costs),
+            "headrace.placement.decision_us": 1e6 * placed.decision_s,
+            **_terms(placement.cost),
+        }
+    )
+    cheapest = sorted(placement.costs.items(), key=lambda item: item[1].total_ms)
+    for address, cost in cheapest[:MAX_CANDIDATES]:
+        cached = placement.cached_tokens[address]
+        span.event("candidate", {"server.address": address, "headrace.cached_tokens": cached, **_terms(cost)})
+
+
+def _terms(cost: CostTerms) -> dict[str, float]:
+    return {f"headrace.cost.{name}": getattr(cost, name) for name in CostTerms.__struct_fields__}
