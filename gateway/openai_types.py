@@ -236,9 +236,7 @@ _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 def check_chat(request: ChatRequest) -> None:
     """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
     _check_common(request)
-    structure = structure_of(request)
-    if structure is not None and request.tools and request.tool_choice != "none":
-        raise unsupported(structure.field, f"{structure.field} cannot be combined with tools that may be called")
+    structure_of(request)
     _refuse_unless_neutral(request, _NEUTRAL_CHAT)
     if request.top_logprobs is not None:
         if not request.logprobs:

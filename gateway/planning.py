@@ -48,10 +48,10 @@ class Chats:
         form = self._formats.of(model)
         sampling = await self.sampling(request, model)
         goes_on = conversation.continue_final_message
-        reading = reading_of(form, use, prompt.ending, goes_on, only_content=sampling.structure is not None)
-        structure = tool_structure(form, use, prompt.ending, reading.inside_reasoning)
-        if structure is not None:
-            sampling = replace(sampling, structure=structure)
+        only_content = sampling.structure is not None and not use.schemas
+        reading = reading_of(form, use, prompt.ending, goes_on, only_content)
+        structure = tool_structure(form, use, prompt.ending, reading.inside_reasoning, sampling.structure)
+        sampling = replace(sampling, structure=structure)
         return ChatPlan(model, plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids), reading)
 
     async def sampling(self, request: ChatRequest | CompletionRequest, model: Model) -> Sampling:

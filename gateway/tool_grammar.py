@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from headrace.gateway.formats import ModelFormat
 from headrace.gateway.openai_types import unsupported
 from headrace.gateway.output_parsers import deepseek, harmony, hermes, mistral, phi4
+from headrace.gateway.sampling import invalid
 from headrace.gateway.structure import Structure
 from headrace.gateway.tools import ToolUse
 from headrace.protos.inference_pb2 import Constraint
@@ -24,24 +25,36 @@ from headrace.protos.inference_pb2 import Constraint
 # As the models' own examples are spaced; without freedom, or small models write nothing but spaces.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+# As content is written without tools beside it: docs/decisions/0007.
+_CONTENT_OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
+# An escape of an expression, as it is; or what has a meaning between the slashes that Lark has around an expression.
+_DELIMITER = re.compile(r"\\.|/|\n", re.DOTALL)
+_ESCAPED = {"/": r"\/", "\n": r"\n"}
+
 _Answer: TypeAlias = Callable[["_Writer"], str]
 
 
-def tool_structure(form: ModelFormat, use: ToolUse, prompt_ending: str, inside_reasoning: bool) -> Structure | None:
+def tool_structure(
+    form: ModelFormat, use: ToolUse, prompt_ending: str, inside_reasoning: bool, content: Structure | None = None
+) -> Structure | None:
     """What holds an answer to the tools; None if they leave it free.
 
-    Raises `StatusError` if what is asked cannot be enforced for the model's family.
+    With `content`, an answer that is no call is as it says. Raises `StatusError` if what is asked cannot be enforced
+    for the model's family.
     """
-    if not use.required and not use.strict:
-        return None
-    field = "tool_choice" if use.required else "tools"
+    if not use.required and not use.strict and (content is None or not use.schemas):
+        return content
+    if use.required:
+        field, content = "tool_choice", None
+    else:
+        field = "tools" if content is None else content.field
     name = "" if form.output.tools is None else form.output.tools.name
     answer = _ANSWERS.get(name)
     if answer is None:
-        what = "tool_choice" if use.required else "strict in tools"
+        what = "tool_choice" if use.required else "strict in tools" if use.strict else f"{field} beside tools"
         message = f"{what} cannot be enforced for a model that writes calls like {name}, only like"
         raise unsupported(field, f"{message} {', '.join(sorted(_ANSWERS))}; leave it out")
-    writer = _Writer(form, use)
+    writer = _Writer(form, use, content)
     start = answer(writer)
     if name != "gpt-oss":
         start = f"{writer.reasoning(prompt_ending, inside_reasoning)}({start})"
@@ -51,7 +64,7 @@ def tool_structure(form: ModelFormat, use: ToolUse, prompt_ending: str, inside_r
 class _Writer:
     """Writes the rules of one grammar."""
 
-    def __init__(self, form: ModelFormat, use: ToolUse) -> None:
+    def __init__(self, form: ModelFormat, use: ToolUse, content: Structure | None) -> None:
         self.form = form
         self.use = use
         self.names = list(use.schemas)
@@ -59,6 +72,10 @@ class _Writer:
         self._rules = [
             f"args_{i}: %json {json.dumps(_arguments_schema(schema))}" for i, schema in enumerate(use.schemas.values())
         ]
+        self.content = None if content is None else "content"
+        """Rule of an answer that is no call; None for any text."""
+        if content is not None:
+            self._rules.append(f"content: {_content(content)}")
 
     def text(self, start: str) -> str:
         """The grammar."""
@@ -87,6 +104,21 @@ class _Writer:
 
         return self.each(one)
 
+    def compact_call(self, key: str) -> str:
+        """The same, spaced as content is: between two ways of spacing, the compiler decides at the first brace."""
+        for i, (name, schema) in enumerate(self.use.schemas.items()):
+            call = {
+                "type": "object",
+                "properties": {"name": {"const": name}, key: {"type": "object", **schema}},
+                "required": ["name", key],
+                "additionalProperties": False,
+                **{part: schema[part] for part in ("$defs", "definitions") if part in schema},
+                "x-guidance": _CONTENT_OPTIONS,
+            }
+            self._rules.append(f"call_{i}: %json {json.dumps(call)}")
+        self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(self.names))))
+        return "call"
+
     def several(self, call: str, separator: str) -> str:
         """Calls one behind the other, or a single one."""
         return f"{call} ({literal(separator)} {call})*" if self.use.parallel else call
@@ -101,7 +133,9 @@ class _Writer:
         return rule
 
     def without(self, pattern: str) -> str:
-        """Any text in which the pattern is not found."""
+        """Any text in which the pattern is not found, or what content must be."""
+        if self.content is not None:
+            return self.content
         self._rule(f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/")
         return "TEXT"
 
@@ -109,6 +143,8 @@ class _Writer:
         """Calls that begin with this markup, and unless they are required, text in front of them or in their place."""
         if self.use.required:
             return f"{self.markup(opening)} {calls}"
+        if self.content is not None:
+            return f"{self.markup(opening)} {calls} | {self.content}"
         text = "free_text" if self.has_token(opening) else self.without(re.escape(opening))
         return f"{self.until(opening)} {calls} | {text}"
 
@@ -127,6 +163,26 @@ class _Writer:
         if prompt_ending.rstrip().endswith(closing):
             return ""
         return f'({self.markup(opening)} {self.until(closing)} "\\n\\n")? '
+
+
+def _content(structure: Structure) -> str:
+    """The rule of an answer that must be as a structure says. Raises `StatusError` for a grammar of the caller's."""
+    constraint = structure.constraint
+    kind = constraint.WhichOneof("kind")
+    if kind == "regex":
+        return "/" + _DELIMITER.sub(lambda found: _ESCAPED.get(found[0], found[0]), constraint.regex) + "/"
+    if kind == "choice":
+        return " | ".join(literal(text) for text in constraint.choice.texts)
+    if kind == "grammar":
+        field = structure.field
+        raise unsupported(field, f"{field} cannot be combined with tools, unless with tool_choice none or required")
+    try:
+        schema = json.loads(constraint.json_schema) if kind == "json_schema" else {"type": "object"}
+    except (ValueError, RecursionError) as error:
+        raise invalid(structure.field, f"{structure.field}: the JSON schema is not JSON") from error
+    if not isinstance(schema, dict) or "x-guidance" in schema:
+        raise invalid(structure.field, f"{structure.field}: a JSON schema is an object without x-guidance")
+    return f"%json {json.dumps({**schema, 'x-guidance': _CONTENT_OPTIONS})}"
 
 
 def literal(text: str) -> str:
@@ -150,7 +206,8 @@ def _hermes(writer: _Writer) -> str:
 
 
 def _llama3(writer: _Writer) -> str:
-    calls = writer.several(writer.json_call("parameters"), "; ")
+    call = writer.json_call("parameters") if writer.content is None else writer.compact_call("parameters")
+    calls = writer.several(call, "; ")
     if writer.use.required:
         return calls
     names = "|".join(re.escape(name) for name in writer.names)
@@ -204,7 +261,8 @@ def _gpt_oss(writer: _Writer) -> str:
     call = writer.each(one)
     if writer.use.required:
         return f"({before})? {call}"
-    text = "free_text" if writer.has_token(harmony.CHANNEL) else writer.without(re.escape(harmony.CHANNEL))
+    is_free = writer.content is None and writer.has_token(harmony.CHANNEL)
+    text = "free_text" if is_free else writer.without(re.escape(harmony.CHANNEL))
     return f'({before})* ({call} | {channel} "final" {message} {text})'
 
 

@@ -353,3 +353,19 @@ async def test_a_stream_adds_up_to_the_whole_answer(
     assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == [choice["finish_reason"]]
     streamed = [one for chunk in chunks if chunk["logprobs"] for one in chunk["logprobs"]["content"]]
     assert streamed == (choice["logprobs"]["content"] if choice["logprobs"] else [])
+
+
+async def test_tools_go_together_with_a_response_format(ask: Any, tool_router: Any) -> None:
+    def constraint() -> Any:
+        return tool_router.streams[-1].request.sampling.constraint
+
+    fields = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    answer = await ask('{"city":"Köln"}', **fields)
+    assert answer["choices"][0]["message"]["content"] == '{"city":"Köln"}'
+    assert "content: %json" in constraint().grammar
+    answer = await ask(ONE, **fields)
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    await ask("{}", **fields, tool_choice="none")
+    assert constraint().HasField("json_object")
+    await ask(ONE, **fields, tool_choice="required")
+    assert "content" not in constraint().grammar

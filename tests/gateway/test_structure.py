@@ -124,7 +124,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
         ({"guided_regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids"),
-        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "response_format"),
     ],
 )
 async def test_what_is_malformed_or_contradicts_itself_is_named(

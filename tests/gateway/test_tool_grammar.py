@@ -13,8 +13,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from headrace.gateway.formats import ModelFormat
 from headrace.gateway.output_parsers.families import REASONING_FORMATS, TOOL_FORMATS, OutputFormat, OutputParser
 from headrace.gateway.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
+from headrace.gateway.structure import Structure
 from headrace.gateway.tool_grammar import tool_structure
 from headrace.gateway.tools import ToolUse
+from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
 from headrace.protos.status import Reason, StatusError
 
 EOS = 256
@@ -49,10 +51,11 @@ class Model:
         self.special = {text: EOS + 1 + i for i, text in enumerate(special)}
         output = OutputFormat(TOOL_FORMATS[family], REASONING_FORMATS.get(reasoning), options.pop("is_fenced", False))
         ending, inside = options.pop("ending", ""), options.pop("inside", False)
+        content = options.pop("content", None)
         use = ToolUse(schemas=SCHEMAS, **{"required": True, **options})
-        structure = tool_structure(ModelFormat(output, self.special), use, ending, inside)
+        structure = tool_structure(ModelFormat(output, self.special), use, ending, inside, content)
         assert structure is not None
-        assert structure.field == ("tool_choice" if use.required else "tools")
+        assert structure.field == ("tool_choice" if use.required else "tools" if content is None else content.field)
         self.vocabulary = Bytes(special)
         self.matcher = LLMatcher(LLTokenizer(TokenizerWrapper(self.vocabulary)), structure.constraint.grammar)
         assert not self.matcher.get_error()
@@ -240,3 +243,61 @@ def test_arguments_of_an_unlimited_schema_are_some_object() -> None:
 def test_no_choice_no_grammar() -> None:
     form = ModelFormat(OutputFormat(TOOL_FORMATS["pythonic"]), {})
     assert tool_structure(form, ToolUse(schemas=SCHEMAS), "", False) is None
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+# a constraint of what is no call, texts that are as it says, and texts that are not
+CONTENTS = [
+    (Constraint(json_schema=json.dumps(CITY)), ['{"city":"Köln"}'], ["Köln", '{"city": "Köln"}', "{}"]),
+    (Constraint(json_object=JsonObject()), ['{"a":[1,2]}', "{}", '{"name":"x"}'], ["[]", "{} {}"]),
+    (Constraint(regex=r"a/b\/[/\n]c\\"), ["a/b//c\\", "a/b/\nc\\"], ["a/b", "a/b//c"]),
+    (Constraint(choice=Choices(texts=['"yes"', "no\n"])), ['"yes"', "no\n"], ["yes", "no"]),
+]
+
+
+@pytest.mark.parametrize("family", ENFORCED)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("constraint", "good", "bad"), CONTENTS)
+def test_beside_tools_an_answer_is_a_call_or_structured_content(
+    family: str, strict: bool, constraint: Constraint, good: list[str], bad: list[str]
+) -> None:
+    options: dict[str, Any] = {"required": False, "strict": strict, "content": Structure(constraint, "response_format")}
+    special = tuple(one for one in TOOL_FORMATS[family].markers if family != "phi4" and one != "[ARGS]")
+    final = "<|channel|>final<|message|>" if family == "gpt-oss" else ""
+    for text in good:
+        model = Model(family, special, **options)
+        assert model.accepts(final + text), text
+        assert model.read(final + text)[::2] == (text, []), text
+    for text in bad:
+        assert not Model(family, special, **options).accepts(final + text), text
+    call = CALLS[family].replace("{}", '{"by": "left"}')
+    if family == "llama3":
+        call = call.replace(" ", "")
+    model = Model(family, special, **options)
+    assert model.accepts(call)
+    assert model.read(call) == ("", "", [("turn", {"by": "left"})])
+    if family == "gpt-oss":
+        return
+    assert not Model(family, special, **options).accepts("Well. " + call)
+    required = Model(family, special, **{**options, "required": True})
+    assert not required.accepts(good[0])
+
+
+def test_a_grammar_of_the_caller_is_refused_beside_tools_but_not_beside_required_ones() -> None:
+    structure = Structure(Constraint(grammar="start: /a/"), "guided_grammar")
+    with pytest.raises(StatusError, match="unless with tool_choice none") as caught:
+        Model("hermes", required=False, content=structure)
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "guided_grammar")
+    assert Model("hermes", content=structure).accepts(CALLS["hermes"].replace("{}", '{"by": "left"}'))
+    for schema in ("{", '{"x-guidance": {}}', "[]"):
+        with pytest.raises(StatusError) as caught:
+            Model("hermes", required=False, content=Structure(Constraint(json_schema=schema), "guided_json"))
+        assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "guided_json")
+
+
+def test_content_stays_as_it_is_asked_for_without_tools() -> None:
+    form = ModelFormat(OutputFormat(TOOL_FORMATS["hermes"]), {})
+    structure = Structure(Constraint(grammar="start: /a/"), "guided_grammar")
+    assert tool_structure(form, ToolUse(), "", False, structure) is structure
+    with pytest.raises(StatusError, match="response_format beside tools"):
+        Model("pythonic", required=False, content=Structure(Constraint(json_object=JsonObject()), "response_format"))
