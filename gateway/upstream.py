@@ -36,6 +36,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A name may stand for several routers (dns:///NAME:PORT): all are connected to and asked in turn. It is resolved
+    # again when a connection is lost.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 LIST_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0

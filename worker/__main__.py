@@ -25,7 +25,7 @@ from headrace.protos.logs import FORMATS, LEVELS, configure_logging, without_sec
 from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.protos.transport import SERVER_OPTIONS, Transport
 from headrace.worker.admission import ModelLimits
-from headrace.worker.advertise import advertised_address
+from headrace.worker.advertise import advertised_address, way_to_the_fleet
 from headrace.worker.binding import Region, keep_binding_known
 from headrace.worker.block_pool import BlockPool
 from headrace.worker.config import ConfigurationError, WorkerConfig
@@ -44,6 +44,7 @@ from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
 from headrace.worker.service import SERVICE_NAMES, InferenceService, WorkerService
+from headrace.worker.vocabulary_reducer import reducer_for
 from headrace.worker.watch import WatchHub
 
 log = logging.getLogger("headrace.worker")
@@ -98,7 +99,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         config.max_num_batched_tokens,
         target_step_ms=config.target_tpot_ms,
     )
-    engine = Engine(scheduler, runner, BatchSampler())
+    engine = Engine(scheduler, runner, BatchSampler(reducer_for(runner.vocab_size, config.threads)))
     warm_up(engine, pool)
     card = model_card(config, pool, model_dir, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, Region(arena.address, arena.size_bytes))
@@ -355,11 +356,11 @@ def main(log_level: str, log_format: str, otlp_endpoint: str | None, kv_cache_gb
 
 def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, Any]) -> WorkerConfig:
     """The flags as one configuration, what was left out filled in."""
-    listen, routers = options["listen"], options["routers"]
+    listen, way = options["listen"], way_to_the_fleet(options["routers"], options["redis_url"])
     found = {
         "name": options["name"] or model_dir.resolve().name,
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
-        "advertise": options["advertise"] or advertised_address(listen, routers[0] if routers else None),
+        "advertise": options["advertise"] or advertised_address(listen, way),
     }
     return WorkerConfig(**{**options, **found, "model_dir": model_dir, "kv_cache_bytes": kv_cache_bytes})
 

@@ -61,6 +61,25 @@ async def text_of_stream(gateway: Any, **fields: Any) -> str:
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
 
+async def test_a_name_may_stand_for_several_routers(stack: AsyncExitStack, kit: Any, tiny_bundle: bytes) -> None:
+    first, second = kit.FakeRouter(tiny_bundle), kit.FakeRouter(tiny_bundle)
+    first.address, first.server = await stack.enter_async_context(kit.serving_router(first))
+    second.address, second.server = await stack.enter_async_context(kit.serving_router(second))
+    gateway = await stack.enter_async_context(kit.serving_gateway(f"ipv4:{first.address},{second.address}"))
+    async with asyncio.timeout(20):
+        while not (first.streams and second.streams):
+            assert await text_of_stream(gateway) == first.answer
+
+    async def die(router: Any) -> None:
+        first.script = second.script = kit.speak
+        asyncio.get_running_loop().create_task(router.server.stop(None))
+        await asyncio.Event().wait()
+
+    first.script = second.script = break_behind(5, kit, die)
+    assert await text_of_stream(gateway) == first.answer
+    assert await text_of_stream(gateway) == first.answer
+
+
 async def test_a_router_that_dies_in_the_middle_is_replaced_by_the_next(
     stack: AsyncExitStack, kit: Any, tiny_bundle: bytes
 ) -> None:
