@@ -59,6 +59,8 @@ class Settings:
     tool_parsers: Mapping[str, str]
     """Names of formats by model; see `Formats`."""
     reasoning_parsers: Mapping[str, str]
+    console: bool
+    """Whether to serve the web console."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def _wire(settings: Settings, tokenizing: ThreadPoolExecutor, loading: ThreadPoo
     prompts = Prompts(tokenizing)
     generator = Generator(upstream, metrics)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
-    edge = HttpEdge(models, prompts, generator, upstream, metrics, formats)
+    edge = HttpEdge(models, prompts, generator, upstream, metrics, formats, console=settings.console)
     return _Parts(upstream, models, edge, TextService(models, prompts, generator, metrics))
 
 
@@ -198,6 +200,7 @@ def _bind(host: str, port: int) -> socket.socket:
     metavar="[MODEL=]NAME",
     help=f"How models write reasoning, if not as their chat templates tell: {', '.join(REASONING_PARSERS)}.",
 )
+@click.option("--console/--no-console", default=True, help="Whether to serve the web console at /.")
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least level of log lines.")
 def command(log_level: str, drain_timeout: float, **options: Any) -> None:
     """Serve the OpenAI API for the models that routers know."""

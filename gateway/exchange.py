@@ -123,7 +123,8 @@ class Exchange:
         self._started = True
         start = [
             (b"content-type", content_type),
-            (b"content-length", b"%d" % len(body)),
+            # That of a 304 would be the length of what is not sent.
+            *([] if status == 304 else [(b"content-length", b"%d" % len(body))]),
             (b"x-request-id", self.caller.request_id.encode()),
             *(headers or ()),
         ]

@@ -179,6 +179,7 @@ class Generator:
                     piece = choice.push(message)
                     num_tokens += piece.num_tokens
                     last_s = time.monotonic()
+                    self._metrics.recent.delivered(piece.num_tokens)
                     if not first_s:
                         first_s = last_s
                         self._metrics.first_token(last_s - caller.arrived_s)

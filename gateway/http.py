@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import uvicorn
 from starlette.routing import Route, Router
 
-from headrace.gateway import completion_endpoints, model_endpoints, state_endpoints
+from headrace.gateway import completion_endpoints, console_endpoints, model_endpoints, state_endpoints
 from headrace.gateway.answering import Answering
 from headrace.gateway.endpoint import Endpoint, Services
 from headrace.gateway.exchange import Exchange, Message, Receive, Send
@@ -35,12 +35,13 @@ KEEP_CONNECTION_S = 75
 _LOG = logging.getLogger(__name__)
 
 
-def endpoints(services: Services) -> Sequence[Endpoint]:
-    """All that is served."""
+def endpoints(services: Services, console: bool) -> Sequence[Endpoint]:
+    """All that is served, with or without the web console."""
     return [
         *completion_endpoints.endpoints(services),
         *model_endpoints.endpoints(services),
         *state_endpoints.endpoints(services),
+        *(console_endpoints.endpoints(services) if console else ()),
     ]
 
 
@@ -55,6 +56,8 @@ class HttpEdge:
         upstream: Upstream,
         metrics: Metrics,
         formats: Formats | None = None,
+        *,
+        console: bool = True,
     ) -> None:
         """Without `formats`, chat templates tell how models write tool calls and reasoning."""
         chats = Chats(models, prompts, formats or Formats())
@@ -62,7 +65,7 @@ class HttpEdge:
         self._metrics = metrics
         self._running: set[Exchange] = set()
         resources: dict[str, dict[str, Endpoint]] = {}
-        for endpoint in endpoints(services):
+        for endpoint in endpoints(services, console):
             resources.setdefault(endpoint.path, {})[endpoint.method] = endpoint
         routes = [Route(path, _Resource(self, by_method)) for path, by_method in resources.items()]
         self._router = Router(routes, redirect_slashes=False, default=_Resource(self, {"": _UNKNOWN}))

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from headrace.gateway.binding_metrics import binding_metrics
+from headrace.gateway.recent import Recent
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WorkerInfo
 from headrace.protos.worker_pb2 import Counters
 
@@ -33,6 +34,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self.recent = Recent()
         self._requests = Counter(
             "headrace_requests",
             "Requests by endpoint and outcome: ok, or the reason of the error in lower case.",
@@ -58,15 +60,18 @@ class Metrics:
         """Count a request that was answered, refused, failed or cancelled."""
         self._requests.labels(endpoint, outcome).inc()
         self._request.observe(duration_s)
+        self.recent.request_ended(endpoint, outcome)
 
     def first_token(self, since_arrival_s: float) -> None:
         """Observe the time to the first token of a choice."""
         self._ttft.observe(since_arrival_s)
+        self.recent.first_token(since_arrival_s)
 
     def choice_ended(
         self, num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int, decoding_s: float
     ) -> None:
         """Count the tokens of a choice, whole or broken off. `decoding_s` is from its first to its last token."""
+        self.recent.prompt(num_prompt_tokens, num_cached_tokens)
         self._prompt.inc(num_prompt_tokens)
         self._cached.inc(num_cached_tokens)
         self._generated.inc(num_generated_tokens)

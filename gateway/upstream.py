@@ -126,6 +126,10 @@ class Upstream:
         for endpoint in self._endpoints:
             await endpoint.channel.close()
 
+    def addresses(self) -> list[tuple[str, bool]]:
+        """Each address, and whether there is a connection to it."""
+        return [(endpoint.address, endpoint.is_connected) for endpoint in self._endpoints]
+
     async def list_models(self) -> list[ModelCard]:
         """Cards of the models that are served now. Raises `StatusError`."""
 

@@ -1,0 +1,57 @@
+// What the browser keeps: conversations and settings, bounded, in localStorage.
+
+const CHATS = "headrace.chats";
+const SETTINGS = "headrace.settings";
+const MAX_CHATS = 50;
+
+/** Settings of a request. Empty means: as the model's makers recommend. */
+export const NO_SETTINGS = {
+  model: "",
+  system: "",
+  temperature: "",
+  top_p: "",
+  max_tokens: "",
+  seed: "",
+  schema: "",
+  tools: "",
+};
+
+function read(key, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(key)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+/** The conversations, the latest first. */
+export function loadChats() {
+  const chats = read(CHATS, []);
+  return Array.isArray(chats) ? chats.filter((chat) => chat?.id && Array.isArray(chat.messages)) : [];
+}
+
+/** Keep the conversations: as many of the latest as there is room for. */
+export function saveChats(chats) {
+  for (let count = Math.min(chats.length, MAX_CHATS); count >= 0; count = count > 1 ? count >> 1 : count - 1) {
+    try {
+      localStorage.setItem(CHATS, JSON.stringify(chats.slice(0, count).filter((chat) => chat.messages.length)));
+      return;
+    } catch {
+      // Full: the older half gives way.
+    }
+  }
+}
+
+/** The settings. */
+export function loadSettings() {
+  return { ...NO_SETTINGS, ...read(SETTINGS, {}) };
+}
+
+/** Keep the settings. */
+export function saveSettings(settings) {
+  try {
+    localStorage.setItem(SETTINGS, JSON.stringify(settings));
+  } catch {
+    // They last as long as the page then.
+  }
+}
