@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from headrace.gateway.chat_output import ChatChoice
 from headrace.gateway.choice import Piece
-from headrace.gateway.exchange import Exchange
-from headrace.gateway.generation import Account, Generator, Plan, Usage
+from headrace.gateway.generation import Account, Caller, Generator, Plan, Usage
 
 
 class AnswerStream(Protocol):
@@ -30,24 +29,42 @@ class WholeAnswer(Protocol):
         """Take the next piece."""
 
 
+class StreamSink(Protocol):
+    """Where a stream goes: the exchange with its client, as a rule."""
+
+    @property
+    def caller(self) -> Caller:
+        """Who asks."""
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """Take events."""
+
+    async def keep_alive(self) -> None:
+        """For ever: see to it that a stream without events is not taken for a dead one."""
+
+
 class Answering:
-    """Runs plans for exchanges."""
+    """Runs plans."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
     async def stream(
         self,
-        exchange: Exchange,
+        sink: StreamSink,
         plans: Sequence[Plan],
         stream: AnswerStream,
         readers: Sequence[ChatChoice] = (),
+        before_end: Callable[[Usage], Awaitable[None]] | None = None,
     ) -> None:
-        """Answer with a stream. `readers`, one for each choice, make of its pieces what the stream takes."""
+        """Answer with a stream. `readers`, one for each choice, make of its pieces what the stream takes.
+
+        `before_end` is awaited when all is generated and the last events are not made yet.
+        """
         account = Account(plans)
-        keep_alive = asyncio.create_task(exchange.keep_alive())
+        keep_alive = asyncio.create_task(sink.keep_alive())
         try:
-            async with aclosing(self._generator.stream(plans, exchange.caller)) as pieces:
+            async with aclosing(self._generator.stream(plans, sink.caller)) as pieces:
                 async for index, piece in pieces:
                     read = readers[index].push(piece) if readers else piece
                     events = stream.piece(index, read)
@@ -56,21 +73,23 @@ class Answering:
                         if not account.num_open:
                             break
                     if events:
-                        await exchange.write(events)
-            await exchange.write(events + stream.end(account.usage), last=True)
+                        await sink.write(events)
+            if before_end is not None:
+                await before_end(account.usage)
+            await sink.write(events + stream.end(account.usage), last=True)
         finally:
             keep_alive.cancel()
 
     async def gather(
         self,
-        exchange: Exchange,
+        caller: Caller,
         plans: Sequence[Plan],
         choices: Sequence[WholeAnswer],
         readers: Sequence[ChatChoice] = (),
     ) -> Usage:
         """Fill the choices. `readers`, one for each choice, make of its pieces what the choice takes."""
         account = Account(plans)
-        pieces: AsyncGenerator[tuple[int, Piece], None] = self._generator.stream(plans, exchange.caller)
+        pieces: AsyncGenerator[tuple[int, Piece], None] = self._generator.stream(plans, caller)
         async with aclosing(pieces):
             async for index, piece in pieces:
                 read = readers[index].push(piece) if readers else piece

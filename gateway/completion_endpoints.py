@@ -44,7 +44,7 @@ class _Completions:
             await self._services.answering.stream(exchange, [plan], stream, chat.choices())
         else:
             chats = [WholeChat(reading.num_id_chars) for _ in plan.requests]
-            usage = await self._services.answering.gather(exchange, [plan], chats, chat.choices())
+            usage = await self._services.answering.gather(exchange.caller, [plan], chats, chat.choices())
             best = [chats[i] for i in best_of(chats, len(chats), request.n or 1)]
             await exchange.respond(whole_chat(who, best, logprobs, usage, shown, token_bytes))
 
@@ -78,7 +78,7 @@ class _Completions:
             await self._services.answering.stream(exchange, plans, CompletionStream(who, logprobs, shown))
         else:
             choices = [WholeChoice() for plan in plans for _ in plan.requests]
-            usage = await self._services.answering.gather(exchange, plans, choices)
+            usage = await self._services.answering.gather(exchange.caller, plans, choices)
             num_each, n = plans[0].job.num_choices, request.n or 1
             best = [choices[i] for i in best_of(choices, num_each, n)]
             await exchange.respond(whole_completion(who, best, logprobs, usage, shown, token_bytes))

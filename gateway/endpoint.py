@@ -17,6 +17,8 @@ from headrace.gateway.models import Models
 from headrace.gateway.openai_answers import OPENAI_ERRORS
 from headrace.gateway.planning import Chats
 from headrace.gateway.prompts import Prompts
+from headrace.gateway.response_runs import ResponseRuns
+from headrace.gateway.response_store import Store
 from headrace.gateway.upstream import Upstream
 
 API_PREFIXES = ("/v1", "/v3")
@@ -48,6 +50,10 @@ class Services:
     answering: Answering
     upstream: Upstream
     metrics: Metrics
+    responses: Store
+    """Where responses are kept."""
+    runs: ResponseRuns
+    """Responses that are generated in the background."""
 
 
 def at_api(

@@ -54,6 +54,8 @@ class Exchange:
             traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else "",
             time.monotonic(),
         )
+        self.owner = ""
+        """Whose key the request came with: what it leaves behind is only for the same owner. Empty without keys."""
         self.disconnected = False
         """The client is gone; the task was cancelled for it."""
         self.interrupted = False

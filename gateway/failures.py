@@ -16,12 +16,15 @@ DEFAULT_RETRY_AFTER_S = 1.0
 class HttpError(Exception):
     """A failure that exists on HTTP only: it has no row in the table of statuses."""
 
-    def __init__(self, status: int, code: str, message: str, headers: Headers | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, headers: Headers | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.headers = headers or []
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class ErrorShape(Protocol):
 def failure_of(error: StatusError | HttpError) -> Failure:
     """The failure that an error is to an HTTP client."""
     if isinstance(error, HttpError):
-        return Failure(error.status, "invalid_request_error", error.code, error.message, None, error.headers)
+        return Failure(error.status, "invalid_request_error", error.code, error.message, error.param, error.headers)
     row = error.row
     headers: Headers = []
     if row.http_status in (429, 503):

@@ -16,7 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import uvicorn
 from starlette.routing import Route, Router
 
-from headrace.gateway import completion_endpoints, console_endpoints, model_endpoints, state_endpoints
+from headrace.gateway import (
+    absent_endpoints,
+    completion_endpoints,
+    console_endpoints,
+    model_endpoints,
+    model_server_endpoints,
+    openapi_endpoints,
+    responses_endpoints,
+    state_endpoints,
+)
 from headrace.gateway.answering import Answering
 from headrace.gateway.endpoint import Endpoint, Services
 from headrace.gateway.exchange import Exchange, Message, Receive, Send
@@ -28,6 +37,8 @@ from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Models
 from headrace.gateway.planning import Chats
 from headrace.gateway.prompts import Prompts
+from headrace.gateway.response_runs import ResponseRuns
+from headrace.gateway.response_store import MemoryStore, Store
 from headrace.gateway.upstream import Upstream
 from headrace.protos.status import Reason, StatusError
 
@@ -39,8 +50,12 @@ def endpoints(services: Services, console: bool) -> Sequence[Endpoint]:
     """All that is served, with or without the web console."""
     return [
         *completion_endpoints.endpoints(services),
+        *responses_endpoints.endpoints(services),
         *model_endpoints.endpoints(services),
         *state_endpoints.endpoints(services),
+        *model_server_endpoints.endpoints(services),
+        *absent_endpoints.endpoints(services),
+        *openapi_endpoints.endpoints(services),
         *(console_endpoints.endpoints(services) if console else ()),
     ]
 
@@ -57,11 +72,16 @@ class HttpEdge:
         metrics: Metrics,
         formats: Formats | None = None,
         *,
+        responses: Store | None = None,
         console: bool = True,
     ) -> None:
-        """Without `formats`, chat templates tell how models write tool calls and reasoning."""
+        """Without `formats`, chat templates tell how models write tool calls and reasoning. Without `responses`, memory
+        keeps them."""
         chats = Chats(models, prompts, formats or Formats())
-        services = Services(models, prompts, chats, Answering(generator), upstream, metrics)
+        store = MemoryStore() if responses is None else responses
+        self.runs = ResponseRuns(store)
+        """Responses that are generated while no request waits for them."""
+        services = Services(models, prompts, chats, Answering(generator), upstream, metrics, store, self.runs)
         self._metrics = metrics
         self._running: set[Exchange] = set()
         resources: dict[str, dict[str, Endpoint]] = {}
