@@ -87,6 +87,8 @@ class HttpEdge:
         resources: dict[str, dict[str, Endpoint]] = {}
         for endpoint in endpoints(services, console):
             resources.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+        self.paths = [(path, method) for path, by_method in resources.items() for method in by_method]
+        """What is served: each path with each of its methods."""
         routes = [Route(path, _Resource(self, by_method)) for path, by_method in resources.items()]
         self._router = Router(routes, redirect_slashes=False, default=_Resource(self, {"": _UNKNOWN}))
 

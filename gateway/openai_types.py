@@ -138,6 +138,12 @@ class CompletionRequest(GenerationFields, kw_only=True):
     suffix: str | None = None
 
 
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """Body of a request for what no model offers: only the model matters."""
+
+    model: str | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of POST /tokenize: a text, or a conversation through the chat template."""
 
@@ -210,8 +216,8 @@ def _position(raw: bytes, message: str) -> str:
 
 # --- checking -------------------------------------------------------------------------------------------------------
 
-# field -> values besides null that mean what this server does anyway
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# field -> values besides null that mean what this server does anyway; the fields are refused with others
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
@@ -219,7 +225,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "guided_whitespace_pattern": (),
 }
-_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "functions": (),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -237,7 +243,7 @@ def check_chat(request: ChatRequest) -> None:
     """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
     _check_common(request)
     structure_of(request)
-    _refuse_unless_neutral(request, _NEUTRAL_CHAT)
+    _refuse_unless_neutral(request, NEUTRAL_CHAT)
     if request.top_logprobs is not None:
         if not request.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
@@ -261,7 +267,7 @@ def check_tokenize(request: TokenizeRequest) -> None:
 
 
 def _check_common(request: GenerationFields) -> None:
-    _refuse_unless_neutral(request, _NEUTRAL)
+    _refuse_unless_neutral(request, NEUTRAL)
     _check_choices(request)
     _check_stream(request)
     _check_prompt(request)

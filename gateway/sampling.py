@@ -68,7 +68,7 @@ class Sampling:
 
 
 # name, least, greatest, whether the least itself is excluded
-_RANGES: tuple[tuple[str, float, float, bool], ...] = (
+RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("temperature", 0.0, 2.0, False),
     ("top_p", 0.0, 1.0, True),
     ("top_k", -1, 2**31 - 1, False),
@@ -83,7 +83,7 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Raise `StatusError` (INVALID_FIELD, with the field) for a value out of its range."""
-    for name, least, greatest, open_below in _RANGES:
+    for name, least, greatest, open_below in RANGES:
         value = getattr(sampling, name)
         if value is not None:
             check_range(name, value, least, greatest, open_below)

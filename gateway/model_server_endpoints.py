@@ -1,0 +1,21 @@
+"""What clients of OpenVINO Model Server ask besides the OpenAI API: the status of the models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.gateway.endpoint import Endpoint, Services
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.openai_answers import encode
+
+_AVAILABLE = {"version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": "OK"}}
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """GET /v1/config."""
+
+    async def config(exchange: Exchange) -> None:
+        models = await services.models.listed()
+        await exchange.respond(encode({model.name: {"model_version_status": [_AVAILABLE]} for model in models}))
+
+    return [Endpoint("GET", "/v1/config", "config", config)]

@@ -1,0 +1,209 @@
+"""The OpenAPI document of what is served: written from the types that requests are decoded into (pure).
+
+The types say names and kinds, the tables of the checks say ranges: neither is repeated here, so the document cannot
+drift from them. What answers look like is in `answer_types`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.gateway import answer_types, openai_types, sampling
+from headrace.gateway.openai_types import NEUTRAL, NEUTRAL_CHAT
+
+REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/protocol.md"
+_TEXT, _EVENTS = "text/plain", "text/event-stream"
+_SCHEMAS = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a method does on a path. `request` and `answer` are types; without an answer's type it is plain text."""
+
+    method: str
+    path: str
+    summary: str
+    answer: Any = None
+    request: Any = None
+    is_streamed: bool = False
+    """The answer may be a stream of server-sent events."""
+    prefixes: Sequence[str] = ("",)
+    error: Any = answer_types.Error
+    status: int | None = 200
+    """Of an answer; None where there is none but errors."""
+    content_type: str = _TEXT
+    """Of an answer without a type."""
+
+
+_API = ("/v1", "/v3")
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "POST",
+        "/chat/completions",
+        "Answer a conversation",
+        answer_types.ChatCompletion,
+        openai_types.ChatRequest,
+        is_streamed=True,
+        prefixes=_API,
+    ),
+    Operation(
+        "POST",
+        "/completions",
+        "Continue one or more prompts",
+        answer_types.Completion,
+        openai_types.CompletionRequest,
+        is_streamed=True,
+        prefixes=_API,
+    ),
+    Operation("GET", "/models", "List the models", answer_types.ModelList, prefixes=_API),
+    Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=_API),
+    Operation(
+        "POST",
+        "/embeddings",
+        "Say what a model is good for: none gives embeddings",
+        request=openai_types.ModelRequest,
+        prefixes=_API,
+        status=None,
+    ),
+    Operation(
+        "POST",
+        "/rerank",
+        "Say what a model is good for: none ranks documents",
+        request=openai_types.ModelRequest,
+        prefixes=_API,
+        status=None,
+    ),
+    Operation("GET", "/v1/config", "Status of the models, as OpenVINO Model Server tells it", answer_types.Config),
+    Operation("POST", "/tokenize", "Turn text into tokens", answer_types.Tokens, openai_types.TokenizeRequest),
+    Operation(
+        "POST", "/detokenize", "Turn tokens into text", answer_types.DetokenizedText, openai_types.DetokenizeRequest
+    ),
+    Operation("GET", "/health/live", "Whether the gateway runs", answer_types.Health, prefixes=("", "/v2")),
+    Operation(
+        "GET", "/health/ready", "Whether a model can be asked for (else 503)", answer_types.Health, prefixes=("", "/v2")
+    ),
+    Operation("GET", "/metrics", "Metrics of gateway and workers, for Prometheus"),
+    Operation("GET", "/openapi.json", "This document", answer_types.Document),
+)
+
+# Keywords for fields whose checks are no table: by field, or by type and field.
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "n": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
+    "best_of": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
+    "max_tokens": {"minimum": 0, "maximum": 2**31 - 1},
+    "max_completion_tokens": {"minimum": 1, "maximum": 2**31 - 1},
+    "top_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
+    "CompletionRequest.logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
+    "truncate_prompt_tokens": {"minimum": -1, "maximum": 2**31 - 1},
+    "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
+    "stop": {"minLength": 1, "maxLength": sampling.MAX_STOP_CHARS, "maxItems": sampling.MAX_STOP_STRINGS},
+    "stop_token_ids": {"maxItems": sampling.MAX_STOP_TOKEN_IDS},
+    "logit_bias": {
+        "maxProperties": sampling.MAX_LOGIT_BIASES,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "bad_words": {"maxItems": sampling.MAX_BAD_WORDS},
+    "prompt_cache_key": {"maxLength": openai_types.MAX_KEY_CHARS},
+    "cache_salt": {"maxLength": openai_types.MAX_KEY_CHARS},
+    "messages": {"minItems": 1},
+    "ChatRequest.tools": {"minItems": 1, "maxItems": 128},
+    "ChatMessage.role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+}
+_KEYWORDS_OF = {
+    "number": ("minimum", "maximum", "exclusiveMinimum"),
+    "integer": ("minimum", "maximum", "exclusiveMinimum"),
+    "string": ("minLength", "maxLength", "enum"),
+    "array": ("minItems", "maxItems"),
+    "object": ("maxProperties", "propertyNames", "additionalProperties"),
+}
+
+
+def document(operations: Iterable[Operation] = OPERATIONS) -> dict[str, Any]:
+    """The document, OpenAPI 3.1."""
+    operations = list(operations)
+    types = {kind for one in operations for kind in (one.request, one.answer, one.error) if kind is not None}
+    listed = sorted(types, key=str)
+    references, schemas = msgspec.json.schema_components(listed, ref_template=_SCHEMAS)
+    reference_of = dict(zip(map(str, listed), references, strict=True))
+    for name, schema in schemas.items():
+        _bound(name, schema)
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        for prefix in one.prefixes:
+            paths.setdefault(prefix + one.path, {})[one.method.lower()] = _operation(one, prefix, reference_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "headrace",
+            "version": importlib.metadata.version("headrace"),
+            "description": "The OpenAI protocol, served by OpenVINO workers.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "externalDocs": {"description": "Every field", "url": REFERENCE},
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "An API key, if any is set"}
+            },
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> dict[str, Any]:
+    words = [word for word in (prefix + one.path).replace("{", "").replace("}", "").split("/") if word]
+    error = {"description": "A failure", "content": {"application/json": {"schema": reference_of[str(one.error)]}}}
+    responses: dict[str, Any] = {"default": error}
+    if one.status is not None:
+        content: dict[str, Any] = {one.content_type: {"schema": {"type": "string"}}}
+        if one.answer is not None:
+            content = {"application/json": {"schema": reference_of[str(one.answer)]}}
+        if one.is_streamed:
+            content[_EVENTS] = {"schema": {"type": "string", "description": "With stream: chunks of the answer"}}
+        responses = {str(one.status): {"description": "The answer", "content": content}, **responses}
+    value: dict[str, Any] = {
+        "operationId": "_".join([one.method.lower(), *words]).replace(".", "_"),
+        "summary": one.summary,
+        "responses": responses,
+    }
+    names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
+    if names:
+        value["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if one.request is not None:
+        schema = reference_of[str(one.request)]
+        value["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return value
+
+
+def _bound(name: str, schema: dict[str, Any]) -> None:
+    """Add to a type's schema what the checks of its fields say."""
+    for field, value in schema.get("properties", {}).items():
+        if value.get("default", 0) is None:
+            del value["default"]
+        neutral = NEUTRAL.get(field, NEUTRAL_CHAT.get(field))
+        if neutral is not None and not set(value) - {"description"}:
+            value["enum"] = [None, *neutral]
+            value["description"] = "Known, and refused with other values"
+            continue
+        keywords = _BOUNDS.get(f"{name}.{field}", _BOUNDS.get(field))
+        for branch in value.get("anyOf", [value]):
+            for keyword in _KEYWORDS_OF.get(branch.get("type"), ()):
+                if keyword in (keywords or {}):
+                    branch[keyword] = (keywords or {})[keyword]
+    for field, least, greatest, open_below in sampling.RANGES:
+        for branch in schema.get("properties", {}).get(field, {}).get("anyOf", ()):
+            if branch.get("type") in ("number", "integer"):
+                branch["exclusiveMinimum" if open_below else "minimum"] = least
+                branch["maximum"] = greatest
