@@ -56,6 +56,8 @@ class Exchange:
         )
         self.owner = ""
         """Whose key the request came with: what it leaves behind is only for the same owner. Empty without keys."""
+        self.status = 0
+        """Of the response, once it has begun."""
         self.disconnected = False
         """The client is gone; the task was cancelled for it."""
         self.interrupted = False
@@ -123,6 +125,7 @@ class Exchange:
         """Send the whole response."""
         assert not self._started, "there is a response already"
         self._started = True
+        self.status = status
         start = [
             (b"content-type", content_type),
             # That of a 304 would be the length of what is not sent.
@@ -151,6 +154,7 @@ class Exchange:
                 return
             if not self._started:
                 self._started = True
+                self.status = 200
                 headers = [
                     (b"content-type", b"text/event-stream; charset=utf-8"),
                     (b"cache-control", b"no-cache"),

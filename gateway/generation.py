@@ -18,10 +18,12 @@ from headrace.gateway.choice import Choice, Ending, Piece
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Model
 from headrace.gateway.sampling import Sampling, check_sampling, invalid, sampling_params
+from headrace.gateway.spans import describe_plans
 from headrace.gateway.structure import in_callers_terms
 from headrace.gateway.upstream import Metadata, Upstream
 from headrace.protos.inference_pb2 import GenerateRequest
 from headrace.protos.status import Reason, StatusError
+from headrace.protos.tracing import current_span
 
 MAX_GENERATIONS = 4096
 MAX_CHOICES_PER_REQUEST = 256
@@ -142,6 +144,7 @@ class Generator:
         self._upstream = upstream
         self._metrics = metrics
         self._num_running = 0
+        upstream.on_retry = metrics.retried
 
     async def stream(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all choices, each with its index: choice i of plan p is the i-th behind those of earlier plans.
@@ -154,6 +157,7 @@ class Generator:
         if self._num_running + len(asked) > MAX_GENERATIONS:
             raise StatusError(Reason.QUEUE_FULL, "the gateway has as many streams as it takes", retry_after_s=1.0)
         self._num_running += len(asked)
+        describe_plans(plans)
         try:
             if len(asked) == 1:
                 job, request = asked[0]
@@ -183,13 +187,17 @@ class Generator:
                     if not first_s:
                         first_s = last_s
                         self._metrics.first_token(last_s - caller.arrived_s)
+                        current_span().event("first token")
                     if piece.ending is not None:
+                        current_span().append("gen_ai.response.finish_reasons", piece.ending.reason)
+                        self._metrics.timed(message.finish)
                         break
                     yield piece
             yield piece  # the generation is cancelled by now, if a stop string ended the choice
         except StatusError as error:
             raise in_callers_terms(error, job.sampling.structure) from error
         finally:
+            current_span().add("gen_ai.usage.output_tokens", num_tokens)
             self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, last_s - first_s)
 
     async def _merged(

@@ -39,6 +39,7 @@ from headrace.gateway.planning import Chats
 from headrace.gateway.prompts import Prompts
 from headrace.gateway.response_runs import ResponseRuns
 from headrace.gateway.response_store import MemoryStore, Store
+from headrace.gateway.spans import begin_request, end_request
 from headrace.gateway.upstream import Upstream
 from headrace.protos.status import Reason, StatusError
 
@@ -107,6 +108,7 @@ class HttpEdge:
         self._running.add(exchange)
         self._metrics.in_flight.inc()
         request_id_var.set(exchange.caller.request_id)
+        span = begin_request(exchange, endpoint)
         try:
             try:
                 await endpoint.handler(exchange)
@@ -138,6 +140,7 @@ class HttpEdge:
             self._running.discard(exchange)
             self._metrics.in_flight.dec()
             self._metrics.request_ended(endpoint.name, outcome, time.monotonic() - exchange.caller.arrived_s)
+            end_request(span, exchange, endpoint, outcome)
             await exchange.close()
 
 

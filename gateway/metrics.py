@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from headrace.gateway.binding_metrics import binding_metrics
 from headrace.gateway.recent import Recent
+from headrace.protos.inference_pb2 import Finish
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WorkerInfo
+from headrace.protos.status import Reason
 from headrace.protos.worker_pb2 import Counters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# The times at which series began say nothing that the process's start does not.
+prometheus_client.disable_created_metrics()
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
@@ -34,6 +40,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self.recent = Recent()
         self._requests = Counter(
             "headrace_requests",
@@ -52,6 +59,15 @@ class Metrics:
             "headrace_prompt_tokens_cached", "Prompt tokens found in a prefix cache.", registry=self._registry
         )
         self._generated = Counter("headrace_generated_tokens", "Tokens delivered.", registry=self._registry)
+        self._queue = self._histogram("queue", "Arrival at a worker to the first step there.", _TTFT_BUCKETS)
+        self._prefill = self._histogram("prefill", "First step at a worker to the first token.", _TTFT_BUCKETS)
+        self._decode = self._histogram("decode", "First token at a worker to the last.", _REQUEST_BUCKETS)
+        self._retries = Counter(
+            "headrace_upstream_retries",
+            "Attempts that followed a failed one, through the same router or another, by the reason of the failure.",
+            ("reason",),
+            registry=self._registry,
+        )
 
     def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"headrace_{name}_seconds", description, buckets=buckets, registry=self._registry)
@@ -78,6 +94,17 @@ class Metrics:
         if num_generated_tokens > 1:
             self._per_token.observe(decoding_s / (num_generated_tokens - 1))
 
+    def timed(self, finish: Finish) -> None:
+        """Observe where a worker says that the time went, if this is the finish of one."""
+        if finish.HasField("timings"):
+            self._queue.observe(1e-6 * finish.timings.queue_us)
+            self._prefill.observe(1e-6 * finish.timings.prefill_us)
+            self._decode.observe(1e-6 * finish.timings.decode_us)
+
+    def retried(self, reason: Reason) -> None:
+        """Count an attempt that follows a failed one."""
+        self._retries.labels(reason.name.lower()).inc()
+
     def exposition(self, workers: Iterable[WorkerInfo]) -> bytes:
         """All metrics, with those of the workers, in the Prometheus text format."""
         fleet = CollectorRegistry()
@@ -96,6 +123,15 @@ class _Fleet:
         for worker in self._workers:
             up.add_metric([worker.worker_id], float(worker.state == WORKER_STATE_READY))
         yield up
+        info = GaugeMetricFamily(
+            "headrace_worker_info",
+            "1; the model of the worker, its address, its NUMA node (empty: not on one).",
+            labels=["worker", "model", "address", "numa_node"],
+        )
+        for worker in self._workers:
+            node = str(worker.load.numa_node) if worker.load.HasField("numa_node") else ""
+            info.add_metric([worker.worker_id, worker.model, worker.address, node], 1.0)
+        yield info
         reporting = [worker for worker in self._workers if worker.HasField("load")]
         for field, (name, description) in _LOAD_GAUGES.items():
             gauge = GaugeMetricFamily(f"headrace_worker_{name}", description, labels=["worker"])

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.gateway.models import Model
 from headrace.protos.status import Reason, StatusError
+from headrace.protos.tracing import current_span
 
 # Tokenizing this much takes about 0.2 ms, which a running stream does not notice.
 MAX_INLINE_CHARS = 2000
@@ -106,6 +107,10 @@ class Prompts:
         return await self._run(render_and_encode, conversation.num_chars)
 
     async def _run(self, work: Callable[[], _T], num_chars: int) -> _T:
+        with current_span().child("tokenize"):
+            return await self._run_in_turn(work, num_chars)
+
+    async def _run_in_turn(self, work: Callable[[], _T], num_chars: int) -> _T:
         if num_chars <= MAX_INLINE_CHARS:
             return work()
         if self._num_pending >= MAX_PENDING:

@@ -40,6 +40,7 @@ from headrace.protos.text_pb2 import (
     TokenizeResponse,
 )
 from headrace.protos.text_pb2_grpc import TextServicer
+from headrace.protos.tracing import serving_span
 
 SERVICE_NAME = "headrace.v1.Text"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -161,10 +162,14 @@ class TextService(TextServicer):
     def _counted(self, name: str, caller: Caller) -> Iterator[list[str]]:
         """Count a call under the outcome that is left in the list; calls that are cut off are cancelled."""
         outcome = ["cancelled"]
+        span = serving_span(f"{SERVICE_NAME}/{name.removeprefix('grpc_').title()}", caller.traceparent)
+        span.set({"rpc.system": "grpc", "headrace.request_id": caller.request_id})
         self._metrics.in_flight.inc()
         try:
             yield outcome
         finally:
+            span.set({"headrace.outcome": outcome[0]})
+            span.end()
             self._metrics.in_flight.dec()
             self._metrics.request_ended(name, outcome[0], time.monotonic() - caller.arrived_s)
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import grpc
 
 from headrace.gateway.bundle import MAX_BUNDLE_BYTES, BundleError
+from headrace.gateway.spans import begin_attempt
 from headrace.protos.inference_pb2 import FINISH_REASON_LENGTH, Finish, GenerateRequest, GenerateResponse
 from headrace.protos.inference_pb2_grpc import InferenceStub
 from headrace.protos.router_pb2 import ListModelsRequest, ListWorkersRequest, RouterGetTokenizerRequest, WorkerInfo
@@ -117,6 +118,8 @@ class Upstream:
         self._version = transport.version
         self._endpoints = [_endpoint(address, transport) for address in addresses]
         self._turn = 0
+        self.on_retry: Callable[[Reason], None] = lambda reason: None
+        """Called when a generation is attempted again, with the reason of the failure; set by whoever counts."""
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -194,7 +197,8 @@ class Upstream:
         while True:
             num_before = len(delivered)
             endpoint = self._next_endpoint()
-            call = endpoint.inference.Generate(request, metadata=metadata, timeout=GENERATE_TIMEOUT_S)
+            span = begin_attempt(request, endpoint.address)
+            call = endpoint.inference.Generate(request, metadata=span.onto(metadata), timeout=GENERATE_TIMEOUT_S)
             try:
                 while True:
                     message = await call.read()
@@ -205,10 +209,13 @@ class Upstream:
                     if message.HasField("finish"):
                         return
                 failure, lost = StatusError(Reason.WORKER_LOST, "the stream ended before the generation did"), True
+                span.fail(failure.reason.name.lower(), failure.message)
             except grpc.aio.AioRpcError as error:
                 failure, lost = error_of(error), _is_transport_failure(error)
+                span.fail(failure.reason.name.lower(), failure.message)
             finally:
                 call.cancel()
+                span.end()
             if len(delivered) >= request.sampling.max_tokens > 0 and lost:
                 yield _finish_of_length(len(delivered), len(request.token_ids))
                 return
@@ -216,6 +223,7 @@ class Upstream:
             if delay_s is None:
                 raise failure
             self._avoid(endpoint)
+            self.on_retry(failure.reason)
             _LOG.warning(
                 "%s: attempt %d through %s failed behind %d tokens: %s",
                 request.request_id,

@@ -80,12 +80,13 @@ def _unix_ns(monotonic_s: float | None) -> int | None:
 class OtelSpan(Span):
     """A span that is recorded, unless the trace's sampler says otherwise."""
 
-    __slots__ = ("_span", "_sums", "_tracer")
+    __slots__ = ("_lists", "_span", "_sums", "_tracer")
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
         self._tracer = tracer
         self._span = span
         self._sums: dict[str, int] = {}
+        self._lists: dict[str, list[str]] = {}
 
     @property
     def is_recording(self) -> bool:
@@ -119,6 +120,12 @@ class OtelSpan(Span):
         """See Span."""
         total = self._sums[name] = self._sums.get(name, 0) + number
         self._span.set_attribute(name, total)
+
+    def append(self, name: str, text: str) -> None:
+        """See Span."""
+        texts = self._lists.setdefault(name, [])
+        texts.append(text)
+        self._span.set_attribute(name, texts)
 
     def event(self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None) -> None:
         """See Span."""

@@ -82,6 +82,9 @@ class Span:
     def add(self, name: str, number: int) -> None:
         """Add to an attribute that is a number, 0 at first."""
 
+    def append(self, name: str, text: str) -> None:
+        """Add to an attribute that is a list of texts, empty at first."""
+
     def event(self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None) -> None:
         """Note that something happened."""
 
