@@ -198,6 +198,37 @@ class DetokenizedText(_Shape):
     prompt: str
 
 
+class Response(msgspec.Struct, kw_only=True):
+    """A response of the Responses API, with the fields of OpenAI's besides these."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    usage: dict[str, Any] | None
+
+
+class DeletedResponse(_Shape):
+    """What is left of a response."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class InputItems(_Shape):
+    """A page of what a response answers."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class Health(_Shape):
     """The state in a word or two."""
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from headrace.gateway import answer_types, openai_types, sampling
 from headrace.gateway.openai_types import NEUTRAL, NEUTRAL_CHAT
+from headrace.gateway.responses_types import ResponsesRequest
 
 REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/protocol.md"
 _TEXT, _EVENTS = "text/plain", "text/event-stream"
@@ -38,9 +39,12 @@ class Operation:
     """Of an answer; None where there is none but errors."""
     content_type: str = _TEXT
     """Of an answer without a type."""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """Schemas of the parameters in the query, by name."""
 
 
 _API = ("/v1", "/v3")
+_RESPONSE = "/responses/{response_id}"
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
@@ -60,6 +64,38 @@ OPERATIONS: tuple[Operation, ...] = (
         openai_types.CompletionRequest,
         is_streamed=True,
         prefixes=_API,
+    ),
+    Operation(
+        "POST",
+        "/responses",
+        "Answer in the manner of the Responses API",
+        answer_types.Response,
+        ResponsesRequest,
+        is_streamed=True,
+        prefixes=_API,
+    ),
+    Operation(
+        "GET",
+        _RESPONSE,
+        "Retrieve a response, or follow it",
+        answer_types.Response,
+        is_streamed=True,
+        prefixes=_API,
+        query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+    ),
+    Operation("DELETE", _RESPONSE, "Forget a response", answer_types.DeletedResponse, prefixes=_API),
+    Operation("POST", f"{_RESPONSE}/cancel", "Cancel a response", answer_types.Response, prefixes=_API),
+    Operation(
+        "GET",
+        f"{_RESPONSE}/input_items",
+        "List what a response answers",
+        answer_types.InputItems,
+        prefixes=_API,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+            "order": {"enum": ["asc", "desc"]},
+            "after": {"type": "string"},
+        },
     ),
     Operation("GET", "/models", "List the models", answer_types.ModelList, prefixes=_API),
     Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=_API),
@@ -177,10 +213,12 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
         "responses": responses,
     }
     names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
-    if names:
-        value["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()]
+    if parameters:
+        value["parameters"] = parameters
     if one.request is not None:
         schema = reference_of[str(one.request)]
         value["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -189,21 +227,21 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
 
 def _bound(name: str, schema: dict[str, Any]) -> None:
     """Add to a type's schema what the checks of its fields say."""
-    for field, value in schema.get("properties", {}).items():
+    for name_of_field, value in schema.get("properties", {}).items():
         if value.get("default", 0) is None:
             del value["default"]
-        neutral = NEUTRAL.get(field, NEUTRAL_CHAT.get(field))
+        neutral = NEUTRAL.get(name_of_field, NEUTRAL_CHAT.get(name_of_field))
         if neutral is not None and not set(value) - {"description"}:
             value["enum"] = [None, *neutral]
             value["description"] = "Known, and refused with other values"
             continue
-        keywords = _BOUNDS.get(f"{name}.{field}", _BOUNDS.get(field))
+        keywords = _BOUNDS.get(f"{name}.{name_of_field}", _BOUNDS.get(name_of_field))
         for branch in value.get("anyOf", [value]):
             for keyword in _KEYWORDS_OF.get(branch.get("type"), ()):
                 if keyword in (keywords or {}):
                     branch[keyword] = (keywords or {})[keyword]
-    for field, least, greatest, open_below in sampling.RANGES:
-        for branch in schema.get("properties", {}).get(field, {}).get("anyOf", ()):
+    for ranged, least, greatest, open_below in sampling.RANGES:
+        for branch in schema.get("properties", {}).get(ranged, {}).get("anyOf", ()):
             if branch.get("type") in ("number", "integer"):
                 branch["exclusiveMinimum" if open_below else "minimum"] = least
                 branch["maximum"] = greatest
