@@ -22,14 +22,16 @@ import uvloop
 from headrace.gateway.formats import REASONING_PARSERS, TOOL_PARSERS, Formats, parse_parsers
 from headrace.gateway.generation import Generator
 from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
-from headrace.gateway.logs import LEVELS, configure_logging
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Models
 from headrace.gateway.prompts import Prompts
+from headrace.gateway.spans import ACCESS
 from headrace.gateway.text_service import SERVICE_NAME, TextService
 from headrace.gateway.upstream import Upstream
 from headrace.protos.introspection import add_introspection, set_serving
+from headrace.protos.logs import FORMATS, LEVELS, configure_logging
 from headrace.protos.text_pb2_grpc import add_TextServicer_to_server
+from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.protos.transport import SERVER_OPTIONS
 
 NUM_TOKENIZER_THREADS = 2
@@ -202,9 +204,21 @@ def _bind(host: str, port: int) -> socket.socket:
 )
 @click.option("--console/--no-console", default=True, help="Whether to serve the web console at /.")
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least level of log lines.")
-def command(log_level: str, drain_timeout: float, **options: Any) -> None:
+@click.option("--log-format", default="text", type=click.Choice(FORMATS), help="Log lines for people or for machines.")
+@click.option("--access-log/--no-access-log", default=False, help="Whether every request gets a log line.")
+@click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
+def command(
+    log_level: str,
+    log_format: str,
+    access_log: bool,
+    otlp_endpoint: str | None,
+    drain_timeout: float,
+    **options: Any,
+) -> None:
     """Serve the OpenAI API for the models that routers know."""
-    configure_logging(log_level)
+    configure_logging(log_level, log_format)
+    ACCESS.disabled = not access_log
+    start_tracing("gateway", otlp_endpoint)
     uvloop.run(serve(Settings(drain_timeout_s=drain_timeout, **options)))
 
 
@@ -219,10 +233,12 @@ def main() -> None:
     """Run the command; exit status 2 and one sentence on standard error if what was asked cannot be done."""
     try:
         command.main(prog_name="headrace gateway", standalone_mode=False)
-    except (click.ClickException, CannotServeError) as error:
+    except (click.ClickException, CannotServeError, TracingUnavailableError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo(f"error: {message}", err=True)
         sys.exit(EXIT_USAGE)
+    finally:
+        stop_tracing(FLUSH_TRACES_S)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from headrace.gateway.exchange import Exchange, Message, Receive, Send
 from headrace.gateway.failures import HttpError, draining
 from headrace.gateway.formats import Formats
 from headrace.gateway.generation import Generator
-from headrace.gateway.logs import request_id_var
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Models
 from headrace.gateway.planning import Chats
@@ -41,6 +40,7 @@ from headrace.gateway.response_runs import ResponseRuns
 from headrace.gateway.response_store import MemoryStore, Store
 from headrace.gateway.spans import begin_request, end_request
 from headrace.gateway.upstream import Upstream
+from headrace.protos.logs import request_id_var
 from headrace.protos.status import Reason, StatusError
 
 KEEP_CONNECTION_S = 75

@@ -17,12 +17,12 @@ from headrace.gateway.conversation import conversation_of
 from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.failures import draining
 from headrace.gateway.generation import Account, Caller, Generator, Job, Usage, plan_job
-from headrace.gateway.logs import request_id_var
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Model, Models
 from headrace.gateway.openai_types import ChatMessage, ChatRequest
 from headrace.gateway.prompts import Conversation, Prompts
 from headrace.gateway.sampling import Sampling, invalid
+from headrace.protos.logs import request_id_var
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.protos.text_pb2 import ChatRequest as TextChatRequest
 from headrace.protos.text_pb2 import (

@@ -54,6 +54,10 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line, whatever the message holds: a caller's text may not look like records of its own."""
+        return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
+
     def format(self, record: logging.LogRecord) -> str:
         """See the module."""
         return without_secrets(super().format(record))

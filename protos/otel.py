@@ -78,7 +78,8 @@ def _unix_ns(monotonic_s: float | None) -> int | None:
 
 
 class OtelSpan(Span):
-    """A span that is recorded, unless the trace's sampler says otherwise."""
+    """A span that is recorded, unless the trace's sampler says otherwise. What comes behind its end is lost, silently:
+    an answer may go on behind the request that asked for it."""
 
     __slots__ = ("_lists", "_span", "_sums", "_tracer")
 
@@ -114,28 +115,32 @@ class OtelSpan(Span):
 
     def set(self, attributes: Attributes) -> None:
         """See Span."""
-        self._span.set_attributes(attributes)
+        if self.is_recording:
+            self._span.set_attributes(attributes)
 
     def add(self, name: str, number: int) -> None:
         """See Span."""
         total = self._sums[name] = self._sums.get(name, 0) + number
-        self._span.set_attribute(name, total)
+        self.set({name: total})
 
     def append(self, name: str, text: str) -> None:
         """See Span."""
         texts = self._lists.setdefault(name, [])
         texts.append(text)
-        self._span.set_attribute(name, texts)
+        self.set({name: texts})
 
     def event(self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None) -> None:
         """See Span."""
-        self._span.add_event(name, attributes, _unix_ns(at_s))
+        if self.is_recording:
+            self._span.add_event(name, attributes, _unix_ns(at_s))
 
     def fail(self, error_type: str, message: str = "") -> None:
         """See Span."""
-        self._span.set_attribute("error.type", error_type)
-        self._span.set_status(trace.StatusCode.ERROR, message or None)
+        if self.is_recording:
+            self._span.set_attribute("error.type", error_type)
+            self._span.set_status(trace.StatusCode.ERROR, message or None)
 
     def end(self, *, end_s: float | None = None) -> None:
         """See Span."""
-        self._span.end(_unix_ns(end_s))
+        if self.is_recording:
+            self._span.end(_unix_ns(end_s))

@@ -21,6 +21,8 @@ from typing import Any
 import click
 import uvloop
 
+from headrace.protos.logs import FORMATS, LEVELS, configure_logging
+from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.protos.transport import Transport, TransportError
 from headrace.router.admission import AdmissionConfig
 from headrace.router.fleet import Fleet, FleetConfig
@@ -189,7 +191,9 @@ def wired(
     help="Secret that every caller has to present as well.",
 )
 @click.option("--probe", metavar="HOST:PORT", help="Answer gRPC health here too, without TLS.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Least level of log lines.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines for people or for machines.")
+@click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
 @click.option(
     "--drain-timeout",
     type=click.FloatRange(min=0),
@@ -240,6 +244,8 @@ def main(
     worker: tuple[str, ...],
     metrics: str | None,
     log_level: str,
+    log_format: str,
+    otlp_endpoint: str | None,
     lease: float,
     max_index_entries: int,
     max_sessions: int,
@@ -247,9 +253,7 @@ def main(
     **options: Any,
 ) -> None:
     """Place requests on workers, by what they have cached and how busy they are."""
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(log_level, log_format)
 
     async def run() -> None:
         registry = Registry(worker, lease_s=lease)
@@ -268,10 +272,13 @@ def main(
         for address in worker:
             if not address.startswith("unix:"):
                 split_host_port(address)
+        start_tracing("router", otlp_endpoint)
         uvloop.run(run())
-    except CannotDoAsAskedError as error:
+    except (CannotDoAsAskedError, TracingUnavailableError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
+    finally:
+        stop_tracing(FLUSH_TRACES_S)
 
 
 if __name__ == "__main__":
