@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve test test-clients soak check protos bench bench-router dev clean
+.PHONY: help serve lock test test-clients soak check protos bench bench-router dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,10 +12,11 @@ help:
 	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
 	@echo 'make test-clients                             the tests with clients of other makers, installed apart'
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
-	@echo 'make check                                    types, lint, protos'
+	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
 	@echo 'make bench-router                             placement and forwarding, beside peers'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
+	@echo 'make lock                                     write requirements.lock, what the image installs'
 	@echo 'make dev                                      set up only'
 
 # Setting up writes to standard error: what `make serve` writes to standard output is the ready line.
@@ -61,11 +62,23 @@ test-clients: .venv/.dev .links/headrace .make/clients/.done
 soak: .venv/.dev .links/headrace
 	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py tests/e2e/test_redis.py $(ARGS)
 
-check: .venv/.dev .links/headrace
+# What checks images, compose files and manifests: large, and of no use to tests.
+.venv/.check: .venv/.dev
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]' >&2
+	@touch $@
+
+check: .venv/.check .links/headrace
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/buf lint
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml deploy/compose/*.yaml
+	$(BIN)/pytest --quiet tests/deploy
+
+# For CPython 3.11 on x86-64, the interpreter and machine of the image.
+lock: .venv/.dev
+	$(BIN)/python deploy/lock.py
 
 protos: .venv/.dev
 	@rm -rf .make/protos && mkdir -p .make/protos

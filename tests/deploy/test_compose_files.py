@@ -1,0 +1,138 @@
+"""The compose files: schema, commands, ports, and what they promise about safety and graceful stops."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.command_lines import refuse_what_is_unknown
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = {
+    "compose.yaml": ["compose.yaml"],
+    "two-socket": ["compose.yaml", "deploy/compose/two-socket.yaml"],
+    "host": ["deploy/compose/host.yaml"],
+}
+VARIABLES = {"HOST_ADDRESS": "10.0.0.7", "REDIS_URL": "redis://10.0.0.5:6379/0", "WORKER_1_CPUS": "4-5"}
+ALL_PROFILES = ["--profile", "front", "--profile", "redis", "--profile", "two-socket"]
+
+_INNERMOST = re.compile(r"\$\{(\w+)(?::([-?])([^${}]*))?\}")
+
+
+def interpolated(text: str) -> str:
+    """Variables put in as Compose does, the innermost first. Fails for one that must be set and is not."""
+    while found := _INNERMOST.search(text):
+        name, operator, otherwise = found.groups()
+        value = VARIABLES.get(name) or (otherwise if operator == "-" else None)
+        assert value is not None, f"{name} has no value"
+        text = text[: found.start()] + value + text[found.end() :]
+    return text
+
+
+def services(file: str) -> dict[str, dict[str, Any]]:
+    text = "\n".join(line for line in (ROOT / file).read_text().splitlines() if not line.lstrip().startswith("#"))
+    found: dict[str, dict[str, Any]] = yaml.safe_load(interpolated(text))["services"]
+    return found
+
+
+def seconds(duration: str) -> float:
+    assert duration.endswith("s")
+    return float(duration[:-1])
+
+
+whole_files = pytest.mark.parametrize("file", ["compose.yaml", "deploy/compose/host.yaml"])
+
+
+@pytest.mark.parametrize("file", sorted({file for files in FILES.values() for file in files}))
+def test_every_file_follows_the_compose_specification(file: str) -> None:
+    if importlib.util.find_spec("check_jsonschema") is None:
+        pytest.skip("check-jsonschema is not installed; make check does that")
+    import jsonschema
+    from check_jsonschema.builtin_schemas import get_builtin_schema
+
+    # Strings with variables are allowed wherever values are, as the specification has it.
+    jsonschema.validate(yaml.safe_load((ROOT / file).read_text()), get_builtin_schema("vendor.compose-spec"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_compose_itself_accepts_the_files(name: str) -> None:
+    if shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], check=False).returncode:
+        pytest.skip("there is no docker compose here")
+    command = ["docker", "compose", *ALL_PROFILES]
+    for file in FILES[name]:
+        command += ["--file", file]
+    done = subprocess.run(
+        [*command, "config", "--format", "json"],
+        cwd=ROOT,
+        env={**os.environ, **VARIABLES},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    config = json.loads(done.stdout)
+    assert {"gateway", "router", "worker"} <= set(config["services"])
+    # The build context is the repository, from wherever the file is.
+    assert Path(config["services"]["pull"]["build"]["context"]) == ROOT
+    if name != "compose.yaml":
+        assert config["services"]["worker-1"]["cpuset"] == VARIABLES["WORKER_1_CPUS"]
+        assert config["services"]["worker-1"]["cap_add"] == ["SYS_NICE"]
+
+
+@whole_files
+def test_commands_are_those_of_the_real_commands(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, service in services(file).items():
+        if name != "redis":
+            refuse_what_is_unknown(monkeypatch, service["command"], service.get("environment"))
+            check = service.get("healthcheck", {}).get("test", ["CMD", "headrace", "health", "x"])
+            assert check[:2] == ["CMD", "headrace"]
+            refuse_what_is_unknown(monkeypatch, check[2:])
+
+
+@whole_files
+def test_health_is_asked_where_a_process_listens(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gateway", "router", "worker"):
+        service = services(file)[name]
+        params = refuse_what_is_unknown(monkeypatch, service["command"], service.get("environment"))
+        asked = service["healthcheck"]["test"][3].rpartition(":")[2]
+        listening = str(params["port"] if name == "gateway" else params["listen"])
+        assert asked == listening.rpartition(":")[2]
+        if "ports" in service:
+            inside = {mapping.rpartition(":")[2] for mapping in service["ports"]}
+            assert inside == {str(params["port"]), str(params["grpc_port"])}
+
+
+@whole_files
+def test_stops_leave_the_time_to_drain(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gateway", "router", "worker"):
+        service = services(file)[name]
+        params = refuse_what_is_unknown(monkeypatch, service["command"], service.get("environment"))
+        drain_s = params.get("drain_timeout", params.get("drain_timeout_s"))
+        assert isinstance(drain_s, float)
+        assert drain_s + 5 <= seconds(service["stop_grace_period"])
+
+
+@whole_files
+def test_every_container_is_confined(file: str) -> None:
+    for service in services(file).values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_every_variable_is_explained_at_the_head_of_its_file() -> None:
+    for file in ("compose.yaml", "deploy/compose/host.yaml", "deploy/compose/two-socket.yaml"):
+        lines = (ROOT / file).read_text().splitlines()
+        head = "\n".join(line for line in lines if line.startswith("#"))
+        body = "\n".join(line for line in lines if not line.startswith("#"))
+        for name in re.findall(r"\$\{(\w+)", body):
+            assert re.search(rf"\b{name}\b", head), f"{file}: {name}"

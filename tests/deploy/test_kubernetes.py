@@ -1,0 +1,353 @@
+"""The manifests: schemas, commands, labels, ports, and what they promise about safety and quality of service."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.command_lines import refuse_what_is_unknown
+from tests.deploy.kustomization import Resource, containers, documents, identity, render
+
+KUBERNETES = Path(__file__).parent.parent.parent / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+# The oldest release that has everything the manifests use, and the newest that there are schemas for.
+RELEASES = ("1.29", "1.37")
+WORKLOADS = ("Deployment", "StatefulSet")
+# Where values are put in by the kubelet.
+DOWNWARD = {"POD_IP": "10.0.0.7", "POD_NAME": "headrace-worker-0", "MODEL_NAME": "m", "MODEL_SOURCE": "smollm2-135m"}
+
+overlays = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+def rendered(overlay: str) -> list[Resource]:
+    return render(KUBERNETES / "overlays" / overlay)
+
+
+def of_kind(resources: list[Resource], *kinds: str) -> list[Resource]:
+    return [resource for resource in resources if resource["kind"] in kinds]
+
+
+def pod_of(workload: Resource) -> Resource:
+    spec: Resource = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def labels_of(workload: Resource) -> dict[str, str]:
+    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def selects(selector: Resource, labels: dict[str, str]) -> bool:
+    """Whether a label selector, of either form, matches."""
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    for expression in selector.get("matchExpressions", []):
+        assert expression["operator"] == "In"
+        if labels.get(expression["key"]) not in expression["values"]:
+            return False
+    return True
+
+
+@overlays
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_resource_is_what_the_api_of_oldest_and_newest_release_wants(overlay: str, release: str) -> None:
+    if importlib.util.find_spec("kubernetes_validate") is None:
+        pytest.skip("kubernetes-validate is not installed; make check does that")
+    import kubernetes_validate
+
+    for resource in rendered(overlay):
+        assert kubernetes_validate.validate(resource, release, strict=True) == release, identity(resource)
+
+
+@overlays
+def test_kustomize_renders_the_same(overlay: str) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("there is no kubectl here")
+    text = subprocess.check_output([kubectl, "kustomize", str(KUBERNETES / "overlays" / overlay)], text=True)
+    theirs = {identity(resource): in_order(resource) for resource in yaml.safe_load_all(text)}
+    assert {identity(resource): in_order(resource) for resource in rendered(overlay)} == theirs
+
+
+def in_order(value: Any) -> Any:
+    """The same with every list of maps in one order: kustomize puts what a patch adds first."""
+    if isinstance(value, dict):
+        return {key: in_order(item) for key, item in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return sorted((in_order(item) for item in value), key=lambda item: json.dumps(item, sort_keys=True))
+    return value
+
+
+def test_every_file_belongs_to_an_overlay_or_component_that_a_test_renders() -> None:
+    used = {KUBERNETES / "kubelet.yaml"}
+    pending = [KUBERNETES / "overlays" / overlay for overlay in OVERLAYS]
+    # Whoever fills the volume says so; it is rendered by a test of its own.
+    pending.append(KUBERNETES / "components" / "shared-models")
+    while pending:
+        directory = pending.pop().resolve()
+        used.add(directory / "kustomization.yaml")
+        kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
+        names = kustomization.get("resources", []) + kustomization.get("components", [])
+        for path in (
+            directory / name for name in names + [patch["path"] for patch in kustomization.get("patches", [])]
+        ):
+            if path.is_dir():
+                pending.append(path)
+            else:
+                used.add(path)
+    assert set(KUBERNETES.rglob("*.yaml")) == used
+
+
+@overlays
+def test_every_resource_is_in_the_namespace(overlay: str) -> None:
+    resources = rendered(overlay)
+    namespaces = of_kind(resources, "Namespace")
+    assert [namespace["metadata"]["name"] for namespace in namespaces] == ["headrace"]
+    for resource in resources:
+        assert resource["kind"] == "Namespace" or resource["metadata"]["namespace"] == "headrace", identity(resource)
+
+
+@overlays
+def test_commands_and_variables_are_those_of_the_real_commands(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = [container for workload in rendered(overlay) for container in containers(workload)]
+    ours = [container for container in commands if "redis" not in container["image"]]
+    assert {container["args"][0] for container in ours} == {"gateway", "router", "worker", "pull"}
+    for container in ours:
+        argv = [re.sub(r"\$\((\w+)\)", lambda found: DOWNWARD[found[1]], arg) for arg in container["args"]]
+        named = {variable["name"]: variable.get("value", "redis://r:6379/0") for variable in container.get("env", [])}
+        refuse_what_is_unknown(monkeypatch, argv, named)
+        mentioned = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
+        assert mentioned <= set(named), "a variable that nobody sets stays as it is written"
+
+
+@overlays
+def test_selectors_find_the_pods_that_they_are_for(overlay: str) -> None:
+    resources = rendered(overlay)
+    pods = {identity(workload)[1]: labels_of(workload) for workload in of_kind(resources, *WORKLOADS)}
+    for workload in of_kind(resources, *WORKLOADS):
+        assert selects(workload["spec"]["selector"], labels_of(workload))
+    for resource in of_kind(resources, "Service", "PodDisruptionBudget"):
+        selector = resource["spec"]["selector"]
+        selector = selector if resource["kind"] == "PodDisruptionBudget" else {"matchLabels": selector}
+        found = {name for name, labels in pods.items() if selects(selector, labels)}
+        assert found == {resource["metadata"]["name"]}, identity(resource)
+    for policy in of_kind(resources, "NetworkPolicy"):
+        assert any(selects(policy["spec"]["podSelector"], labels) for labels in pods.values()), identity(policy)
+    for scaler in of_kind(resources, "HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        (workload,) = (found for found in resources if identity(found) == (target["kind"], target["name"]))
+        assert "replicas" not in workload["spec"], "applying the manifests would undo what the autoscaler did"
+
+
+def ports_of(workload: Resource) -> dict[str | int, int]:
+    """Ports of a workload's containers by name and by number."""
+    found: dict[str | int, int] = {}
+    for container in containers(workload):
+        for port in container.get("ports", []):
+            found[port["name"]] = found[port["containerPort"]] = port["containerPort"]
+    return found
+
+
+@overlays
+def test_ports_of_services_probes_and_addresses_are_those_that_the_commands_listen_on(
+    overlay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resources = rendered(overlay)
+    workloads = {identity(workload)[1]: workload for workload in of_kind(resources, *WORKLOADS)}
+    services = {identity(service)[1]: service for service in of_kind(resources, "Service")}
+    for name, service in services.items():
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in ports_of(workloads[name])
+    for workload in workloads.values():
+        declared = ports_of(workload)
+        annotations = workload["spec"]["template"]["metadata"].get("annotations", {})
+        assert not annotations or int(annotations["prometheus.io/port"]) in declared
+        for container in pod_of(workload)["containers"]:
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                action = container.get(probe, {})
+                for kind in ("httpGet", "grpc", "tcpSocket"):
+                    if kind in action:
+                        assert action[kind]["port"] in declared
+            if "redis" in container["image"]:
+                continue
+            env = {variable["name"]: variable.get("value", "x") for variable in container.get("env", [])}
+            params = refuse_what_is_unknown(monkeypatch, container["args"], env)
+            assert set(listened_ports(params)) == set(declared.values())
+            for address in routers_of(params):
+                host, _, port = address.removeprefix("dns:///").rpartition(":")
+                assert int(port) in {found["port"] for found in services[host]["spec"]["ports"]}
+
+
+def listened_ports(params: dict[str, Any]) -> Iterator[int]:
+    """Every port that a process with these parameters listens on."""
+    for name in ("port", "grpc_port"):
+        if params.get(name):
+            yield params[name]
+    for name in ("listen", "metrics", "probe"):
+        if params.get(name):
+            yield int(params[name].rpartition(":")[2])
+
+
+def routers_of(params: dict[str, Any]) -> tuple[str, ...]:
+    routers: tuple[str, ...] = params.get("routers", ())
+    return routers
+
+
+def allowed(resources: list[Resource], source: str, target: str) -> set[int]:
+    """Ports of `target` that the policies of both ends let `source` reach."""
+    workloads = {identity(workload)[1]: workload for workload in of_kind(resources, *WORKLOADS)}
+    declared = ports_of(workloads[target])
+    policies = of_kind(resources, "NetworkPolicy")
+
+    def opened(end: str, other: str, direction: str, peers: str) -> set[int]:
+        found: set[int] = set()
+        for policy in policies:
+            if not selects(policy["spec"]["podSelector"], labels_of(workloads[end])):
+                continue
+            for rule in policy["spec"].get(direction, []):
+                matching = [
+                    peer
+                    for peer in rule.get(peers, [])
+                    if "namespaceSelector" not in peer and selects(peer["podSelector"], labels_of(workloads[other]))
+                ]
+                if matching or peers not in rule:
+                    # Unlike ingress, egress by name is looked up at the target all the same.
+                    found |= {declared[port["port"]] for port in rule["ports"] if port["port"] in declared}
+        return found
+
+    return opened(source, target, "egress", "to") & opened(target, source, "ingress", "from")
+
+
+@overlays
+def test_only_gateways_and_workers_reach_routers_and_only_routers_reach_workers(overlay: str) -> None:
+    resources = rendered(overlay)
+    gateway, router, worker = "headrace-gateway", "headrace-router", "headrace-worker"
+    assert allowed(resources, gateway, router) == {50051}
+    assert allowed(resources, worker, router) == {50051}
+    assert allowed(resources, router, worker) == {50061}
+    assert allowed(resources, gateway, worker) == allowed(resources, worker, gateway) == set()
+    assert allowed(resources, worker, worker) == allowed(resources, router, router) == set()
+    names = [identity(workload)[1] for workload in of_kind(resources, *WORKLOADS)]
+    if "headrace-redis" in names:
+        assert allowed(resources, router, "headrace-redis") == allowed(resources, worker, "headrace-redis") == {6379}
+    closed = [policy for policy in of_kind(resources, "NetworkPolicy") if policy["spec"]["podSelector"] == {}]
+    assert [set(policy["spec"]["policyTypes"]) for policy in closed] == [{"Ingress", "Egress"}]
+
+
+@overlays
+def test_every_container_is_confined_as_the_restricted_profile_wants(overlay: str) -> None:
+    for workload in of_kind(rendered(overlay), *WORKLOADS):
+        pod = pod_of(workload)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        for container in containers(workload):
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            claims = workload["spec"].get("volumeClaimTemplates", [])
+            there = {volume["name"] for volume in pod["volumes"]} | {claim["metadata"]["name"] for claim in claims}
+            assert mounted <= there
+
+
+@overlays
+def test_workers_are_guaranteed_whole_cpus(overlay: str) -> None:
+    (worker,) = of_kind(rendered(overlay), "StatefulSet")
+    for container in containers(worker):
+        resources = container["resources"]
+        assert resources["requests"] == resources["limits"]
+        assert set(resources["limits"]) == {"cpu", "memory"}
+        assert resources["limits"]["cpu"].isdecimal(), "a fraction of a CPU is not given for itself"
+
+
+@overlays
+def test_pods_are_given_the_time_to_drain(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for workload in of_kind(rendered(overlay), *WORKLOADS):
+        pod = pod_of(workload)
+        for container in pod["containers"]:
+            if "redis" in container["image"]:
+                continue
+            env = {variable["name"]: variable.get("value", "x") for variable in container.get("env", [])}
+            params = refuse_what_is_unknown(monkeypatch, container["args"], env)
+            drain_s = params.get("drain_timeout", params.get("drain_timeout_s"))
+            assert isinstance(drain_s, float)
+            hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
+            assert hook[0] == "sleep"
+            assert drain_s + int(hook[1]) + 5 <= pod["terminationGracePeriodSeconds"]
+
+
+def test_metrics_of_the_autoscaler_are_ours() -> None:
+    rules = {}
+    for resource in documents(KUBERNETES / "components" / "autoscaling" / "prometheus-adapter.yaml"):
+        rules = {rule["name"]["as"]: rule for rule in yaml.safe_load(resource["data"]["config.yaml"])["externalRules"]}
+    wanted = {
+        metric["external"]["metric"]["name"]
+        for scaler in documents(KUBERNETES / "components" / "autoscaling" / "autoscalers.yaml")
+        for metric in scaler["spec"]["metrics"]
+        if metric["type"] == "External"
+    }
+    assert wanted == set(rules)
+    series = set(re.findall(r"headrace_\w+", " ".join(rule["metricsQuery"] for rule in rules.values())))
+    assert series == metric_names() & series
+
+
+def metric_names() -> set[str]:
+    """Names of series, as the modules that serve them have them."""
+    from headrace.gateway.metrics import Metrics
+    from headrace.router.metrics import RouterMetrics
+
+    gateway = Metrics()
+    router = RouterMetrics()
+    root = KUBERNETES.parent.parent
+    names = {family.name for registry in (gateway._registry, router.registry) for family in registry.collect()}
+    names |= {f"{name}_bucket" for name in names}
+    names |= {f"headrace_router_{found}" for found in re.findall(r'_gauge\("(\w+)"', _text(root / "router/metrics.py"))}
+    return names | {
+        f"headrace_worker_{found}" for found in re.findall(r'\("(\w+)", "', _text(root / "gateway/metrics.py"))
+    }
+
+
+def _text(path: Path) -> str:
+    return path.read_text()
+
+
+def test_the_kubelet_keeps_a_pod_on_one_node() -> None:
+    (kubelet,) = documents(KUBERNETES / "kubelet.yaml")
+    assert kubelet["cpuManagerPolicy"] == "static"
+    assert kubelet["topologyManagerPolicy"] == "single-numa-node"
+    assert kubelet["memoryManagerPolicy"] == "Static"
+    reserved = [kubelet["kubeReserved"]["memory"], kubelet["systemReserved"]["memory"]]
+    reserved.append(kubelet["evictionHard"]["memory.available"])
+    given = [node["limits"]["memory"] for node in kubelet["reservedMemory"]]
+    assert sum(map(mebibytes, reserved)) == sum(map(mebibytes, given)), "the kubelet does not start otherwise"
+
+
+def mebibytes(quantity: str) -> int:
+    number, unit = int(quantity[:-2]), quantity[-2:]
+    return number * {"Mi": 1, "Gi": 1024}[unit]
+
+
+def test_workers_of_a_shared_volume_fetch_nothing(tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    base, component = KUBERNETES / "base", KUBERNETES / "components" / "shared-models"
+    lines = {"resources": [str(base)], "components": [str(component)]}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(lines))
+    (worker,) = of_kind(render(overlay), "StatefulSet")
+    assert [container["name"] for container in containers(worker)] == ["worker"]
+    claims = [volume for volume in pod_of(worker)["volumes"] if volume["name"] == "models"]
+    assert claims == [{"name": "models", "persistentVolumeClaim": {"claimName": "headrace-models", "readOnly": True}}]
+    assert "volumeClaimTemplates" not in worker["spec"]
