@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock test test-clients soak check protos bench bench-router dev clean
+.PHONY: help serve lock test test-clients soak check protos release-protos bench bench-router dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -72,6 +72,7 @@ check: .venv/.check .links/headrace
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protos/released.binpb
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml deploy/compose/*.yaml
 	$(BIN)/pytest --quiet tests/deploy
@@ -79,6 +80,10 @@ check: .venv/.check .links/headrace
 # For CPython 3.11 on x86-64, the interpreter and machine of the image.
 lock: .venv/.dev
 	$(BIN)/python deploy/lock.py
+
+# What `make check` holds changes of the protos to. Said at a release, when what is then served becomes a promise.
+release-protos: .venv/.dev .links/headrace
+	$(BIN)/buf build --exclude-source-info -o protos/released.binpb
 
 protos: .venv/.dev
 	@rm -rf .make/protos && mkdir -p .make/protos

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
+from headrace.protos import inference_pb2 as headrace_dot_protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace/protos/text.proto\x12\x0bheadrace.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xa8\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\'\n\x06params\x18\x03 \x01(\x0b\x32\x17.headrace.v1.TextParams\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xda\x04\n\nTextParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12:\n\nlogit_bias\x18\x0e \x03(\x0b\x32&.headrace.v1.TextParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\x88\x01\n\x0c\x43hatResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x1a\n\rfinish_reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x12%\n\x05usage\x18\x03 \x01(\x0b\x32\x16.headrace.v1.TextUsage\x12\x12\n\nrequest_id\x18\x04 \x01(\tB\x10\n\x0e_finish_reason\"\x8f\x01\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\'\n\x06params\x18\x04 \x01(\x0b\x32\x17.headrace.v1.TextParamsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x89\x01\n\x10\x43ompleteResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\rfinish_reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x12%\n\x05usage\x18\x03 \x01(\x0b\x32\x16.headrace.v1.TextUsage\x12\x12\n\nrequest_id\x18\x04 \x01(\tB\x10\n\x0e_finish_reason\"T\n\tTextUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"h\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tH\x00\x88\x01\x01\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.headrace.v1.ChatMessageB\x07\n\x05_text\"A\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x17\n\x15TextListModelsRequest\"@\n\x16TextListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.headrace.v1.TextModel\"5\n\tTextModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r2\xff\x02\n\x04Text\x12=\n\x04\x43hat\x12\x18.headrace.v1.ChatRequest\x1a\x19.headrace.v1.ChatResponse0\x01\x12I\n\x08\x43omplete\x12\x1c.headrace.v1.CompleteRequest\x1a\x1d.headrace.v1.CompleteResponse0\x01\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\x12U\n\nListModels\x12\".headrace.v1.TextListModelsRequest\x1a#.headrace.v1.TextListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace/protos/text.proto\x12\x0bheadrace.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fheadrace/protos/inference.proto\"\xcc\x03\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\'\n\x06params\x18\x03 \x01(\x0b\x32\x17.headrace.v1.TextParams\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12$\n\x05tools\x18\x05 \x03(\x0b\x32\x15.headrace.v1.ChatTool\x12\x30\n\x0btool_choice\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.ChatToolChoice\x12 \n\x13parallel_tool_calls\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10reasoning_effort\x18\x08 \x01(\tH\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\t \x01(\x08H\x02\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\n \x01(\x08\x42\x16\n\x14_parallel_tool_callsB\x13\n\x11_reasoning_effortB\x18\n\x16_add_generation_prompt\"Q\n\x08\x43hatTool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"S\n\x0e\x43hatToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x19.headrace.v1.ChatToolModeH\x00\x12\x0e\n\x04tool\x18\x02 \x01(\tH\x00\x42\x06\n\x04kind\"J\n\x0c\x43hatToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\x9a\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x19\n\x11reasoning_content\x18\x04 \x01(\t\x12-\n\ntool_calls\x18\x05 \x03(\x0b\x32\x19.headrace.v1.ChatToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"\x8b\x08\n\nTextParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12:\n\nlogit_bias\x18\x0e \x03(\x0b\x32&.headrace.v1.TextParams.LogitBiasEntry\x12\x0e\n\x01n\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x14\n\x0cinclude_stop\x18\x11 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\x0e\x88\x01\x01\x12\x11\n\tbad_words\x18\x15 \x03(\t\x12#\n\x16truncate_prompt_tokens\x18\x16 \x01(\x05H\x0f\x88\x01\x01\x12+\n\nconstraint\x18\x17 \x01(\x0b\x32\x17.headrace.v1.Constraint\x12\x18\n\x10return_token_ids\x18\x18 \x01(\x08\x12\x18\n\x10prompt_cache_key\x18\x19 \x01(\t\x12\x12\n\ncache_salt\x18\x1a \x01(\t\x12\x10\n\x08priority\x18\x1b \x01(\x05\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x16\n\x14_skip_special_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x19\n\x17_truncate_prompt_tokens\"i\n\x0bTextLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12(\n\x03top\x18\x04 \x03(\x0b\x32\x1b.headrace.v1.TextTopLogprob\"B\n\x0eTextTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\xa0\x02\n\x0c\x43hatResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x1a\n\rfinish_reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x12%\n\x05usage\x18\x03 \x01(\x0b\x32\x16.headrace.v1.TextUsage\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05index\x18\x05 \x01(\r\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\x12-\n\ntool_calls\x18\x07 \x03(\x0b\x32\x19.headrace.v1.ChatToolCall\x12*\n\x08logprobs\x18\x08 \x03(\x0b\x32\x18.headrace.v1.TextLogprob\x12\x11\n\ttoken_ids\x18\t \x03(\rB\x10\n\x0e_finish_reason\"\x8f\x01\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\'\n\x06params\x18\x04 \x01(\x0b\x32\x17.headrace.v1.TextParamsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8a\x02\n\x10\x43ompleteResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\rfinish_reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x12%\n\x05usage\x18\x03 \x01(\x0b\x32\x16.headrace.v1.TextUsage\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05index\x18\x05 \x01(\r\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.headrace.v1.TextLogprob\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.headrace.v1.TextLogprob\x12\x11\n\ttoken_ids\x18\x08 \x03(\rB\x10\n\x0e_finish_reason\"n\n\tTextUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\xfd\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tH\x00\x88\x01\x01\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12$\n\x05tools\x18\x04 \x03(\x0b\x32\x15.headrace.v1.ChatTool\x12\x35\n\x14\x63hat_template_kwargs\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_textB\x15\n\x13_add_special_tokens\"A\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x17\n\x15TextListModelsRequest\"@\n\x16TextListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.headrace.v1.TextModel\"5\n\tTextModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r*}\n\x0c\x43hatToolMode\x12\x1e\n\x1a\x43HAT_TOOL_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43HAT_TOOL_MODE_AUTO\x10\x01\x12\x1b\n\x17\x43HAT_TOOL_MODE_REQUIRED\x10\x02\x12\x17\n\x13\x43HAT_TOOL_MODE_NONE\x10\x03\x32\xff\x02\n\x04Text\x12=\n\x04\x43hat\x12\x18.headrace.v1.ChatRequest\x1a\x19.headrace.v1.ChatResponse0\x01\x12I\n\x08\x43omplete\x12\x1c.headrace.v1.CompleteRequest\x1a\x1d.headrace.v1.CompleteResponse0\x01\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\x12U\n\nListModels\x12\".headrace.v1.TextListModelsRequest\x1a#.headrace.v1.TextListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,38 +35,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TEXTPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_TEXTPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_CHATREQUEST']._serialized_start=74
-  _globals['_CHATREQUEST']._serialized_end=242
-  _globals['_CHATMESSAGE']._serialized_start=244
-  _globals['_CHATMESSAGE']._serialized_end=302
-  _globals['_TEXTPARAMS']._serialized_start=305
-  _globals['_TEXTPARAMS']._serialized_end=907
-  _globals['_TEXTPARAMS_LOGITBIASENTRY']._serialized_start=693
-  _globals['_TEXTPARAMS_LOGITBIASENTRY']._serialized_end=741
-  _globals['_CHATRESPONSE']._serialized_start=910
-  _globals['_CHATRESPONSE']._serialized_end=1046
-  _globals['_COMPLETEREQUEST']._serialized_start=1049
-  _globals['_COMPLETEREQUEST']._serialized_end=1192
-  _globals['_TOKENIDS']._serialized_start=1194
-  _globals['_TOKENIDS']._serialized_end=1217
-  _globals['_COMPLETERESPONSE']._serialized_start=1220
-  _globals['_COMPLETERESPONSE']._serialized_end=1357
-  _globals['_TEXTUSAGE']._serialized_start=1359
-  _globals['_TEXTUSAGE']._serialized_end=1443
-  _globals['_TOKENIZEREQUEST']._serialized_start=1445
-  _globals['_TOKENIZEREQUEST']._serialized_end=1549
-  _globals['_TOKENIZERESPONSE']._serialized_start=1551
-  _globals['_TOKENIZERESPONSE']._serialized_end=1616
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1618
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1671
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1673
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1707
-  _globals['_TEXTLISTMODELSREQUEST']._serialized_start=1709
-  _globals['_TEXTLISTMODELSREQUEST']._serialized_end=1732
-  _globals['_TEXTLISTMODELSRESPONSE']._serialized_start=1734
-  _globals['_TEXTLISTMODELSRESPONSE']._serialized_end=1798
-  _globals['_TEXTMODEL']._serialized_start=1800
-  _globals['_TEXTMODEL']._serialized_end=1853
-  _globals['_TEXT']._serialized_start=1856
-  _globals['_TEXT']._serialized_end=2239
+  _globals['_CHATTOOLMODE']._serialized_start=3586
+  _globals['_CHATTOOLMODE']._serialized_end=3711
+  _globals['_CHATREQUEST']._serialized_start=107
+  _globals['_CHATREQUEST']._serialized_end=567
+  _globals['_CHATTOOL']._serialized_start=569
+  _globals['_CHATTOOL']._serialized_end=650
+  _globals['_CHATTOOLCHOICE']._serialized_start=652
+  _globals['_CHATTOOLCHOICE']._serialized_end=735
+  _globals['_CHATTOOLCALL']._serialized_start=737
+  _globals['_CHATTOOLCALL']._serialized_end=811
+  _globals['_CHATMESSAGE']._serialized_start=814
+  _globals['_CHATMESSAGE']._serialized_end=968
+  _globals['_TEXTPARAMS']._serialized_start=971
+  _globals['_TEXTPARAMS']._serialized_end=2006
+  _globals['_TEXTPARAMS_LOGITBIASENTRY']._serialized_start=1702
+  _globals['_TEXTPARAMS_LOGITBIASENTRY']._serialized_end=1750
+  _globals['_TEXTLOGPROB']._serialized_start=2008
+  _globals['_TEXTLOGPROB']._serialized_end=2113
+  _globals['_TEXTTOPLOGPROB']._serialized_start=2115
+  _globals['_TEXTTOPLOGPROB']._serialized_end=2181
+  _globals['_CHATRESPONSE']._serialized_start=2184
+  _globals['_CHATRESPONSE']._serialized_end=2472
+  _globals['_COMPLETEREQUEST']._serialized_start=2475
+  _globals['_COMPLETEREQUEST']._serialized_end=2618
+  _globals['_TOKENIDS']._serialized_start=2620
+  _globals['_TOKENIDS']._serialized_end=2643
+  _globals['_COMPLETERESPONSE']._serialized_start=2646
+  _globals['_COMPLETERESPONSE']._serialized_end=2912
+  _globals['_TEXTUSAGE']._serialized_start=2914
+  _globals['_TEXTUSAGE']._serialized_end=3024
+  _globals['_TOKENIZEREQUEST']._serialized_start=3027
+  _globals['_TOKENIZEREQUEST']._serialized_end=3280
+  _globals['_TOKENIZERESPONSE']._serialized_start=3282
+  _globals['_TOKENIZERESPONSE']._serialized_end=3347
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3349
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3402
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3404
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3438
+  _globals['_TEXTLISTMODELSREQUEST']._serialized_start=3440
+  _globals['_TEXTLISTMODELSREQUEST']._serialized_end=3463
+  _globals['_TEXTLISTMODELSRESPONSE']._serialized_start=3465
+  _globals['_TEXTLISTMODELSRESPONSE']._serialized_end=3529
+  _globals['_TEXTMODEL']._serialized_start=3531
+  _globals['_TEXTMODEL']._serialized_end=3584
+  _globals['_TEXT']._serialized_start=3714
+  _globals['_TEXT']._serialized_end=4097
 # @@protoc_insertion_point(module_scope)
