@@ -1,10 +1,16 @@
-"""Lines of many processes on one stream, each behind its process's name, without ever holding anyone up."""
+"""Lines of many processes on one stream, each with its process's name, without ever holding anyone up.
+
+text  worker-0 | 2026-01-31 12:00:00,000 INFO headrace.worker [-] listening on unix:/tmp/...
+json  {"process":"worker-0","time":"2026-01-31T12:00:00.000Z","level":"info", ...}
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
+from datetime import UTC, datetime
 from typing import BinaryIO
 
 _MAX_WAITING_LINES = 10_000
@@ -12,14 +18,15 @@ _COLOURS = (b"\x1b[36m", b"\x1b[33m", b"\x1b[32m", b"\x1b[35m", b"\x1b[34m")
 
 
 class LogSink:
-    """Writes `NAME | LINE` from a thread of its own.
+    """Writes lines from a thread of its own; with `as_json` every one is a JSON object, whatever a process printed.
 
     A reader that does not keep up costs lines, which are counted and reported, and never time.
     """
 
-    def __init__(self, stream: BinaryIO, *, colour: bool = False) -> None:
+    def __init__(self, stream: BinaryIO, *, colour: bool = False, as_json: bool = False) -> None:
         self._stream = stream
-        self._colour = colour
+        self._colour = colour and not as_json
+        self._as_json = as_json
         self._seen: dict[str, bytes] = {}
         self._num_dropped = 0
         self._queue: queue.Queue[bytes | None] = queue.Queue(_MAX_WAITING_LINES)
@@ -29,9 +36,9 @@ class LogSink:
     def line(self, name: str, text: bytes | str) -> None:
         """Add one line, given without its end."""
         raw = text.encode() if isinstance(text, str) else text
-        entry = self._prefix(name) + raw + b"\n"
+        entry = self._entry(name, raw)
         if self._num_dropped:
-            entry = self._prefix("serve") + b"%d lines were dropped\n" % self._num_dropped + entry
+            entry = self._entry("serve", b"%d lines were dropped" % self._num_dropped) + entry
         try:
             self._queue.put_nowait(entry)
             self._num_dropped = 0
@@ -43,6 +50,20 @@ class LogSink:
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
+
+    def _entry(self, name: str, raw: bytes) -> bytes:
+        if not self._as_json:
+            return self._prefix(name) + raw + b"\n"
+        if raw.startswith(b'{"time":') and raw.endswith(b"}"):
+            return b'{"process":"%s",%s\n' % (name.encode(), raw[1:])
+        fields = {
+            "process": name,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": "error" if raw.startswith(b"error: ") else "info",
+            "logger": "headrace.serve" if name == "serve" else "stderr",
+            "message": raw.decode(errors="replace"),
+        }
+        return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
     def _prefix(self, name: str) -> bytes:
         prefix = self._seen.get(name)

@@ -31,7 +31,8 @@ class ProcessSpec:
 class ServeOptions:
     """What `headrace serve` was asked for, with every choice made. `None` leaves a value to the worker.
 
-    `places` has one place for each worker; `grpc_port` 0 means no gRPC edge.
+    `places` has one place for each worker; `grpc_port` 0 means no gRPC edge; the router's metrics are at
+    `metrics_port`, those of worker i at the i-th port behind it.
     """
 
     model_directory: Path
@@ -46,6 +47,9 @@ class ServeOptions:
     max_num_batched_tokens: int | None = None
     execution_mode: str | None = None
     log_level: str | None = None
+    log_format: str | None = None
+    otlp_endpoint: str | None = None
+    metrics_port: int | None = None
 
 
 def base_url(host: str, port: int) -> str:
@@ -76,13 +80,13 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
     argv += _given("--execution-mode", options.execution_mode)
-    argv += _given("--log-level", options.log_level)
+    argv += _metrics(options, 1 + index) + _observation(options)
     return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1)
 
 
 def _router(options: ServeOptions, python: str) -> ProcessSpec:
     address = router_address(options)
-    argv = [python, "-m", "headrace.router", "--listen", address, *_given("--log-level", options.log_level)]
+    argv = [python, "-m", "headrace.router", "--listen", address, *_metrics(options, 0), *_observation(options)]
     return ProcessSpec("router", "router", tuple(argv), address, stop_phase=1)
 
 
@@ -90,8 +94,21 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv = [python, "-m", "headrace.gateway", "--host", options.host, "--port", str(options.port)]
     argv += ["--router", router_address(options)]
     argv += _given("--grpc-port", options.grpc_port or None)
-    argv += _given("--log-level", options.log_level)
+    argv += _observation(options)
     return ProcessSpec("gateway", "gateway", tuple(argv), base_url(options.host, options.port))
+
+
+def _observation(options: ServeOptions) -> list[str]:
+    """How every process tells what it does."""
+    level, log_format = _given("--log-level", options.log_level), _given("--log-format", options.log_format)
+    return [*level, *log_format, *_given("--otlp-endpoint", options.otlp_endpoint)]
+
+
+def _metrics(options: ServeOptions, offset: int) -> list[str]:
+    if options.metrics_port is None:
+        return []
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return ["--metrics", f"{host}:{options.metrics_port + offset}"]
 
 
 def _given(flag: str, value: float | str | None) -> list[str]:

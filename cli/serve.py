@@ -206,6 +206,18 @@ class Serving:
 )
 @click.option("--name", help="Name of the model in requests, if not its own.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of all processes.")
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    envvar="HEADRACE_LOG_FORMAT",
+    help="Log lines of all processes, for people or for machines.  [default: text]",
+)
+@click.option("--otlp-endpoint", help="Send traces of all processes there by OTLP, such as http://HOST:4317.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535 - 256),
+    help="Port of the router's metrics, and the ports behind it those of the workers.  [default: none]",
+)
 @click.option("--dry-run", is_flag=True, help="Print which cores each worker would get, and do nothing.")
 def serve(
     model: str,
@@ -220,6 +232,9 @@ def serve(
     execution_mode: str | None,
     name: str | None,
     log_level: str | None,
+    log_format: str | None,
+    otlp_endpoint: str | None,
+    metrics_port: int | None,
     dry_run: bool,
 ) -> None:
     """Serve MODEL on this host.
@@ -232,7 +247,7 @@ def serve(
     if dry_run:
         click.echo(describe_plan(places))
         return
-    log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty())
+    log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty(), as_json=log_format == "json")
     try:
         if port:
             check_port(host, port, "--port")
@@ -253,6 +268,9 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens,
             execution_mode=execution_mode,
             log_level=log_level,
+            log_format=log_format,
+            otlp_endpoint=otlp_endpoint,
+            metrics_port=metrics_port,
         )
         status = asyncio.run(Serving(options, log, begun_s).run())
     finally:
