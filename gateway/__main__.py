@@ -103,7 +103,7 @@ def _wire(settings: Settings, tokenizing: ThreadPoolExecutor, loading: ThreadPoo
     generator = Generator(upstream, metrics)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
     edge = HttpEdge(models, prompts, generator, upstream, metrics, formats, console=settings.console)
-    return _Parts(upstream, models, edge, TextService(models, prompts, generator, metrics))
+    return _Parts(upstream, models, edge, TextService(models, prompts, generator, metrics, formats))
 
 
 async def _run(

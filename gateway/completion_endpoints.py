@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from headrace.gateway import openai_types
 from headrace.gateway.chat_output import WholeChat
-from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.endpoint import Endpoint, Services, at_api
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.generation import Plan
@@ -15,7 +14,6 @@ from headrace.gateway.openai_answers import Shown, WholeChoice, best_of, identit
 from headrace.gateway.openai_logprobs import ChatLogprobs, CompletionLogprobs
 from headrace.gateway.openai_streams import ChatStream, CompletionStream
 from headrace.gateway.openai_types import ChatRequest, CompletionRequest
-from headrace.gateway.planning import plan_of
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
@@ -50,25 +48,10 @@ class _Completions:
 
     async def completions(self, exchange: Exchange) -> None:
         request = openai_types.decode_body(await exchange.body(), CompletionRequest)
-        openai_types.check_completion(request)
-        model = await self._services.models.find(request.model or "")
+        completion = await self._services.chats.plan_completion(request)
+        model, plans = completion.model, completion.plans
         token_bytes = model.text.tokenizer.token_bytes
-        sampling = await self._services.chats.sampling(request, model)
-        plans: list[Plan] = []
-        texts: list[str] = []
-        for prompt in openai_types.prompts_of(request):
-            if isinstance(prompt, str):
-                add_special_tokens = request.add_special_tokens is not False
-                token_ids = await self._services.prompts.of_text(model, prompt, add_special_tokens=add_special_tokens)
-            else:
-                token_ids = prompt
-            plan = plan_of(request, model, token_ids, sampling)
-            whole = isinstance(prompt, str) and len(plan.job.token_ids) == len(token_ids)
-            texts.append(prompt if isinstance(prompt, str) and whole else "")
-            if request.echo and not whole:
-                texts[-1] = detokenize(plan.job.token_ids, token_bytes, model.text.tokenizer.special_ids)
-            plans.append(plan)
-        shown = _shown(request, plans, texts if request.echo else ())
+        shown = _shown(request, plans, completion.echoes)
         who = identity("cmpl", plans[0].requests[0].request_id, int(time.time()), model.card)
         logprobs = None
         if request.logprobs is not None:
@@ -84,8 +67,8 @@ class _Completions:
             await exchange.respond(whole_completion(who, best, logprobs, usage, shown, token_bytes))
 
 
-def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], texts: Sequence[str] = ()) -> Shown:
-    """What an answer to these plans shows. `texts` are the prompts' texts, if they are echoed."""
+def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echoes: Sequence[str] = ()) -> Shown:
+    """What an answer to these plans shows. `echoes` are the prompts' texts, if they are echoed."""
     n = request.n or 1
     options = request.stream_options
     return Shown(
@@ -94,6 +77,6 @@ def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], text
         num_prompt_tokens=sum(len(plan.job.token_ids) for plan in plans),
         prompts=[plan.job.token_ids for plan in plans for _ in range(n)],
         token_ids=bool(request.return_token_ids),
-        echoes=[text for text in texts for _ in range(n)],
+        echoes=[text for text in echoes for _ in range(n)],
         prompt_logprobs=request.prompt_logprobs,
     )

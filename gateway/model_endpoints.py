@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.gateway import openai_types
-from headrace.gateway.conversation import conversation_of
 from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.endpoint import Endpoint, Services, at_api
 from headrace.gateway.exchange import Exchange
@@ -14,7 +13,6 @@ from headrace.gateway.openai_answers import encode, model_value
 from headrace.gateway.openai_logprobs import token_bytes_of
 from headrace.gateway.openai_types import DetokenizeRequest, TokenizeRequest
 from headrace.gateway.sampling import invalid
-from headrace.gateway.tools import schemas_of
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
@@ -42,21 +40,7 @@ class _Models:
 
     async def tokenize(self, exchange: Exchange) -> None:
         request = openai_types.decode_body(await exchange.body(), TokenizeRequest)
-        if (request.prompt is None) == (request.messages is None):
-            raise invalid("prompt", "give either prompt or messages")
-        openai_types.check_tokenize(request)
-        model = await self._services.models.find(request.model or "")
-        if request.prompt is not None:
-            add_special_tokens = request.add_special_tokens is not False
-            token_ids = await self._services.prompts.of_text(
-                model, request.prompt, add_special_tokens=add_special_tokens
-            )
-        else:
-            tools = request.tools or ()
-            schemas_of(tools)
-            conversation = conversation_of(request, model.chat_template(), tools)
-            prompt = await self._services.prompts.of_conversation(model, conversation)
-            token_ids = list(prompt.token_ids)
+        model, token_ids = await self._services.chats.tokenize(request)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": model.card.max_context_tokens,

@@ -6,22 +6,23 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.json_format import MessageToDict
 
-from headrace.gateway.conversation import conversation_of
+from headrace.gateway.choice import Piece
 from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.failures import draining
-from headrace.gateway.generation import Account, Caller, Generator, Job, Usage, plan_job
+from headrace.gateway.formats import Formats
+from headrace.gateway.generation import Account, Caller, Generator, Plan
 from headrace.gateway.metrics import Metrics
-from headrace.gateway.models import Model, Models
-from headrace.gateway.openai_types import ChatMessage, ChatRequest
-from headrace.gateway.prompts import Conversation, Prompts
-from headrace.gateway.sampling import Sampling, invalid
+from headrace.gateway.models import Models
+from headrace.gateway.planning import Chats
+from headrace.gateway.prompts import Prompts
+from headrace.gateway.sampling import invalid
+from headrace.gateway.text_values import FIELD_NAMES, Answers, chat_request, completion_request, tokenize_request
 from headrace.protos.logs import request_id_var
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.protos.text_pb2 import ChatRequest as TextChatRequest
@@ -34,8 +35,6 @@ from headrace.protos.text_pb2 import (
     TextListModelsRequest,
     TextListModelsResponse,
     TextModel,
-    TextParams,
-    TextUsage,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -46,101 +45,118 @@ SERVICE_NAME = "headrace.v1.Text"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LOG = logging.getLogger(__name__)
 
+_M = TypeVar("_M")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class TextService(TextServicer):
     """Answers for the models. Failures are statuses with google.rpc details, as everywhere in headrace."""
 
-    def __init__(self, models: Models, prompts: Prompts, generator: Generator, metrics: Metrics) -> None:
+    def __init__(
+        self, models: Models, prompts: Prompts, generator: Generator, metrics: Metrics, formats: Formats | None = None
+    ) -> None:
+        """Without `formats`, chat templates tell how models write tool calls and reasoning."""
         self._models = models
-        self._prompts = prompts
+        self._chats = Chats(models, prompts, formats or Formats())
         self._generator = generator
         self._metrics = metrics
         self.stopping = False
         """Set by the owner when the server stops: new calls are refused."""
 
     async def Chat(self, request: TextChatRequest, context: Context) -> AsyncIterator[ChatResponse]:
-        """Stream the answer to a conversation."""
+        """Stream the answers to a conversation."""
         caller = _caller(context)
-        async with aclosing(self._guarded(self._chat(request, caller), "grpc_chat", caller, context)) as answers:
-            async for text, reason, usage in answers:
-                yield ChatResponse(content=text, finish_reason=reason, usage=usage, request_id=caller.request_id)
+        async with aclosing(self._guarded(self._chat(request, caller), "grpc_chat", caller, context)) as messages:
+            async for message in messages:
+                yield message
 
     async def Complete(self, request: CompleteRequest, context: Context) -> AsyncIterator[CompleteResponse]:
-        """Stream the continuation of a text."""
+        """Stream the continuations of a text."""
         caller = _caller(context)
-        answers = self._guarded(self._complete(request, caller), "grpc_complete", caller, context)
-        async with aclosing(answers):
-            async for text, reason, usage in answers:
-                yield CompleteResponse(text=text, finish_reason=reason, usage=usage, request_id=caller.request_id)
+        messages = self._guarded(self._complete(request, caller), "grpc_complete", caller, context)
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         """Token ids of a text or a conversation."""
-        try:
-            if request.HasField("text") == bool(request.messages):
-                raise invalid("text", "give either text or messages")
-            model = await self._models.find(request.model)
-            if request.HasField("text"):
-                token_ids = await self._prompts.of_text(model, request.text)
-            else:
-                prompt = await self._prompts.of_conversation(model, _conversation(request, model))
-                token_ids = list(prompt.token_ids)
+
+        async def tokenize() -> TokenizeResponse:
+            with FIELD_NAMES.in_callers_terms():
+                model, token_ids = await self._chats.tokenize(tokenize_request(request))
             return TokenizeResponse(token_ids=token_ids, max_context_tokens=model.card.max_context_tokens)
-        except StatusError as error:
-            await abort(context, error)
+
+        return await self._answered(tokenize, "grpc_tokenize", context)
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         """Text of token ids, special tokens included."""
-        try:
+
+        async def text() -> DetokenizeResponse:
             model = await self._models.find(request.model)
             if request.token_ids and max(request.token_ids) >= model.card.vocab_size:
                 raise invalid("token_ids", f"token_ids must be below {model.card.vocab_size}")
             return DetokenizeResponse(text=detokenize(request.token_ids, model.text.tokenizer.token_bytes))
-        except StatusError as error:
-            await abort(context, error)
+
+        return await self._answered(text, "grpc_detokenize", context)
 
     async def ListModels(self, request: TextListModelsRequest, context: Context) -> TextListModelsResponse:
         """The models that can be asked for."""
-        try:
-            models = await self._models.listed()
-        except StatusError as error:
-            await abort(context, error)
-        cards = [TextModel(name=model.name, max_context_tokens=model.card.max_context_tokens) for model in models]
-        return TextListModelsResponse(models=cards)
 
-    async def _chat(self, request: TextChatRequest, caller: Caller) -> AsyncGenerator[_Answer, None]:
-        model = await self._models.find(request.model)
-        token_ids = (await self._prompts.of_conversation(model, _conversation(request, model))).token_ids
-        async with aclosing(self._answers(Job(model, token_ids, _sampling(request.params)), caller)) as answers:
-            async for answer in answers:
-                yield answer
+        async def models() -> TextListModelsResponse:
+            listed = await self._models.listed()
+            cards = [TextModel(name=one.name, max_context_tokens=one.card.max_context_tokens) for one in listed]
+            return TextListModelsResponse(models=cards)
 
-    async def _complete(self, request: CompleteRequest, caller: Caller) -> AsyncGenerator[_Answer, None]:
-        model = await self._models.find(request.model)
-        kind = request.WhichOneof("prompt")
-        if kind is None:
-            raise invalid("text", "give either text or token_ids")
-        token_ids = await self._prompts.of_text(model, request.text) if kind == "text" else list(request.token_ids.ids)
-        async with aclosing(self._answers(Job(model, token_ids, _sampling(request.params)), caller)) as answers:
-            async for answer in answers:
-                yield answer
+        return await self._answered(models, "grpc_models", context)
 
-    async def _answers(self, job: Job, caller: Caller) -> AsyncGenerator[_Answer, None]:
-        plans = [plan_job(job)]
-        account = Account(plans)
-        async with aclosing(self._generator.stream(plans, caller)) as pieces:
+    async def _chat(self, request: TextChatRequest, caller: Caller) -> AsyncGenerator[ChatResponse, None]:
+        with FIELD_NAMES.in_callers_terms():
+            chat = await self._chats.plan(chat_request(request))
+        token_bytes = chat.model.text.tokenizer.token_bytes
+        answers = Answers(caller.request_id, request.params, token_bytes, chat.reading.num_id_chars)
+        account, readers = Account([chat.plan]), chat.choices()
+        async with aclosing(self._pieces([chat.plan], caller)) as pieces:
+            async for index, piece in pieces:
+                read = readers[index].push(piece)
+                if read.ending is not None:
+                    account.ended(index, read.ending)
+                message = answers.chat(index, read, None if account.num_open else account.usage)
+                if message is not None:
+                    yield message
+
+    async def _complete(self, request: CompleteRequest, caller: Caller) -> AsyncGenerator[CompleteResponse, None]:
+        with FIELD_NAMES.in_callers_terms():
+            completion = await self._chats.plan_completion(completion_request(request))
+        answers = Answers(caller.request_id, request.params, completion.model.text.tokenizer.token_bytes)
+        account = Account(completion.plans)
+        async with aclosing(self._pieces(completion.plans, caller)) as pieces:
             async for index, piece in pieces:
                 if piece.ending is not None:
                     account.ended(index, piece.ending)
-                    yield piece.text, piece.ending.reason, _usage(account.usage)
-                elif piece.text:
-                    yield piece.text, None, None
+                message = answers.completion(index, piece, None if account.num_open else account.usage)
+                if message is not None:
+                    yield message
+
+    async def _pieces(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Pieces of the answers; what upstream refuses is said in this edge's terms."""
+        with FIELD_NAMES.in_callers_terms():
+            async with aclosing(self._generator.stream(plans, caller)) as pieces:
+                async for indexed in pieces:
+                    yield indexed
+
+    async def _answered(self, work: Callable[[], Awaitable[_M]], name: str, context: Context) -> _M:
+        """The one message of a call that streams nothing."""
+
+        async def once() -> AsyncGenerator[_M, None]:
+            yield await work()
+
+        async with aclosing(self._guarded(once(), name, _caller(context), context)) as messages:
+            return await anext(messages)
 
     async def _guarded(
-        self, answers: AsyncGenerator[_Answer, None], name: str, caller: Caller, context: Context
-    ) -> AsyncGenerator[_Answer, None]:
-        """The answers; a failure ends the call with its status. Counts the outcome."""
+        self, answers: AsyncGenerator[_M, None], name: str, caller: Caller, context: Context
+    ) -> AsyncGenerator[_M, None]:
+        """The messages; a failure ends the call with its status. Counts the outcome."""
         request_id_var.set(caller.request_id)
         with self._counted(name, caller) as outcome:
             try:
@@ -174,51 +190,9 @@ class TextService(TextServicer):
             self._metrics.request_ended(name, outcome[0], time.monotonic() - caller.arrived_s)
 
 
-# text, finish reason and usage; the last two on the last one only
-_Answer = tuple[str, str | None, TextUsage | None]
-
-
 def _caller(context: Context) -> Caller:
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     request_id = metadata.get("x-request-id", "")
     if not _REQUEST_ID.fullmatch(request_id):
         request_id = f"req_{secrets.token_hex(16)}"
     return Caller(request_id, metadata.get("traceparent", ""), time.monotonic())
-
-
-def _conversation(request: TextChatRequest | TokenizeRequest, model: Model) -> Conversation:
-    messages = [ChatMessage(role=m.role, content=m.content, name=m.name or None) for m in request.messages]
-    variables: dict[str, Any] = {}
-    if isinstance(request, TextChatRequest) and request.HasField("chat_template_kwargs"):
-        variables = MessageToDict(request.chat_template_kwargs)
-    return conversation_of(ChatRequest(messages=messages, chat_template_kwargs=variables), model.chat_template())
-
-
-def _sampling(params: TextParams) -> Sampling:
-    def given(name: str) -> Any:
-        return getattr(params, name) if params.HasField(name) else None
-
-    return Sampling(
-        temperature=given("temperature"),
-        top_p=given("top_p"),
-        top_k=given("top_k"),
-        min_p=given("min_p"),
-        seed=given("seed"),
-        presence_penalty=given("presence_penalty"),
-        frequency_penalty=given("frequency_penalty"),
-        repetition_penalty=given("repetition_penalty"),
-        logit_bias=dict(params.logit_bias),
-        max_tokens=given("max_tokens"),
-        min_tokens=given("min_tokens"),
-        ignore_eos=params.ignore_eos,
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-    )
-
-
-def _usage(usage: Usage) -> TextUsage:
-    return TextUsage(
-        prompt_tokens=usage.num_prompt_tokens,
-        completion_tokens=usage.num_generated_tokens,
-        cached_tokens=usage.num_cached_tokens,
-    )
