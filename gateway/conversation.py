@@ -59,6 +59,11 @@ def conversation_of(
     )
 
 
+def can_switch_reasoning(template: ChatTemplate) -> bool:
+    """Whether a template reads any of the variables that say how much to reason."""
+    return any(template.uses(name) for name in ("reasoning_effort", *_SWITCHES))
+
+
 def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
     """The template's variables for an effort."""
     if effort not in _EFFORTS:

@@ -58,6 +58,8 @@ class Exchange:
         """Whose key the request came with: what it leaves behind is only for the same owner. Empty without keys."""
         self.status = 0
         """Of the response, once it has begun."""
+        self.keep_alive_event = COMMENT
+        """What is sent on a stream that is idle."""
         self.disconnected = False
         """The client is gone; the task was cancelled for it."""
         self.interrupted = False
@@ -167,11 +169,11 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def keep_alive(self) -> None:
-        """For ever: send a comment whenever nothing was written for `KEEP_ALIVE_S`. Also begins the response."""
+        """For ever: send `keep_alive_event` when nothing was written for `KEEP_ALIVE_S`. Also begins the response."""
         self._last_write_s = time.monotonic()
         while True:
             idle_s = time.monotonic() - self._last_write_s
             if idle_s >= KEEP_ALIVE_S:
-                await self.write(COMMENT)
+                await self.write(self.keep_alive_event)
                 idle_s = 0.0
             await asyncio.sleep(KEEP_ALIVE_S - idle_s)

@@ -20,6 +20,7 @@ from headrace.gateway import (
     absent_endpoints,
     completion_endpoints,
     console_endpoints,
+    messages_endpoints,
     model_endpoints,
     model_server_endpoints,
     openapi_endpoints,
@@ -52,6 +53,7 @@ def endpoints(services: Services, console: bool) -> Sequence[Endpoint]:
     return [
         *completion_endpoints.endpoints(services),
         *responses_endpoints.endpoints(services),
+        *messages_endpoints.endpoints(services),
         *model_endpoints.endpoints(services),
         *state_endpoints.endpoints(services),
         *model_server_endpoints.endpoints(services),

@@ -24,7 +24,8 @@ from headrace.gateway.generation import Usage
 from headrace.gateway.openai_answers import OPENAI_ERRORS, encode
 from headrace.gateway.openai_logprobs import ChatLogprobs
 from headrace.gateway.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
-from headrace.gateway.response_items import new_id, sealed
+from headrace.gateway.reasoning_seal import sealed
+from headrace.gateway.response_items import new_id
 from headrace.gateway.responses_types import ENCRYPTED_REASONING, ResponsesRequest, TextFields
 from headrace.protos.inference_pb2 import SamplingParams
 

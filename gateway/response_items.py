@@ -6,20 +6,18 @@ function_call_output                              ->  one turn of the tool
 
 from __future__ import annotations
 
-import base64
-import binascii
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.openai_types import ChatMessage, unsupported
+from headrace.gateway.reasoning_seal import unsealed
 from headrace.gateway.sampling import invalid
 
 MAX_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_SEAL = "hr1."
 _MAX_ECHO_CHARS = 64
 
 
@@ -34,11 +32,6 @@ class Turn:
 def new_id(kind: str) -> str:
     """A fresh id, such as `msg_…` for the kind `msg`."""
     return f"{kind}_{secrets.token_hex(24)}"
-
-
-def sealed(reasoning: str) -> str:
-    """Reasoning as a caller that has nothing stored hands it back. It hides nothing: the item has it in content too."""
-    return _SEAL + base64.urlsafe_b64encode(reasoning.encode()).decode()
 
 
 def input_items(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -171,7 +164,8 @@ def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
 def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     content = item.get("content")
     if content is None and item.get("encrypted_content") is not None:
-        content = [{"type": "reasoning_text", "text": _unsealed(where, item["encrypted_content"])}]
+        text = unsealed(f"{where}.encrypted_content", item["encrypted_content"])
+        content = [{"type": "reasoning_text", "text": text}]
     content = content or []
     texts = []
     for position, part in enumerate(content if isinstance(content, list) else [None]):
@@ -180,16 +174,6 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
             raise invalid(place, f"{place} must be a part of type reasoning_text")
         texts.append({"type": "reasoning_text", "text": _string(place, part, "text")})
     return {"id": _id(where, item, "rs"), "type": "reasoning", "summary": [], "content": texts}
-
-
-def _unsealed(where: str, value: Any) -> str:
-    if isinstance(value, str) and value.startswith(_SEAL):
-        try:
-            return base64.b64decode(value.removeprefix(_SEAL), altchars=b"-_", validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
-            pass
-    field = f"{where}.encrypted_content"
-    raise invalid(field, f"{field} is not from this server; leave the item out")
 
 
 def _string(where: str, item: Mapping[str, Any], name: str) -> str:

@@ -183,9 +183,9 @@ def _check_stop(sampling: Sampling) -> None:
     if len(sampling.stop) > MAX_STOP_STRINGS:
         raise invalid("stop", f"stop takes at most {MAX_STOP_STRINGS} texts")
     if not all(sampling.stop):
-        raise invalid("stop", "a stop text must not be empty")
+        raise invalid("stop", "stop must not have an empty text")
     if any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
-        raise invalid("stop", f"a stop text must have at most {MAX_STOP_CHARS} characters")
+        raise invalid("stop", f"stop: a text must have at most {MAX_STOP_CHARS} characters")
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, most: int) -> None:
