@@ -19,12 +19,15 @@ import click
 import grpc
 import uvloop
 
+from headrace.gateway.cors import with_cors
 from headrace.gateway.formats import REASONING_PARSERS, TOOL_PARSERS, Formats, parse_parsers
 from headrace.gateway.generation import Generator
+from headrace.gateway.grpc_door import DoorInterceptor
 from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Models
 from headrace.gateway.prompts import Prompts
+from headrace.gateway.security import Security, SecurityError, SecuritySettings, security_options
 from headrace.gateway.spans import ACCESS
 from headrace.gateway.text_service import SERVICE_NAME, TextService
 from headrace.gateway.upstream import Upstream
@@ -39,6 +42,8 @@ DRAIN_TIMEOUT_S = 2.0
 # Beyond the drain timeout, for the last words of streams that are interrupted then.
 STOP_S = 1.0
 EXIT_USAGE = 2
+# gRPC calls at a time besides those that the door lets in, such as health and reflection.
+OTHER_CALLS = 256
 
 _LOG = logging.getLogger("headrace.gateway")
 
@@ -63,6 +68,7 @@ class Settings:
     reasoning_parsers: Mapping[str, str]
     console: bool
     """Whether to serve the web console."""
+    security: SecuritySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,51 +79,71 @@ class _Parts:
     models: Models
     edge: HttpEdge
     text: TextService
+    security: Security
 
 
 async def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `CannotServeError` if an address cannot be bound."""
+    """Serve until SIGTERM or SIGINT. Raises `CannotServeError` or `SecurityError` for what cannot be done."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    security = Security(settings.security)
     bound = _bind(settings.host, settings.port)
+    await security.start()
     with (
         ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize") as tokenizing,
         ThreadPoolExecutor(1, "load") as loading,
     ):
-        parts = _wire(settings, tokenizing, loading)
+        parts = _wire(settings, security, tokenizing, loading)
         try:
             await _run(settings, parts, bound, loading, stop)
         finally:
             await parts.upstream.close()
+            await security.close()
             tokenizing.shutdown(cancel_futures=True)
             loading.shutdown(cancel_futures=True)
             parts.models.close()
 
 
-def _wire(settings: Settings, tokenizing: ThreadPoolExecutor, loading: ThreadPoolExecutor) -> _Parts:
+def _wire(
+    settings: Settings, security: Security, tokenizing: ThreadPoolExecutor, loading: ThreadPoolExecutor
+) -> _Parts:
     metrics = Metrics()
-    upstream = Upstream(settings.routers)
+    upstream = Upstream(settings.routers, security.transport)
     models = Models(upstream, loading)
     prompts = Prompts(tokenizing)
     generator = Generator(upstream, metrics)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
-    edge = HttpEdge(models, prompts, generator, upstream, metrics, formats, console=settings.console)
-    return _Parts(upstream, models, edge, TextService(models, prompts, generator, metrics, formats))
+    edge = HttpEdge(
+        models,
+        prompts,
+        generator,
+        upstream,
+        metrics,
+        formats,
+        console=settings.console,
+        door=security.door,
+        bodies=security.bodies,
+    )
+    return _Parts(upstream, models, edge, TextService(models, prompts, generator, metrics, formats), security)
 
 
 async def _run(
     settings: Settings, parts: _Parts, bound: socket.socket, loading: ThreadPoolExecutor, stop: asyncio.Event
 ) -> None:
     grpc_server = await _start_grpc(settings, parts)
-    http_server = HttpServer(parts.edge, math.ceil(settings.drain_timeout_s + STOP_S))
+    security = parts.security
+    application = with_cors(parts.edge, security.cors_origins)
+    stop_timeout_s = math.ceil(settings.drain_timeout_s + STOP_S)
+    http_server = HttpServer(application, stop_timeout_s, security.connections, security.tls)
     serving = asyncio.create_task(http_server.serve(sockets=[bound]))
     # OpenVINO takes a third of a second to import: by the time a router has a model, it is there.
     loading.submit(importlib.import_module, "headrace.gateway.tokenizer")
     polling = asyncio.create_task(parts.models.run())
     stopping: asyncio.Task[None] = asyncio.create_task(_wait(stop))
     host, port = bound.getsockname()[:2]
-    _LOG.info("listening on http://%s", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    scheme = "http" if security.tls is None else "https"
+    _LOG.info("listening on %s://%s", scheme, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     done, _ = await asyncio.wait({serving, polling, stopping}, return_when=asyncio.FIRST_COMPLETED)
     _LOG.info("stopping")
     http_server.should_exit = True
@@ -137,12 +163,20 @@ async def _run(
 async def _start_grpc(settings: Settings, parts: _Parts) -> grpc.aio.Server | None:
     if not settings.grpc_port:
         return None
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    security = parts.security
+    server = grpc.aio.server(
+        interceptors=[DoorInterceptor(security.door)],
+        options=SERVER_OPTIONS,
+        maximum_concurrent_rpcs=security.max_requests + OTHER_CALLS,
+    )
     add_TextServicer_to_server(parts.text, server)
     health = add_introspection(server, [SERVICE_NAME])
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        server.add_insecure_port(f"{host}:{settings.grpc_port}")
+        if security.tls is None:
+            server.add_insecure_port(f"{host}:{settings.grpc_port}")
+        else:
+            server.add_secure_port(f"{host}:{settings.grpc_port}", security.tls.grpc_credentials())
     except RuntimeError as error:
         raise CannotServeError(
             f"cannot listen for gRPC on {host}:{settings.grpc_port}; is it in use? Choose another with --grpc-port"
@@ -202,6 +236,7 @@ def _bind(host: str, port: int) -> socket.socket:
     metavar="[MODEL=]NAME",
     help=f"How models write reasoning, if not as their chat templates tell: {', '.join(REASONING_PARSERS)}.",
 )
+@security_options
 @click.option("--console/--no-console", default=True, help="Whether to serve the web console at /.")
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least level of log lines.")
 @click.option("--log-format", default="text", type=click.Choice(FORMATS), help="Log lines for people or for machines.")
@@ -233,7 +268,7 @@ def main() -> None:
     """Run the command; exit status 2 and one sentence on standard error if what was asked cannot be done."""
     try:
         command.main(prog_name="headrace gateway", standalone_mode=False)
-    except (click.ClickException, CannotServeError, TracingUnavailableError) as error:
+    except (click.ClickException, CannotServeError, SecurityError, TracingUnavailableError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo(f"error: {message}", err=True)
         sys.exit(EXIT_USAGE)

@@ -57,7 +57,7 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     files = [_File(path) for path in sorted(FILES.iterdir()) if path.suffix in _CONTENT_TYPES]
     return [
         Endpoint("GET", "/console/fleet", "console", figures.answer),
-        *(Endpoint("GET", file.url_path, "console", file.answer) for file in files),
+        *(Endpoint("GET", file.url_path, "console", file.answer, is_open=True) for file in files),
     ]
 
 

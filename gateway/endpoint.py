@@ -38,6 +38,8 @@ class Endpoint:
     handler: Handler
     errors: ErrorShape = OPENAI_ERRORS
     """How its failures look, including those that come before the handler."""
+    is_open: bool = False
+    """Whether it is answered without a key, where others are not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,17 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
+from headrace.gateway.bodies import Bodies
+from headrace.gateway.door import Visit
 from headrace.gateway.failures import ErrorShape, Headers, HttpError, failure_of
 from headrace.gateway.generation import Caller
 from headrace.protos.status import StatusError
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
-# More than this is not even read to its end before the refusal.
-MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+# How much more than a body may have is read, so that the client hears the refusal.
+MAX_DISCARDED_BYTES = 48 * 1024 * 1024
 KEEP_ALIVE_S = 15.0
 COMMENT = b": keep-alive\n\n"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -34,7 +36,11 @@ Send = Callable[[Message], Awaitable[None]]
 class Exchange:
     """A request being answered by the current task."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send, errors: ErrorShape) -> None:
+    def __init__(
+        self, scope: Message, receive: Receive, send: Send, errors: ErrorShape, bodies: Bodies | None = None
+    ) -> None:
+        self._bodies = Bodies() if bodies is None else bodies
+        self._num_body_bytes = 0
         self.errors = errors
         """How failures look; a stream that has begun may have a shape of its own."""
         self.scope = scope
@@ -46,7 +52,7 @@ class Exchange:
         self._started = False
         self._ended = False
         self._last_write_s = 0.0
-        headers = dict(scope["headers"])
+        self._headers = headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"")
         traceparent = headers.get(b"traceparent", b"")
         self.caller = Caller(
@@ -65,10 +71,43 @@ class Exchange:
         self.interrupted = False
         """The server stops; the task was cancelled for it."""
 
+    def header(self, name: str) -> str:
+        """A header of the request, by its name in lower case; empty if there is none."""
+        found: bytes = self._headers.get(name.encode(), b"")
+        return found.decode("latin-1")
+
+    @property
+    def has_certificate(self) -> bool:
+        """Whether the client has shown a certificate that was accepted."""
+        return bool(self.scope.get("extensions", {}).get("tls", {}).get("client_cert_chain"))
+
+    def enter(self, visit: Visit | None) -> None:
+        """The request was let in, with a key or without."""
+        if visit is not None:
+            self.caller = replace(self.caller, visit=visit)
+            self.owner = visit.key.tenant
+
     async def body(self) -> bytes:
-        """The whole body; from now on, the task is cancelled when the client disconnects. Raises `HttpError` (413)."""
+        """The whole body; from now on, the task is cancelled when the client disconnects.
+
+        Raises `HttpError` (413, 408), or `StatusError` when all bodies together are too large.
+        """
+        timeout = asyncio.timeout(self._bodies.timeout_s)
+        try:
+            async with timeout:
+                body = await self._read_body()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            message = f"the body did not come within {self._bodies.timeout_s:g} s"
+            raise HttpError(408, "request_timeout", message, [(b"connection", b"close")]) from None
+        self._watch = asyncio.create_task(self._watch_for_disconnect())
+        return body
+
+    async def _read_body(self) -> bytes:
         parts: list[bytes] = []
         num_bytes = 0
+        most = self._bodies.max_bytes
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -76,19 +115,22 @@ class Exchange:
                 raise asyncio.CancelledError
             part = message.get("body", b"")
             num_bytes += len(part)
-            if num_bytes <= MAX_BODY_BYTES:
+            if num_bytes <= most:
+                self._bodies.take(len(part))
+                self._num_body_bytes += len(part)
                 parts.append(part)
+            else:
+                parts.clear()
             if not message.get("more_body", False):
                 break
-            if num_bytes > MAX_DISCARDED_BYTES:
+            if num_bytes > most + MAX_DISCARDED_BYTES:
                 raise self._too_large()
-        if num_bytes > MAX_BODY_BYTES:
+        if num_bytes > most:
             raise self._too_large()
-        self._watch = asyncio.create_task(self._watch_for_disconnect())
         return b"".join(parts)
 
     def _too_large(self) -> HttpError:
-        message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+        message = f"the body is larger than {self._bodies.max_bytes} bytes"
         return HttpError(413, "body_too_large", message, [(b"connection", b"close")])
 
     async def _watch_for_disconnect(self) -> None:
@@ -111,6 +153,8 @@ class Exchange:
     async def close(self) -> None:
         """End what accompanies the request."""
         self._ended = True
+        self._bodies.give_back(self._num_body_bytes)
+        self._num_body_bytes = 0
         if self._watch is not None:
             self._watch.cancel()
 
@@ -133,11 +177,15 @@ class Exchange:
             # That of a 304 would be the length of what is not sent.
             *([] if status == 304 else [(b"content-length", b"%d" % len(body))]),
             (b"x-request-id", self.caller.request_id.encode()),
+            *self._limits(),
             *(headers or ()),
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": start})
         self._ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _limits(self) -> Headers:
+        return [] if self.caller.visit is None else self.caller.visit.headers()
 
     async def fail(self, error: StatusError | HttpError) -> None:
         """Tell the client of a failure: as the response, or as the last event of the stream that has begun."""
@@ -162,6 +210,7 @@ class Exchange:
                     (b"cache-control", b"no-cache"),
                     (b"x-accel-buffering", b"no"),
                     (b"x-request-id", self.caller.request_id.encode()),
+                    *self._limits(),
                 ]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self._last_write_s = time.monotonic()

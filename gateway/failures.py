@@ -61,6 +61,10 @@ def failure_of(error: StatusError | HttpError) -> Failure:
     if row.http_status in (429, 503):
         wait_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+        # Clients of OpenAI's makers look at this one first.
+        headers.append((b"retry-after-ms", b"%d" % math.ceil(wait_s * 1000)))
+    elif row.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     return Failure(row.http_status, row.openai_type, row.openai_code, error.message, error.field, headers)
 
 

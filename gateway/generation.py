@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from headrace.gateway.choice import Choice, Ending, Piece
+from headrace.gateway.door import Visit
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Model
 from headrace.gateway.sampling import Sampling, check_sampling, invalid, sampling_params
@@ -39,6 +40,8 @@ class Caller:
     """W3C trace context; empty for none."""
     arrived_s: float
     """Monotonic time of the request's arrival."""
+    visit: Visit | None = None
+    """What its key allows; None without keys."""
 
     @property
     def metadata(self) -> Metadata:
@@ -146,11 +149,39 @@ class Generator:
         self._num_running = 0
         upstream.on_retry = metrics.retried
 
-    async def stream(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
+    def stream(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all choices, each with its index: choice i of plan p is the i-th behind those of earlier plans.
 
         The last piece of each choice has an ending. Raises `StatusError`; then nothing more comes of any choice.
         """
+        pieces = self._pieces(plans, caller)
+        return pieces if caller.visit is None else self._paid(pieces, plans, caller.visit)
+
+    async def _paid(
+        self, pieces: AsyncGenerator[tuple[int, Piece], None], plans: Sequence[Plan], visit: Visit
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The pieces, on the account of the caller's key: see `door` for what is taken and when it is settled."""
+        num_prompt_tokens = num_taken = num_used = 0
+        for plan in plans:
+            visit.check(plan.job.model.name, plan.job.priority)
+            num_prompt_tokens += len(plan.job.token_ids)
+            for request in plan.requests:
+                request.tenant = visit.key.tenant
+                if plan.job.sampling.max_tokens is not None:
+                    num_taken += request.sampling.max_tokens
+        num_taken += num_prompt_tokens
+        with visit.held():
+            await visit.take_tokens(num_taken)
+            try:
+                async with aclosing(pieces):
+                    async for indexed in pieces:
+                        num_used = (num_used or num_prompt_tokens) + indexed[1].num_tokens
+                        yield indexed
+            finally:
+                visit.settle(num_used - num_taken)
+
+    async def _pieces(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
+        """As `stream`, whoever pays."""
         asked = [(plan.job, request) for plan in plans for request in plan.requests]
         if len(asked) > MAX_CHOICES_PER_REQUEST:
             raise invalid("n", f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {len(asked)}")

@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import uvicorn
 from starlette.routing import Route, Router
@@ -28,6 +29,10 @@ from headrace.gateway import (
     state_endpoints,
 )
 from headrace.gateway.answering import Answering
+from headrace.gateway.bodies import Bodies
+from headrace.gateway.connections import ConnectionBounds, connections_within
+from headrace.gateway.cors import Application
+from headrace.gateway.door import Door
 from headrace.gateway.endpoint import Endpoint, Services
 from headrace.gateway.exchange import Exchange, Message, Receive, Send
 from headrace.gateway.failures import HttpError, draining
@@ -40,6 +45,7 @@ from headrace.gateway.prompts import Prompts
 from headrace.gateway.response_runs import ResponseRuns
 from headrace.gateway.response_store import MemoryStore, Store
 from headrace.gateway.spans import begin_request, end_request
+from headrace.gateway.tls import EdgeTls
 from headrace.gateway.upstream import Upstream
 from headrace.protos.logs import request_id_var
 from headrace.protos.status import Reason, StatusError
@@ -77,9 +83,13 @@ class HttpEdge:
         *,
         responses: Store | None = None,
         console: bool = True,
+        door: Door | None = None,
+        bodies: Bodies | None = None,
     ) -> None:
         """Without `formats`, chat templates tell how models write tool calls and reasoning. Without `responses`, memory
-        keeps them."""
+        keeps them. Without `door`, everybody is let in."""
+        self._door = Door() if door is None else door
+        self.bodies = Bodies() if bodies is None else bodies
         chats = Chats(models, prompts, formats or Formats())
         store = MemoryStore() if responses is None else responses
         self.runs = ResponseRuns(store)
@@ -113,7 +123,7 @@ class HttpEdge:
         span = begin_request(exchange, endpoint)
         try:
             try:
-                await endpoint.handler(exchange)
+                await self._let_in(exchange, endpoint)
             except asyncio.CancelledError:
                 outcome = "cancelled"
                 task = asyncio.current_task()
@@ -145,6 +155,18 @@ class HttpEdge:
             end_request(span, exchange, endpoint, outcome)
             await exchange.close()
 
+    async def _let_in(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        """Run an endpoint for a request that may be answered. Raises what the door and the handler raise."""
+        bounds = self._door.bounds
+        if bounds.wants_certificate and endpoint.name != "health" and not exchange.has_certificate:
+            raise HttpError(403, "certificate_required", "the connection needs a client certificate")
+        is_open = endpoint.is_open or (endpoint.name == "metrics" and bounds.open_metrics)
+        key = None if is_open else self._door.identify(exchange.header)
+        # Everything that makes work is a POST.
+        async with self._door.admitted(key, counted=endpoint.method == "POST") as visit:
+            exchange.enter(visit)
+            await endpoint.handler(exchange)
+
 
 class _Resource:
     """A path's ASGI application: hands the exchange to the endpoint of its method."""
@@ -161,7 +183,7 @@ class _Resource:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         endpoint = self._endpoints.get(scope["method"], self._other)
-        await self._edge.answer(Exchange(scope, receive, send, endpoint.errors), endpoint)
+        await self._edge.answer(Exchange(scope, receive, send, endpoint.errors, self._edge.bodies), endpoint)
 
     async def _wrong_method(self, exchange: Exchange) -> None:
         methods = [method for method in ("GET", "HEAD", "POST", "DELETE") if method in self._endpoints]
@@ -175,16 +197,24 @@ async def _unknown_path(exchange: Exchange) -> None:
     raise StatusError(Reason.NOT_FOUND, f"there is nothing at {path}; the API is at /v1, such as /v1/models")
 
 
-_UNKNOWN = Endpoint("", "", "unknown", _unknown_path)
+_UNKNOWN = Endpoint("", "", "unknown", _unknown_path, is_open=True)
 
 
 class HttpServer(uvicorn.Server):
-    """The server of an `HttpEdge`. Signals are the caller's business: it sets `should_exit`."""
+    """The server of an `HttpEdge` or what is around one. Signals are the caller's business: it sets `should_exit`."""
 
-    def __init__(self, edge: HttpEdge, stop_timeout_s: int) -> None:
+    def __init__(
+        self,
+        application: Application,
+        stop_timeout_s: int,
+        bounds: ConnectionBounds | None = None,
+        tls: EdgeTls | None = None,
+    ) -> None:
         config = uvicorn.Config(
-            edge,
-            http="httptools",
+            application,
+            # Called to make connections, as a class would be.
+            http=cast("type[asyncio.Protocol]", connections_within(bounds or ConnectionBounds())),
+            ssl_context_factory=None if tls is None else lambda config, default: tls.context,
             ws="none",
             loop="none",
             lifespan="off",

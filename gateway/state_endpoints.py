@@ -19,8 +19,8 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     own = _State(services)
     return [
         Endpoint("GET", "/metrics", "metrics", own.show_metrics),
-        *(Endpoint("GET", f"{prefix}/health/live", "health", own.live) for prefix in ("", "/v2")),
-        *(Endpoint("GET", f"{prefix}/health/ready", "health", own.ready) for prefix in ("", "/v2")),
+        *(Endpoint("GET", f"{prefix}/health/live", "health", own.live, is_open=True) for prefix in ("", "/v2")),
+        *(Endpoint("GET", f"{prefix}/health/ready", "health", own.ready, is_open=True) for prefix in ("", "/v2")),
     ]
 
 

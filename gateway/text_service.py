@@ -17,6 +17,7 @@ from headrace.gateway.detokenizer import detokenize
 from headrace.gateway.failures import draining
 from headrace.gateway.formats import Formats
 from headrace.gateway.generation import Account, Caller, Generator, Plan
+from headrace.gateway.grpc_door import visit_var
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Models
 from headrace.gateway.planning import Chats
@@ -195,4 +196,4 @@ def _caller(context: Context) -> Caller:
     request_id = metadata.get("x-request-id", "")
     if not _REQUEST_ID.fullmatch(request_id):
         request_id = f"req_{secrets.token_hex(16)}"
-    return Caller(request_id, metadata.get("traceparent", ""), time.monotonic())
+    return Caller(request_id, metadata.get("traceparent", ""), time.monotonic(), visit_var.get())

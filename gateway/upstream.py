@@ -27,11 +27,11 @@ from headrace.protos.inference_pb2_grpc import InferenceStub
 from headrace.protos.router_pb2 import ListModelsRequest, ListWorkersRequest, RouterGetTokenizerRequest, WorkerInfo
 from headrace.protos.router_pb2_grpc import RouterStub
 from headrace.protos.status import Reason, StatusError, error_of
-from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Transport
+from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Options, Transport
 from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest, ModelCard
 from headrace.protos.worker_pb2_grpc import WorkerStub
 
-_CHANNEL_OPTIONS = (
+_CHANNEL_OPTIONS: Options = (
     *CHANNEL_OPTIONS,
     # A router that was restarted is found again at once, not after a backoff of minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),

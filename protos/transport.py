@@ -37,8 +37,10 @@ JOIN_TOKEN_KEY = "x-headrace-join-token"
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 4096
 
+Options: TypeAlias = tuple[tuple[str, "int | str"], ...]
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+COMMON_OPTIONS: Options = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
@@ -47,8 +49,8 @@ COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 """Of every channel and every server."""
-CHANNEL_OPTIONS = (*COMMON_OPTIONS, ("grpc.enable_http_proxy", 0))
-SERVER_OPTIONS = (
+CHANNEL_OPTIONS: Options = (*COMMON_OPTIONS, ("grpc.enable_http_proxy", 0))
+SERVER_OPTIONS: Options = (
     *COMMON_OPTIONS,
     # Two servers on one port would each get some of the calls; better that the second cannot start.
     ("grpc.so_reuseport", 0),
@@ -62,7 +64,6 @@ _LOOK_AGAIN_S = 1.0
 _HEALTH = "/grpc.health.v1.Health/"
 _LOG = logging.getLogger(__name__)
 
-Options: TypeAlias = Sequence[tuple[str, "int | str"]]
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[_Method]]"
 

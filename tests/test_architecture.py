@@ -45,9 +45,9 @@ ONLY_IN = {
     "gguf": {"cli/convert.py"},
     "starlette": {"gateway/http.py"},
     "jinja2": {"gateway/chat_template.py"},
-    "redis": {"router/leases.py", "worker/registration.py", "gateway/quota.py"},
+    "redis": {"router/leases.py", "worker/registration.py", "gateway/redis_link.py", "cli/key_store.py"},
     "opentelemetry": {"protos/otel.py"},
-    "uvicorn": {"gateway/http.py", "gateway/__main__.py"},
+    "uvicorn": {"gateway/http.py", "gateway/__main__.py", "gateway/connections.py"},
 }
 
 # inside the worker, each module may import only those before it

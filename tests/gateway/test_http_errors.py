@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway import exchange
 from headrace.protos.status import Reason, StatusError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -225,7 +224,7 @@ async def test_unknown_paths_and_wrong_methods_have_the_same_shape(gateway: Any)
 
 
 async def test_a_body_over_the_limit_is_refused(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(gateway.edge.bodies, "max_bytes", 1000)
     assert (await failure(gateway, CHAT, 413, b"x" * 1001))["code"] == "body_too_large"
     assert "JSON" in (await failure(gateway, CHAT, 400, b"x" * 1000))["message"]
 
