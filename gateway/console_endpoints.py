@@ -56,7 +56,7 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     figures = _Figures(FleetView(services.upstream), services.metrics.recent)
     files = [_File(path) for path in sorted(FILES.iterdir()) if path.suffix in _CONTENT_TYPES]
     return [
-        Endpoint("GET", "/console/fleet", "console", figures.answer),
+        Endpoint("GET", "/console/fleet", "fleet", figures.answer),
         *(Endpoint("GET", file.url_path, "console", file.answer, is_open=True) for file in files),
     ]
 
@@ -158,6 +158,8 @@ def host_of(address: str, own_host: str) -> str:
     if address.startswith(("unix:", "unix-abstract:")):
         return own_host
     target = address.rpartition("/")[2]
+    for scheme in ("ipv4:", "ipv6:", "dns:"):
+        target = target.removeprefix(scheme)
     host = target[1:].partition("]")[0] if target.startswith("[") else target.rpartition(":")[0] or target
     return own_host if host in _LOCAL_HOSTS else host
 

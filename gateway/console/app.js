@@ -37,12 +37,13 @@ function openPanel(panel, toggle, isOpen) {
   panel.classList.toggle("open", isOpen);
   toggle.setAttribute("aria-expanded", String(isOpen));
   $("scrim").hidden = !document.querySelector(".sidebar.open, .settings.open");
-  document.body.classList.toggle("settings-open", !$("settings").hidden);
 }
 
 function closePanels() {
-  openPanel($("sidebar"), $("menu"), false);
-  openPanel($("settings"), $("settings-toggle"), false);
+  for (const [panel, toggle] of [["sidebar", "menu"], ["settings", "settings-toggle"]]) {
+    if ($(panel).contains(document.activeElement)) $(toggle).focus();
+    openPanel($(panel), $(toggle), false);
+  }
 }
 
 function toggleSettings() {

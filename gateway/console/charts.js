@@ -3,6 +3,7 @@
 import { h, s, say } from "./dom.js";
 
 const HEIGHT = 100;
+const MAX_GAP = 5;
 
 /** The least of 1, 2, 2.5, 5 times a power of ten that is not below the value. */
 export function niceMax(value) {
@@ -11,39 +12,28 @@ export function niceMax(value) {
   return [1, 2, 2.5, 5, 10].find((step) => step * power >= value * 0.999) * power;
 }
 
-/** The path of a line. Missing values are gaps; a value between two gaps is a dot. */
-export function linePath(values, max) {
-  let path = "";
-  let drawing = false;
+/** Points of a line in runs. Values may be missing: within a run for a moment only, longer gaps part the runs. */
+function runs(values, max) {
+  const found = [];
+  let last = -Infinity;
   values.forEach((value, x) => {
-    if (value === null) {
-      drawing = false;
-      return;
-    }
-    const y = (HEIGHT - (Math.min(value, max) / max) * HEIGHT).toFixed(2);
-    const alone = !drawing && (values[x + 1] ?? null) === null;
-    path += `${drawing ? "L" : "M"}${x} ${y}${alone ? "h.01" : ""}`;
-    drawing = true;
+    if (value === null) return;
+    if (x - last > MAX_GAP) found.push([]);
+    found.at(-1).push(`${x} ${(HEIGHT - (Math.min(value, max) / max) * HEIGHT).toFixed(2)}`);
+    last = x;
   });
-  return path;
+  return found;
+}
+
+/** The path of a line; a value alone is a dot. */
+export function linePath(values, max) {
+  return runs(values, max).map((run) => `M${run.join("L")}${run.length === 1 ? "h.01" : ""}`).join("");
 }
 
 /** The path of the area under a line. */
 function areaPath(values, max) {
-  let path = "";
-  let start = null;
-  const close = (end) => {
-    if (start !== null) path += `L${end} ${HEIGHT}L${start} ${HEIGHT}Z`;
-    start = null;
-  };
-  values.forEach((value, x) => {
-    if (value === null) return close(x - 1);
-    const y = (HEIGHT - (Math.min(value, max) / max) * HEIGHT).toFixed(2);
-    path += `${start === null ? "M" : "L"}${x} ${y}`;
-    start ??= x;
-  });
-  close(values.length - 1);
-  return path;
+  const foot = (point) => `${point.split(" ")[0]} ${HEIGHT}`;
+  return runs(values, max).map((run) => `M${foot(run[0])}L${run.join("L")}L${foot(run.at(-1))}Z`).join("");
 }
 
 /** Stacked bars: for each series one path. */
@@ -84,14 +74,15 @@ export class Chart {
       this.cursor,
     );
     this.plot = h("div", { class: "plot" }, this.svg, this.top);
-    const legend = series.length > 1 && h("ul", { class: "legend" }, series.map((one) => h("li", { class: one.tone }, one.name)));
+    this.keys = series.map((one) => h("li", { class: one.tone }, one.name));
+    const legend = series.length > 1 && h("ul", { class: "legend" }, this.keys);
     this.element = h(
       "section",
       { class: "chart", title: about },
-      h("header", null, h("h3", null, title), legend),
+      h("h3", null, title),
       h("p", { class: "headline" }, this.headline, this.note),
       this.plot,
-      h("footer", { "aria-hidden": "true" }, this.when, h("span", null, "now")),
+      h("footer", null, this.when, legend || h("span", null, "now")),
     );
     this.plot.addEventListener("pointermove", (event) => this.#point(event));
     this.plot.addEventListener("pointerleave", () => this.#point(null));
@@ -109,6 +100,7 @@ export class Chart {
     const paths = this.kind === "bars" ? barPaths(values, max) : values.map((one) => linePath(one, max));
     paths.forEach((path, i) => this.lines[i].setAttribute("d", path));
     if (this.kind === "area") values.forEach((one, i) => this.areas[i].setAttribute("d", areaPath(one, max)));
+    this.keys.forEach((key, i) => (key.hidden = i > 0 && !values[i].some(Boolean)));
     say(this.top, this.format(max));
     say(this.when, ago(count * this.secondsPerValue));
     this.svg.setAttribute("aria-label", `${this.title}: now ${headline} ${note}; largest ${this.format(Math.max(0, ...sums))}`);

@@ -118,6 +118,7 @@ export class Chat {
       $("to-end").hidden = this.pinned;
     });
     $("to-end").addEventListener("click", () => this.#toEnd(true));
+    addEventListener("pagehide", () => this.running.forEach((aborting) => aborting.abort()));
     $("model").addEventListener("change", (event) => this.settings.set("model", event.target.value));
   }
 
@@ -125,8 +126,10 @@ export class Chat {
 
   startNew() {
     this.open(newChat());
+    const focus = () => this.prompt.focus();
+    if (location.hash === "#fleet") addEventListener("hashchange", focus, { once: true }); // it is hidden until then
     location.hash = "#chat";
-    this.prompt.focus();
+    focus();
   }
 
   open(chat) {

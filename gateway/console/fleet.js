@@ -4,6 +4,8 @@ import { ago, Chart, sparkline } from "./charts.js";
 import { h, say } from "./dom.js";
 
 const WINDOW = 60;
+const LEAST_SPARK = 20;
+const MIN_INTERVALS = 30;
 const MAX_EVENTS = 8;
 const STALE_MS = 1500;
 const numbers = new Intl.NumberFormat("en");
@@ -12,7 +14,7 @@ const compact = (value) => (value >= 10000 ? `${whole(value / 1000)}k` : value >
 const percent = (share) => `${Math.round(share * 100)} %`;
 const time = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 1 : 0)} s`);
 
-/** Intervals of the gateway by number, as dense lists of the latest `count`, oldest first. */
+/** Intervals of the gateway by number; `count` of them are shown. */
 export class History {
   constructor() {
     this.byNumber = new Map();
@@ -26,12 +28,14 @@ export class History {
     }
     for (const interval of recent.intervals) this.byNumber.set(interval.number, interval);
     this.next = recent.next;
-    this.count = recent.num_intervals;
     this.intervalS = recent.interval_s;
-    for (const number of this.byNumber.keys()) if (number < this.next - this.count) this.byNumber.delete(number);
+    for (const number of this.byNumber.keys()) if (number < this.next - recent.num_intervals) this.byNumber.delete(number);
+    // A gateway that has not run for long is shown closer.
+    const first = Math.min(...this.byNumber.keys(), this.next);
+    this.count = Math.min(recent.num_intervals, Math.max(MIN_INTERVALS, this.next - first));
   }
 
-  /** One value for each interval; `otherwise` where nothing happened. */
+  /** One value for each interval that is shown, oldest first; `otherwise` where nothing happened. */
   list(value, otherwise) {
     return Array.from({ length: this.count }, (_, i) => {
       const interval = this.byNumber.get(this.next - this.count + i);
@@ -88,7 +92,7 @@ class WorkerCard {
       null,
       h("p", { class: "caption" }, "KV blocks"),
       this.bar,
-      h("ul", { class: "block-key" }, key("used", "in use"), key("reusable", "reusable"), key("empty", "free")),
+      h("ul", { class: "block-key" }, key("used", "in use"), key("reusable", "reusable"), key("unused", "free")),
       h(
         "dl",
         { class: "worker-figures" },
@@ -120,7 +124,7 @@ class WorkerCard {
     this.reusable.style.width = `${(reusable / total) * 100}%`;
     say(this.legend.used, whole(used));
     say(this.legend.reusable, whole(reusable));
-    say(this.legend.empty, whole(empty));
+    say(this.legend.unused, whole(empty));
     this.bar.setAttribute("aria-label", `KV blocks: ${used} in use, ${reusable} reusable, ${empty} free, of ${total}`);
     const { prompt_tokens_cached: cached, prompt_tokens_computed: computed } = load.counters;
     say(this.figures.running, `${load.num_running} of ${load.max_num_seqs}`);
@@ -136,7 +140,7 @@ class WorkerCard {
     this.last = total === null ? undefined : { total, ms: nowMs };
     this.rates = [...this.rates, rate].slice(-WINDOW);
     this.rate = rate;
-    this.spark.update([...Array(WINDOW - this.rates.length).fill(null), ...this.rates]);
+    this.spark.update([...Array(Math.max(0, LEAST_SPARK - this.rates.length)).fill(null), ...this.rates]);
     say(this.figures.rate, rate === null ? "–" : compact(rate < 1 ? Math.round(rate) : rate));
   }
 }
@@ -149,6 +153,7 @@ export class Fleet {
     this.events = [];
     this.charts = charts();
     this.problem = h("p", { class: "notice bad", role: "alert", hidden: true });
+    this.about = h("p");
     this.summary = h("p", { class: "summary" });
     this.workers = h("div", { class: "hosts" });
     this.routers = h("ul", { class: "routers" });
@@ -158,7 +163,7 @@ export class Fleet {
         "div",
         { class: "fleet-page" },
         this.problem,
-        h("section", null, h("div", { class: "section-head" }, h("h2", null, "Through this gateway"), h("p", null, "the last five minutes")), h("div", { class: "charts" }, Object.values(this.charts).map((chart) => chart.element))),
+        h("section", null, h("div", { class: "section-head" }, h("h2", null, "Through this gateway"), this.about), h("div", { class: "charts" }, Object.values(this.charts).map((chart) => chart.element))),
         h("section", null, h("div", { class: "section-head" }, h("h2", null, "Workers"), this.summary), this.workers),
         h(
           "div",
@@ -176,6 +181,7 @@ export class Fleet {
     this.history.take(answer.gateway, answer.recent);
     this.problem.hidden = !answer.problem;
     say(this.problem, answer.problem && `The router cannot be asked: ${answer.problem}`);
+    say(this.about, `headrace ${answer.gateway.version} on ${answer.gateway.host}`);
     updateCharts(this.charts, this.history, answer.recent.ttft_ms);
     this.#updateWorkers(answer.workers);
     this.#updateRouters(answer.routers);
@@ -271,7 +277,7 @@ function charts() {
   const secondsPerValue = 2;
   return {
     tokens: new Chart({ title: "Tokens per second", about: "Tokens that this gateway delivered", kind: "area", series: [{ name: "tokens/s", tone: "tone-a" }], format: compact, secondsPerValue }),
-    ttft: new Chart({ title: "Time to first token", about: "From the arrival of a request to its first token", kind: "lines", series: [{ name: "p95", tone: "tone-b" }, { name: "median", tone: "tone-a" }], format: time, secondsPerValue }),
+    ttft: new Chart({ title: "Time to first token", about: "From the arrival of a request to its first token; median and p95 of the last minute", kind: "lines", series: [{ name: "p95", tone: "tone-b" }, { name: "median", tone: "tone-a" }], format: time, secondsPerValue }),
     requests: new Chart({
       title: "Requests",
       about: "Requests that ended, by outcome",
@@ -280,7 +286,7 @@ function charts() {
       format: compact,
       secondsPerValue,
     }),
-    cache: new Chart({ title: "Prefix hits", about: "Share of prompt tokens that were found in a prefix cache", kind: "area", series: [{ name: "share", tone: "tone-a" }], format: percent, secondsPerValue, ceiling: 1 }),
+    cache: new Chart({ title: "Prefix hits", about: "Share of prompt tokens that were found in a prefix cache; of the last minute", kind: "area", series: [{ name: "share", tone: "tone-a" }], format: percent, secondsPerValue, ceiling: 1 }),
   };
 }
 
@@ -292,13 +298,13 @@ function updateCharts(all, history, ttft) {
   all.tokens.update([tokens], compact(lately < 1 ? Math.round(lately) : lately));
   const median = history.list((one) => one.ttft_p50_ms, null);
   const p95 = history.list((one) => one.ttft_p95_ms, null);
-  const told = ttft.count ? [time(ttft.p50), `p95 ${time(ttft.p95)}, last minute`] : ["–", "no request in the last minute"];
+  const told = ttft.count ? [time(ttft.p50), `p95 ${time(ttft.p95)}`] : ["–", "none in a minute"];
   all.ttft.update([p95, median], ...told);
   const outcomes = ["answered", "cancelled", "refused", "failed"];
   const sums = outcomes.map((name) => history.sum(name, minute));
   const others = outcomes.slice(1).flatMap((name, i) => (sums[i + 1] ? [`${sums[i + 1]} ${name}`] : []));
-  all.requests.update(outcomes.map((name) => history.list((one) => one[name], 0)), whole(sums[0]), [...others, "last minute"].join(", "));
+  all.requests.update(outcomes.map((name) => history.list((one) => one[name], 0)), whole(sums[0]), others.join(", ") || "in the last minute");
   const share = (cached, prompt) => (prompt ? cached / prompt : null);
   const now = share(history.sum("cached_tokens", minute), history.sum("prompt_tokens", minute));
-  all.cache.update([history.list((one) => share(one.cached_tokens, one.prompt_tokens), null)], now === null ? "–" : percent(now), now === null ? "no prompt in the last minute" : "of prompt tokens, last minute");
+  all.cache.update([history.list((one) => share(one.cached_tokens, one.prompt_tokens), null)], now === null ? "–" : percent(now), now === null ? "none in a minute" : "of prompt tokens");
 }

@@ -8,7 +8,7 @@ const FIELDS = [
   { name: "temperature", label: "Temperature", kind: "range", min: 0, max: 2, step: 0.05, start: 1 },
   { name: "top_p", label: "Top p", kind: "range", min: 0.05, max: 1, step: 0.05, start: 1 },
   { name: "max_tokens", label: "Most tokens", kind: "number", min: 1, placeholder: "as many as fit" },
-  { name: "seed", label: "Seed", kind: "number", placeholder: "another each time" },
+  { name: "seed", label: "Seed", kind: "number", placeholder: "random" },
   { name: "schema", label: "JSON schema of the answer", kind: "text", rows: 3, code: true, placeholder: '{"type": "object", …}' },
   { name: "tools", label: "Tools", kind: "text", rows: 3, code: true, placeholder: '[{"type": "function", "function": {"name": …}}]' },
 ];
@@ -35,7 +35,7 @@ export class Settings {
     this.panel.replaceChildren(
       h("h2", null, "Settings"),
       h("p", { class: "lead" }, "Left empty, the model’s own defaults apply."),
-      FIELDS.map((field) => (field.kind === "range" ? this.#range(field) : field.kind === "number" ? this.#number(field) : this.#text(field))),
+      ...FIELDS.map((field) => (field.kind === "range" ? this.#range(field) : field.kind === "number" ? this.#number(field) : this.#text(field))),
       h("button", { type: "button", class: "button", onclick: reset }, "Back to the defaults"),
     );
   }
