@@ -24,6 +24,8 @@ _SUBCOMMANDS = {
     "topology": _Subcommand("headrace.cli.machine:topology", "Show the machine and where workers would run."),
     "explain": _Subcommand("headrace.cli.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("headrace.cli.chat:chat", "Chat with a served model in the terminal."),
+    "keys": _Subcommand("headrace.cli.keys:keys", "Make, list and revoke API keys (headrace keys --help)."),
+    "certs": _Subcommand("headrace.cli.certs:certs", "Make certificates for a fleet (headrace certs --help)."),
     "worker": _Subcommand("headrace.cli.roles:worker", "Run one worker (see headrace worker --help)."),
     "router": _Subcommand("headrace.cli.roles:router", "Run one router (see headrace router --help)."),
     "gateway": _Subcommand("headrace.cli.roles:gateway", "Run one gateway (see headrace gateway --help)."),

@@ -1,0 +1,128 @@
+"""`headrace certs create`: an authority and certificates for a fleet, to try mutual TLS out or to run a small one.
+
+By the openssl command, which every server has: nothing of headrace depends on it, and a library for a command that is
+used once a year would be installed everywhere. Where there is an authority already, let that sign.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from headrace.cli.errors import CommandError, CommandFailed
+
+_CA_DAYS = 3650
+_OPENSSL_TIMEOUT_S = 30.0
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+@click.group()
+def certs() -> None:
+    """Certificates for mutual TLS between the processes of a fleet."""
+
+
+@certs.command()
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--host", "hosts", multiple=True, help="Further name or IP address of the certificate; may be repeated.")
+@click.option(
+    "--ca",
+    "ca_directory",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Directory with the ca.pem and ca-key.pem to sign with.  [default: DIRECTORY; made if missing]",
+)
+@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long it is valid.")
+def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, days: int) -> None:
+    """Make DIRECTORY fit for --tls-dir: ca.pem, cert.pem and key.pem, and a join-token.
+
+    Again with the same directory, it renews certificate and key: processes that run take them within seconds. Only what
+    signs needs ca-key.pem: keep it off the hosts that serve.
+    """
+    from headrace.protos.transport import FLEET_NAME, TransportError, read_identity
+
+    names = [f"DNS:{FLEET_NAME}", "DNS:localhost", "IP:127.0.0.1", "IP:::1", *map(_alternative, hosts)]
+    authority = ca_directory or directory
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (authority / "ca.pem").exists() and ca_directory is None:
+            _make_authority(directory)
+        _sign(directory, authority, names, days)
+        token = directory / "join-token"
+        if not token.exists():
+            shared = authority / "join-token"
+            secret = shared.read_bytes() if shared.exists() else f"{secrets.token_hex(32)}\n".encode()
+            _replace(token, secret, 0o600)
+        read_identity(directory)
+    except TransportError as error:
+        raise CommandFailed(str(error)) from None
+    except OSError as error:
+        raise CommandError(f"{error.filename or directory}: {error.strerror}") from None
+    click.echo(f"{directory} has ca.pem, cert.pem, key.pem and join-token; give them to a process with", err=True)
+    click.echo(f"--tls-dir {directory} --join-token-file {directory / 'join-token'}")
+
+
+def _alternative(host: str) -> str:
+    try:
+        return f"IP:{ipaddress.ip_address(host)}"
+    except ValueError:
+        if not host.isascii() or not all(character.isalnum() or character in "-._*" for character in host):
+            raise CommandError(f"--host {host[:100]!r} is neither a name nor an IP address") from None
+        return f"DNS:{host}"
+
+
+def _make_authority(directory: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=directory) as work:
+        extensions = ("basicConstraints=critical,CA:TRUE,pathlen:0", "keyUsage=critical,keyCertSign,cRLSign")
+        request = ["req", "-x509", *_KEY, "-keyout", f"{work}/key", "-out", f"{work}/cert", "-days", str(_CA_DAYS)]
+        named = [*request, "-subj", "/CN=headrace fleet authority"]
+        _openssl([*named, *(word for extension in extensions for word in ("-addext", extension))])
+        _replace(directory / "ca-key.pem", Path(work, "key").read_bytes(), 0o600)
+        _replace(directory / "ca.pem", Path(work, "cert").read_bytes(), 0o644)
+
+
+def _sign(directory: Path, authority: Path, names: Sequence[str], days: int) -> None:
+    missing = [name for name in ("ca.pem", "ca-key.pem") if not (authority / name).exists()]
+    if missing:
+        raise CommandError(f"{authority} has no {missing[0]} to sign with; name the directory that has, with --ca")
+    with tempfile.TemporaryDirectory(dir=directory) as work:
+        Path(work, "extensions").write_text(
+            "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
+            f"extendedKeyUsage=serverAuth,clientAuth\nsubjectAltName={','.join(names)}\n"
+        )
+        _openssl(["req", "-new", *_KEY, "-keyout", f"{work}/key", "-out", f"{work}/request", "-subj", "/CN=headrace"])
+        signed = ["x509", "-req", "-in", f"{work}/request", "-out", f"{work}/cert", "-days", str(days)]
+        signed += ["-CA", str(authority / "ca.pem"), "-CAkey", str(authority / "ca-key.pem")]
+        _openssl([*signed, "-set_serial", f"0x{secrets.token_hex(16)}", "-extfile", f"{work}/extensions"])
+        if authority != directory:
+            _replace(directory / "ca.pem", (authority / "ca.pem").read_bytes(), 0o644)
+        _replace(directory / "key.pem", Path(work, "key").read_bytes(), 0o600)
+        _replace(directory / "cert.pem", Path(work, "cert").read_bytes(), 0o644)
+
+
+def _openssl(arguments: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(
+            ["openssl", *arguments], capture_output=True, text=True, timeout=_OPENSSL_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        raise CommandError("there is no openssl command: install it, or have your own authority sign") from None
+    except subprocess.TimeoutExpired:
+        raise CommandFailed("openssl does not end") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise CommandFailed(f"openssl {arguments[0]} failed: {reason[:300]}")
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    """Put a file in place as a whole, with its mode from the beginning."""
+    handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with open(handle, "wb") as file:
+        os.fchmod(file.fileno(), mode)
+        file.write(content)
+    os.replace(fresh, path)

@@ -1,0 +1,148 @@
+"""Where `headrace keys` keeps API keys: a file, or Redis. Several may change them at once; nothing gets lost."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+from urllib.parse import unquote, urlsplit
+
+from headrace.cli.errors import CommandError, CommandFailed
+from headrace.protos.api_keys import (
+    REDIS_KEYS,
+    REDIS_VERSION,
+    ApiKey,
+    checked,
+    dump_key,
+    load_key,
+    read_keys,
+    write_keys,
+)
+
+_TIMEOUT_S = 5.0
+_SENTINEL_PORT = 26379
+
+
+class KeyStore(Protocol):
+    """Keys, kept. Every failure is a CommandError."""
+
+    def keys(self) -> Sequence[ApiKey]:
+        """All of them."""
+
+    def add(self, key: ApiKey) -> None:
+        """Keep one more."""
+
+    def remove(self, key_id: str) -> None:
+        """Keep this one no longer; no failure if it is gone."""
+
+
+class FileStore:
+    """Keys in a file, which the first key makes. Writers take turns by a lock beside it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def keys(self) -> Sequence[ApiKey]:
+        """As `KeyStore.keys`."""
+        try:
+            return read_keys(self._path)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise CommandError(f"{self._path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise CommandError(f"{self._path} is no file of keys: {error}") from None
+
+    def add(self, key: ApiKey) -> None:
+        """As `KeyStore.add`."""
+        with self._locked():
+            self._write([*self.keys(), key])
+
+    def remove(self, key_id: str) -> None:
+        """As `KeyStore.remove`."""
+        with self._locked():
+            self._write([key for key in self.keys() if key.id != key_id])
+
+    def _write(self, keys: Sequence[ApiKey]) -> None:
+        try:
+            write_keys(self._path, keys)
+        except (OSError, ValueError) as error:
+            raise CommandError(f"{self._path} cannot be written: {error}") from None
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            lock = self._path.with_name(f".{self._path.name}.lock").open("w")
+        except OSError as error:
+            raise CommandError(f"{self._path} cannot be written: {error.strerror}") from None
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+class RedisStore:
+    """Keys in Redis, under the names in `headrace.protos.api_keys`."""
+
+    def __init__(self, url: str) -> None:
+        from redis import Redis
+        from redis.sentinel import Sentinel
+
+        try:
+            parts = urlsplit(url)
+            if parts.scheme != "redis+sentinel":
+                self._redis = Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+                return
+            login, _, hosts = parts.netloc.rpartition("@")
+            user, _, password = login.rpartition(":")
+            service, _, database = parts.path.strip("/").partition("/")
+            if not hosts or not service:
+                raise ValueError("write redis+sentinel://HOST[:PORT],HOST[:PORT]/SERVICE[/DB]")
+            found = [urlsplit(f"//{host}") for host in hosts.split(",")]
+            sentinel = Sentinel(
+                [(one.hostname or "", one.port or _SENTINEL_PORT) for one in found],
+                sentinel_kwargs={"socket_timeout": _TIMEOUT_S},
+            )
+            self._redis = sentinel.master_for(
+                service,
+                socket_timeout=_TIMEOUT_S,
+                db=int(database or 0),
+                username=unquote(user) or None,
+                password=unquote(password) or None,
+            )
+        except ValueError as error:
+            raise CommandError(f"--redis is no URL of Redis: {error}") from None
+
+    def keys(self) -> Sequence[ApiKey]:
+        """As `KeyStore.keys`."""
+        with _failing():
+            table = cast("dict[bytes, bytes]", self._redis.hgetall(REDIS_KEYS))
+        try:
+            return checked(map(load_key, table.values()))
+        except ValueError as error:
+            raise CommandError(f"Redis has keys that make no sense: {error}") from None
+
+    def add(self, key: ApiKey) -> None:
+        """As `KeyStore.add`."""
+        with _failing(), self._redis.pipeline() as pipeline:
+            pipeline.hset(REDIS_KEYS, key.id, dump_key(key))
+            pipeline.incr(REDIS_VERSION)
+            pipeline.execute()
+
+    def remove(self, key_id: str) -> None:
+        """As `KeyStore.remove`."""
+        with _failing(), self._redis.pipeline() as pipeline:
+            pipeline.hdel(REDIS_KEYS, key_id)
+            pipeline.incr(REDIS_VERSION)
+            pipeline.execute()
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    from redis.exceptions import RedisError
+
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise CommandFailed(f"Redis does not do it: {error or type(error).__name__}") from None
