@@ -13,6 +13,7 @@ COPY worker worker
 COPY sim sim
 COPY cli cli
 RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && /opt/headrace/bin/pip check \
     && /opt/headrace/bin/pip uninstall --yes setuptools pip
 
 FROM python:3.11-slim-bookworm

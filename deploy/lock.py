@@ -15,6 +15,8 @@ from typing import Any
 _HEAD = """\
 # Written by `make lock`, for CPython 3.11 on x86-64: what the image installs. The last one builds the package.
 """
+# redis wants it there; the image's Python may be older than the one that this runs on.
+_BEFORE_3_11_3 = ("async-timeout",)
 
 
 def resolve(*requirements: str) -> list[dict[str, Any]]:
@@ -40,7 +42,7 @@ def lock_of(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Resolve and write."""
-    locked = lock_of(resolve(".[convert]")) + lock_of(resolve("setuptools>=77"))
+    locked = lock_of(resolve(".[convert]", *_BEFORE_3_11_3)) + lock_of(resolve("setuptools>=77"))
     Path("requirements.lock").write_text(_HEAD + locked)
 
 
