@@ -53,7 +53,9 @@ class Metrics:
         self._per_token = self._histogram(
             "time_per_output_token", "Mean time between the tokens of one answer.", _PER_TOKEN_BUCKETS
         )
-        self._request = self._histogram("request_duration", "Arrival of a request to its end.", _REQUEST_BUCKETS)
+        self._request = self._histogram(
+            "request_duration", "Arrival of a request to its end.", _REQUEST_BUCKETS, ("endpoint",)
+        )
         self._prompt = Counter("headrace_prompt_tokens", "Prompt tokens of answered requests.", registry=self._registry)
         self._cached = Counter(
             "headrace_prompt_tokens_cached", "Prompt tokens found in a prefix cache.", registry=self._registry
@@ -69,13 +71,16 @@ class Metrics:
             registry=self._registry,
         )
 
-    def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"headrace_{name}_seconds", description, buckets=buckets, registry=self._registry)
+    def _histogram(
+        self, name: str, description: str, buckets: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        full_name = f"headrace_{name}_seconds"
+        return Histogram(full_name, description, labels, buckets=buckets, registry=self._registry)
 
     def request_ended(self, endpoint: str, outcome: str, duration_s: float) -> None:
         """Count a request that was answered, refused, failed or cancelled."""
         self._requests.labels(endpoint, outcome).inc()
-        self._request.observe(duration_s)
+        self._request.labels(endpoint).observe(duration_s)
         self.recent.request_ended(endpoint, outcome)
 
     def first_token(self, since_arrival_s: float) -> None:
