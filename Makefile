@@ -4,13 +4,14 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock test test-clients soak check protos release-protos bench bench-router dev clean
+.PHONY: help serve lock test test-clients test-numa soak check protos release-protos bench bench-router dev clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve [ARGS="--port 8000 --workers 2"]   set up, fetch the demo model, serve it'
 	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
 	@echo 'make test-clients                             the tests with clients of other makers, installed apart'
+	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
 	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
@@ -55,6 +56,17 @@ test: .venv/.dev .links/headrace
 	@if command -v npm > /dev/null; then cp tests/e2e/clients/package.json .make/clients/ && \
 	    npm install --prefix .make/clients --no-audit --no-fund --silent; else echo "no npm: without openai for Node" >&2; fi
 	@touch $@
+
+# The kernel that the emulated machine boots: Debian's for clouds, which needs no module to get to its first process.
+.make/numa/vmlinuz:
+	@command -v apt-get > /dev/null || { echo "test-numa fetches its kernel with apt-get; elsewhere put one at $@" >&2; exit 1; }
+	@echo "fetching a kernel into .make/numa" >&2
+	@mkdir -p .make/numa && cd .make/numa && rm -rf boot *.deb && \
+	    apt-get download -qq "$$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \(linux-image-\)/\1/p' | head -1)" && \
+	    dpkg-deb --fsys-tarfile linux-image-*.deb | tar -x --wildcards './boot/vmlinuz-*' && mv boot/vmlinuz-* vmlinuz && rm -rf boot *.deb
+
+test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz
+	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done
 	$(BIN)/pytest tests/e2e/test_clients.py $(ARGS)
