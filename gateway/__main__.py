@@ -27,6 +27,8 @@ from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Models
 from headrace.gateway.prompts import Prompts
+from headrace.gateway.redis_store import RedisStore
+from headrace.gateway.response_store import DEFAULT_TTL_S, MemoryStore, Store
 from headrace.gateway.security import Security, SecurityError, SecuritySettings, security_options
 from headrace.gateway.spans import ACCESS
 from headrace.gateway.text_service import SERVICE_NAME, TextService
@@ -68,6 +70,8 @@ class Settings:
     reasoning_parsers: Mapping[str, str]
     console: bool
     """Whether to serve the web console."""
+    response_ttl_s: float
+    """How long responses are kept."""
     security: SecuritySettings
 
 
@@ -80,6 +84,7 @@ class _Parts:
     edge: HttpEdge
     text: TextService
     security: Security
+    responses: Store
 
 
 async def serve(settings: Settings) -> None:
@@ -99,6 +104,7 @@ async def serve(settings: Settings) -> None:
             await _run(settings, parts, bound, loading, stop)
         finally:
             await parts.upstream.close()
+            await parts.responses.close()
             await security.close()
             tokenizing.shutdown(cancel_futures=True)
             loading.shutdown(cancel_futures=True)
@@ -114,6 +120,7 @@ def _wire(
     prompts = Prompts(tokenizing)
     generator = Generator(upstream, metrics)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
+    responses = _responses(settings)
     edge = HttpEdge(
         models,
         prompts,
@@ -121,11 +128,26 @@ def _wire(
         upstream,
         metrics,
         formats,
+        responses=responses,
         console=settings.console,
         door=security.door,
         bodies=security.bodies,
     )
-    return _Parts(upstream, models, edge, TextService(models, prompts, generator, metrics, formats), security)
+    return _Parts(
+        upstream, models, edge, TextService(models, prompts, generator, metrics, formats), security, responses
+    )
+
+
+def _responses(settings: Settings) -> Store:
+    """Where responses are kept: in the Redis that gateways share, or here."""
+    url = settings.security.redis_url
+    if url is None:
+        return MemoryStore(settings.response_ttl_s)
+    try:
+        return RedisStore(url, settings.response_ttl_s)
+    except ValueError as error:
+        # Without the URL: it may have a password.
+        raise CannotServeError(f"--redis is no URL of Redis: {error}") from None
 
 
 async def _run(
@@ -150,7 +172,7 @@ async def _run(
     parts.text.stopping = True
     interrupting = asyncio.get_running_loop().call_later(settings.drain_timeout_s, parts.edge.interrupt)
     drained = [grpc_server.stop(settings.drain_timeout_s)] if grpc_server is not None else []
-    await asyncio.gather(serving, *drained)
+    await asyncio.gather(serving, parts.edge.runs.drain(settings.drain_timeout_s), *drained)
     interrupting.cancel()
     for task in (polling, stopping):
         task.cancel()
@@ -235,6 +257,13 @@ def _bind(host: str, port: int) -> socket.socket:
     callback=lambda context, parameter, values: _parsers(values, REASONING_PARSERS),
     metavar="[MODEL=]NAME",
     help=f"How models write reasoning, if not as their chat templates tell: {', '.join(REASONING_PARSERS)}.",
+)
+@click.option(
+    "--response-ttl",
+    "response_ttl_s",
+    default=DEFAULT_TTL_S,
+    type=click.FloatRange(min=1),
+    help="Seconds for which responses of the Responses API are kept: in the Redis of --redis, else in memory.",
 )
 @security_options
 @click.option("--console/--no-console", default=True, help="Whether to serve the web console at /.")

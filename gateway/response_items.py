@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.gateway.openai_types import ChatMessage, unsupported
 from headrace.gateway.reasoning_seal import unsealed
 from headrace.gateway.sampling import invalid
@@ -104,12 +106,12 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "message":
         return _message(where, item)
     if kind == "function_call":
-        return {
-            "id": _id(where, item, "fc"),
-            "type": "function_call",
-            "status": "completed",
-            **{name: _string(where, item, name) for name in ("call_id", "name", "arguments")},
-        }
+        call = {name: _string(where, item, name) for name in ("call_id", "name", "arguments")}
+        try:
+            msgspec.json.decode(call["arguments"] or "{}")
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise invalid(f"{where}.arguments", f"{where}.arguments is not JSON: {error}") from error
+        return {"id": _id(where, item, "fc"), "type": "function_call", "status": "completed", **call}
     if kind == "function_call_output":
         output = item.get("output")
         return {

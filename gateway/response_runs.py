@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack
 
 from headrace.gateway.failures import draining, failure_of
 from headrace.gateway.generation import Caller
@@ -35,6 +36,8 @@ class ResponseRun:
         self.answer = answer
         self.stored = stored
         self.task: asyncio.Task[None] | None = None
+        self.holding = ExitStack()
+        """What is let go when the run has ended."""
         self.ended = False
         self._last = b""
         self._changed = asyncio.Event()
@@ -104,6 +107,8 @@ class ResponseRuns:
         except BaseException:
             del self._runs[run.response_id]
             raise
+        if run.caller.visit is not None:
+            run.holding.enter_context(run.caller.visit.held())
         run.task = asyncio.create_task(self._run(run, generate), name=run.response_id)
 
     async def cancel(self, run: ResponseRun) -> None:
@@ -155,6 +160,7 @@ class ResponseRuns:
             except StoreError as error:
                 _LOG.warning("%s is lost: %s", run.response_id, error)
             del self._runs[run.response_id]
+            run.holding.close()
 
     async def _heartbeat(self, run: ResponseRun) -> None:
         """For ever: say that the run is alive, and look whether it is to be cancelled."""

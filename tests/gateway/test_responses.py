@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -79,8 +80,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
 def ask(front: Any, model: Any) -> Any:
     """Create a response of a model that writes this text; give it, or the events of its stream."""
 
-    async def post(text: str, **fields: Any) -> Any:
-        model.answer = text
+    async def post(written: str, /, **fields: Any) -> Any:
+        model.answer = written
         response = await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", **fields})
         assert response.status_code == 200, response.text
         return events_of(response.text) if fields.get("stream") else response.json()
@@ -322,3 +323,454 @@ def anonymous(value: Any) -> Any:
         hidden = ("id", "call_id", "created_at", "completed_at")
         return {name: anonymous(one) for name, one in value.items() if name not in hidden}
     return [anonymous(one) for one in value] if isinstance(value, list) else value
+
+
+# --- the conversation -----------------------------------------------------------------------------------------------
+
+
+async def test_instructions_come_first_and_hold_for_one_response(ask: Any, model: Any, kit: Any) -> None:
+    first = await ask("Paris.", instructions="Be brief.", input=[{"role": "user", "content": "Capital?"}])
+    assert first["instructions"] == "Be brief."
+    assert prompt_of(model, kit) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nCapital?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    second = await ask("Seine.", input="River?", previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    assert prompt_of(model, kit) == (
+        "<|im_start|>user\nCapital?<|im_end|>\n<|im_start|>assistant\nParis.<|im_end|>\n"
+        "<|im_start|>user\nRiver?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_items_of_all_kinds_are_turns_of_the_chat(ask: Any, model: Any, kit: Any) -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Look:"}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Köln"}'},
+        {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    await ask("x", input=items, tools=[WEATHER, NOW])
+    prompt = prompt_of(model, kit)
+    assert "system\nd<|im_end|>\n<|im_start|>user\na\nb<|im_end|>" in prompt
+    assert (
+        '<think>Hm.</think>Look:<tool_call>weather{"city": "Köln"}</tool_call><tool_call>now{}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>\n<|im_start|>assistant\nNo."
+    ) in prompt
+
+
+async def test_calls_are_answered_across_responses(ask: Any, model: Any, kit: Any) -> None:
+    first = await ask(f"<think>Hm.</think>{ONE}", tools=[WEATHER])
+    call_id = first["output"][1]["call_id"]
+    output = {"type": "function_call_output", "call_id": call_id, "output": "rain"}
+    await ask("Wet.", input=[output], previous_response_id=first["id"], tools=[WEATHER])
+    assert (
+        'assistant\n<think>Hm.</think><tool_call>weather{"city": "Köln"}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
+    ) in prompt_of(model, kit)
+
+
+async def test_reasoning_goes_around_without_a_store(ask: Any, model: Any, kit: Any) -> None:
+    include = ["reasoning.encrypted_content"]
+    first = await ask("<think>Hm é.</think>Yes.", store=False, include=include)
+    reasoning, message = first["output"]
+    assert reasoning["encrypted_content"]
+    del reasoning["content"]
+    await ask("x", input=[reasoning, message, {"role": "user", "content": "Why?"}], store=False, include=include)
+    assert "<think>Hm é.</think>Yes.<|im_end|>\n<|im_start|>user\nWhy?" in prompt_of(model, kit)
+
+
+async def test_truncation_drops_the_oldest_turns_that_do_not_fit(ask: Any, refused: Any, model: Any, kit: Any) -> None:
+    turns = [{"role": role, "content": f"{i} " + 1000 * "x"} for i in range(4) for role in ("user", "assistant")]
+    items = [*turns, {"role": "user", "content": "last"}]
+    error = await refused(input=items, instructions="Be brief.")
+    assert error["code"] == "context_length_exceeded"
+    answer = await ask("x", input=items, instructions="Be brief.", truncation="auto", max_output_tokens=50)
+    assert answer["truncation"] == "auto"
+    prompt = prompt_of(model, kit)
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n3 x")
+    error = await front_error(refused, input=5000 * "x", truncation="auto", streams=model.streams)
+    assert error["code"] == "context_length_exceeded"
+
+
+async def front_error(refused: Any, *, streams: list[Any], **fields: Any) -> Any:
+    """The error of a request that is refused after others were answered."""
+    streams.clear()
+    return await refused(**fields)
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([], "input"),
+        ([{"role": "tool", "content": "x"}], "input[0].role"),
+        ([{"role": "user"}], "input[0].content"),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
+        ([{"role": "user", "content": ["x"]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": "x", "id": 1}], "input[0].id"),
+        ([{"type": "item_reference", "id": "x"}], "input[0].type"),
+        ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
+        ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments"),
+        ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
+        ([{"type": "function_call_output", "call_id": "c"}], "input[0].output"),
+        ([{"type": "reasoning", "content": [{"type": "x"}]}], "input[0].content[0]"),
+        ([{"type": "reasoning", "encrypted_content": "gAAA"}], "input[0].encrypted_content"),
+        (
+            [
+                {"role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
+            ],
+            "input[1].arguments",
+        ),
+    ],
+)
+async def test_what_is_wrong_with_an_item_is_named(refused: Any, items: Any, param: str) -> None:
+    error = await refused(input=items)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+# --- fields ---------------------------------------------------------------------------------------------------------
+
+
+async def test_sampling_fields_reach_the_worker(ask: Any, model: Any) -> None:
+    answer = await ask("x", temperature=0.5, top_p=0.25, top_k=7, seed=3, min_p=0.125, max_output_tokens=9)
+    sampling = sampling_of(model)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.25, 7, 3)
+    assert (sampling.min_p, sampling.max_tokens) == (0.125, 9)
+    assert (answer["temperature"], answer["top_p"], answer["max_output_tokens"]) == (0.5, 0.25, 9)
+
+
+async def test_a_response_says_how_it_was_asked_for(ask: Any) -> None:
+    asked = {
+        "metadata": {"a": "b"},
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "max_tool_calls": 3,
+        "parallel_tool_calls": False,
+        "truncation": "disabled",
+        "tool_choice": "auto",
+    }
+    answer = await ask("x", **asked, tools=[WEATHER], service_tier="auto", prompt_cache_retention="in_memory")
+    assert {name: answer[name] for name in asked} == asked
+    assert answer["service_tier"] == "default"
+    assert answer["tools"] == [{**WEATHER, "strict": False, "description": None}]
+    assert answer["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert answer["store"] is True
+    assert answer["background"] is False
+
+
+async def test_a_cache_key_is_a_hint_to_the_router(ask: Any, model: Any) -> None:
+    await ask("x", prompt_cache_key="k")
+    assert model.streams[-1].request.session_key == "k"
+
+
+async def test_log_probabilities_come_with_the_text(ask: Any) -> None:
+    answer = await ask("Hi", include=["message.output_text.logprobs"], top_logprobs=2)
+    (part,) = answer["output"][0]["content"]
+    assert [one["token"] for one in part["logprobs"]] == ["H", "i"]
+    assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
+    assert answer["top_logprobs"] == 2
+
+
+async def test_the_template_sees_the_tools_as_a_chat_has_them(ask: Any, model: Any, kit: Any) -> None:
+    await ask("x", tools=[WEATHER])
+    assert '{"type": "function", "function": {"name": "weather", "parameters": {' in prompt_of(model, kit)
+    await ask("x", tools=[])
+    assert "<|im_start|>tools" not in prompt_of(model, kit)
+
+
+async def test_the_choice_of_tools_is_enforced(ask: Any, model: Any) -> None:
+    await ask(ONE, tools=[WEATHER, NOW], tool_choice="required")
+    grammar = sampling_of(model).constraint.grammar
+    assert "weather" in grammar
+    assert "now" in grammar
+    await ask(ONE, tools=[WEATHER, NOW], tool_choice={"type": "function", "name": "weather"})
+    assert '"now' not in sampling_of(model).constraint.grammar
+    answer = await ask(ONE, tools=[WEATHER], tool_choice="none")
+    assert text_of(answer) == ONE
+
+
+async def test_strict_tools_are_held_by_a_grammar(ask: Any, model: Any) -> None:
+    await ask("x", tools=[{**WEATHER, "strict": True}])
+    assert sampling_of(model).constraint.grammar
+
+
+async def test_without_parallel_calls_the_first_one_counts(ask: Any) -> None:
+    answer = await ask(ONE + TWO, tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert len(answer["output"]) == 1
+
+
+async def test_a_format_is_held_by_its_schema(ask: Any, model: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    answer = await ask('{"a":1}', text={"format": form})
+    assert json.loads(sampling_of(model).constraint.json_schema) == schema
+    assert answer["text"]["format"] == form
+    await ask("{}", text={"format": {"type": "json_object"}})
+    assert sampling_of(model).constraint.HasField("json_object")
+    await ask("x", text={"format": {"type": "text"}, "verbosity": "medium"})
+    assert not sampling_of(model).HasField("constraint")
+
+
+async def test_effort_reaches_the_template(ask: Any, model: Any, kit: Any) -> None:
+    answer = await ask("x", reasoning={"effort": "none", "summary": "auto"})
+    assert prompt_of(model, kit).endswith("</think>\n\n")
+    assert answer["reasoning"] == {"effort": "none", "summary": None}
+    await ask("x", chat_template_kwargs={"open_think": True})
+    assert prompt_of(model, kit).endswith("<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": 1}, "input"),
+        ({"temperature": 3}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"truncation": "x"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"background": True, "store": False}, "background"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "x"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {"k": 1}}, "metadata[...]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{**WEATHER, "parameters": 1}]}, "tools[0].parameters"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"prompt_cache_key": "k" * 513}, "prompt_cache_key"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_named(refused: Any, fields: Any, param: str) -> None:
+    error = await refused(**fields)
+    assert error["param"] == param
+    assert error["message"]
+
+
+async def test_a_refusal_of_the_worker_names_the_callers_field(front: Any, model: Any, kit: Any) -> None:
+    async def refuse(_: Any, stream: Any, send: Any) -> None:
+        problem = "sampling.constraint.json_schema: not is not supported"
+        raise kit.StatusError(kit.Reason.UNSUPPORTED, problem, field="sampling.constraint.json_schema")
+
+    model.script = refuse
+    form = {"type": "json_schema", "name": "n", "schema": {"not": {}}}
+    for stream in (False, True):
+        body = {"model": "tiny", "input": "hi", "text": {"format": form}, "stream": stream}
+        error = (await front.http.post(RESPONSES, json=body)).json()["error"]
+        assert error["param"] == "text.format"
+        assert error["message"] == "text.format: not is not supported"
+
+
+# --- what is stored -------------------------------------------------------------------------------------------------
+
+
+async def test_a_response_is_retrieved_and_deleted(front: Any, ask: Any) -> None:
+    answer = await ask("Paris.")
+    one = f"{RESPONSES}/{answer['id']}"
+    assert (await front.http.get(one)).json() == answer
+    gone = await front.http.delete(one)
+    assert gone.json() == {"id": answer["id"], "object": "response", "deleted": True}
+    for missing in (
+        await front.http.get(one),
+        await front.http.delete(one),
+        await front.http.get(f"{one}/input_items"),
+    ):
+        assert missing.status_code == 404
+        assert missing.json()["error"]["param"] == "response_id"
+    error = (await front.http.post(RESPONSES, json={"input": "x", "previous_response_id": answer["id"]})).json()[
+        "error"
+    ]
+    assert error["code"] == "previous_response_not_found"
+
+
+async def test_a_response_that_is_not_to_be_stored_is_not(front: Any, ask: Any) -> None:
+    answer = await ask("Paris.", store=False)
+    assert answer["store"] is False
+    assert (await front.http.get(f"{RESPONSES}/{answer['id']}")).status_code == 404
+
+
+async def test_the_stream_of_a_response_is_repeated_from_any_event(front: Any, ask: Any) -> None:
+    events = await ask("<think>Hm</think>Paris.", stream=True)
+    one = f"{RESPONSES}/{events[-1]['response']['id']}"
+    assert (await front.http.get(one)).json() == events[-1]["response"]
+    assert events_of((await front.http.get(one, params={"stream": "true"})).text) == events
+    for position in (0, 5, len(events) - 2):
+        params = {"stream": "true", "starting_after": str(position)}
+        assert events_of((await front.http.get(one, params=params)).text) == events[position + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"stream": "true"}, "stream"),
+        ({"starting_after": "3"}, "starting_after"),
+        ({"stream": "true", "include_obfuscation": "true"}, "include_obfuscation"),
+    ],
+)
+async def test_what_cannot_be_retrieved_is_named(front: Any, ask: Any, params: Any, param: str) -> None:
+    answer = await ask("x")
+    response = await front.http.get(f"{RESPONSES}/{answer['id']}", params=params)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_input_items_are_listed_in_pages(front: Any, ask: Any) -> None:
+    first = await ask("one", input=[{"role": "user", "content": "a"}, {"role": "user", "content": "b", "id": "msg_b"}])
+    second = await ask("two", input="c", previous_response_id=first["id"])
+    path = f"{RESPONSES}/{second['id']}/input_items"
+    items = (await front.http.get(path, params={"order": "asc"})).json()
+    texts = [item["content"][0]["text"] for item in items["data"]]
+    assert texts == ["a", "b", "one", "c"]
+    assert items["data"][1] == {
+        "id": "msg_b",
+        "type": "message",
+        "role": "user",
+        "status": "completed",
+        "content": [{"type": "input_text", "text": "b"}],
+    }
+    assert (items["object"], items["has_more"]) == ("list", False)
+    newest = (await front.http.get(path, params={"limit": "3"})).json()
+    assert newest["data"] == items["data"][:0:-1]
+    assert newest["has_more"] is True
+    assert (newest["first_id"], newest["last_id"]) == (items["last_id"], "msg_b")
+    rest = (await front.http.get(path, params={"after": "msg_b"})).json()
+    assert rest["data"] == items["data"][:1]
+    for params in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}, {"after": "msg_none"}):
+        assert (await front.http.get(path, params=params)).json()["error"]["param"] == next(iter(params))
+
+
+# --- background -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(model: Any, kit: Any) -> asyncio.Event:
+    """Generations write `He`, wait for it, and write the rest of `Hello`."""
+    event = asyncio.Event()
+
+    async def script(_: Any, stream: Any, send: Any) -> None:
+        await send(kit.tokens_of("He"), 0, None)
+        await event.wait()
+        tokens = [*kit.tokens_of("llo"), kit.EOS]
+        await send(tokens, 2, kit.inference_pb2.FINISH_REASON_STOP)
+
+    model.script = script
+    return event
+
+
+async def until(front: Any, response_id: str, status: str) -> Any:
+    """The response, once it has this status."""
+    async with asyncio.timeout(10):
+        while True:
+            response = (await front.http.get(f"{RESPONSES}/{response_id}")).json()
+            if response["status"] == status:
+                return response
+            await asyncio.sleep(0.02)
+
+
+async def test_a_response_runs_in_the_background(front: Any, gate: asyncio.Event) -> None:
+    body = {"model": "tiny", "input": "hi", "background": True}
+    begun = (await front.http.post(RESPONSES, json=body)).json()
+    assert (begun["status"], begun["background"], begun["output"]) == ("in_progress", True, [])
+    assert (await front.http.get(f"{RESPONSES}/{begun['id']}")).json()["status"] == "in_progress"
+    error = (await front.http.post(RESPONSES, json={**body, "previous_response_id": begun["id"]})).json()["error"]
+    assert error["param"] == "previous_response_id"
+    gate.set()
+    ended = await until(front, begun["id"], "completed")
+    assert text_of(ended) == "Hello"
+    assert ended["usage"]["output_tokens"] == 6
+
+
+async def test_a_background_stream_outlives_its_client(front: Any, model: Any, gate: asyncio.Event) -> None:
+    body = {"model": "tiny", "input": "hi", "background": True, "stream": True}
+    async with front.http.stream("POST", RESPONSES, json=body) as response:
+        seen = ""
+        async for chunk in response.aiter_text():
+            seen += chunk
+            if '"delta":"He"' in seen:
+                break
+    seen_events = events_of(seen)
+    response_id = seen_events[0]["response"]["id"]
+    position = seen_events[-1]["sequence_number"]
+    params = {"stream": "true", "starting_after": str(position)}
+    following = asyncio.create_task(front.http.get(f"{RESPONSES}/{response_id}", params=params))
+    gate.set()
+    rest = events_of((await following).text)
+    assert [event["sequence_number"] for event in seen_events + rest] == list(range(len(seen_events + rest)))
+    assert [item["content"][0]["text"] for item in added_up(seen_events + rest)] == ["Hello"]
+    assert rest[-1]["type"] == "response.completed"
+    again = events_of((await front.http.get(f"{RESPONSES}/{response_id}", params={"stream": "true"})).text)
+    assert again[position + 1 :] == rest
+    assert not model.streams[0].cancelled.is_set()
+
+
+async def test_a_background_response_is_cancelled(front: Any, model: Any, gate: asyncio.Event) -> None:
+    body = {"model": "tiny", "input": "hi", "background": True}
+    begun = (await front.http.post(RESPONSES, json=body)).json()
+    path = f"{RESPONSES}/{begun['id']}"
+    async with asyncio.timeout(10):
+        while not model.streams:
+            await asyncio.sleep(0.01)
+    assert (await front.http.post(f"{path}/cancel")).json()["status"] == "cancelled"
+    async with asyncio.timeout(10):
+        await model.streams[0].cancelled.wait()
+    assert (await front.http.post(f"{path}/cancel")).json()["status"] == "cancelled"
+    assert (await front.http.get(path)).json()["status"] == "cancelled"
+
+
+async def test_a_running_response_is_deleted(front: Any, model: Any, gate: asyncio.Event) -> None:
+    begun = (await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", "background": True})).json()
+    assert (await front.http.delete(f"{RESPONSES}/{begun['id']}")).json()["deleted"] is True
+    assert (await front.http.get(f"{RESPONSES}/{begun['id']}")).status_code == 404
+
+
+async def test_a_background_response_that_fails_says_why(front: Any, model: Any, kit: Any) -> None:
+    async def fail(_: Any, stream: Any, send: Any) -> None:
+        raise kit.StatusError(kit.Reason.TOO_LARGE_FOR_CACHE, "no room")
+
+    model.script = fail
+    begun = (await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", "background": True})).json()
+    failed = await until(front, begun["id"], "failed")
+    assert failed["error"] == {"code": "invalid_prompt", "message": "no room"}
+
+
+async def test_only_background_responses_are_cancelled(front: Any, ask: Any) -> None:
+    answer = await ask("x")
+    response = await front.http.post(f"{RESPONSES}/{answer['id']}/cancel")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_id")
+
+
+async def test_runs_that_do_not_end_in_time_fail_when_the_gateway_stops(front: Any, gate: asyncio.Event) -> None:
+    begun = (await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", "background": True})).json()
+    await front.edge.runs.drain(0.01)
+    failed = (await front.http.get(f"{RESPONSES}/{begun['id']}")).json()
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
