@@ -13,6 +13,7 @@ import click
 import httpx
 
 from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.fleet_access import OPEN, ApiAccess, api_options
 from headrace.cli.run_state import running_serves
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -51,10 +52,10 @@ class Conversation:
 class ChatClient:
     """Talks to one server. Every failure is a CommandError with what the server said."""
 
-    def __init__(self, url: str, model: str | None = None) -> None:
+    def __init__(self, url: str, model: str | None = None, access: ApiAccess = OPEN) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         # A slow prompt is silent for long; only a server that is not there should fail fast.
-        self._http = httpx.Client(timeout=httpx.Timeout(600.0, connect=5.0))
+        self._http = access.client(httpx.Timeout(600.0, connect=5.0))
         self.model = model or self._only_model()
 
     def close(self) -> None:
@@ -92,7 +93,8 @@ class ChatClient:
 
     def _unreachable(self, error: httpx.HTTPError) -> CommandFailed:
         if isinstance(error, httpx.HTTPStatusError):
-            return CommandFailed(f"{self._url} answered {error.response.status_code}")
+            said = _message_of(error.response.text)
+            return CommandFailed(f"{self._url} answered {error.response.status_code}" + (f": {said}" if said else ""))
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
             return CommandFailed(f"no server at {self._url}; start one with headrace serve, or name another with --url")
         return CommandFailed(f"the connection to {self._url} broke: {str(error) or type(error).__name__}")
@@ -204,13 +206,14 @@ def default_url() -> str:
 @click.option("--url", help="Server, such as http://127.0.0.1:8000.  [default: the one on this host]")
 @click.option("--model", help="Model to ask.  [default: the first one served]")
 @click.option("--system", help="System message.")
-def chat(url: str | None, model: str | None, system: str | None) -> None:
+@api_options
+def chat(url: str | None, model: str | None, system: str | None, access: ApiAccess) -> None:
     """Chat with a served model.
 
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With a pipe as input, each line
     is a question and gets its answer.
     """
-    client = ChatClient(url or default_url(), model)
+    client = ChatClient(url or default_url(), model, access)
     interactive = sys.stdin.isatty()
     try:
         if interactive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 import grpc
@@ -11,18 +12,14 @@ import httpx
 
 from headrace.cli.chat import default_url
 from headrace.cli.errors import CommandError, CommandFailed
-from headrace.cli.run_state import running_serves
+from headrace.cli.fleet_access import OPEN, ApiAccess, access_options, api_options, transport_of
+from headrace.cli.run_state import ServeRecord, running_serves
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.status import error_of
+from headrace.protos.transport import PLAIN, Transport
 
 _TIMEOUT_S = 10.0
 _WIDTH_OF_A_PIPE = 160
-_MAX_MESSAGE_BYTES = 16 << 20
-_CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-)
 _TERMS = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "total", "ttft")
 _REASONS = {
     router_pb2.PLACEMENT_REASON_UNSPECIFIED: "no worker takes requests",
@@ -47,12 +44,14 @@ def tokens_of(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def tokenize(url: str, model: str, text: str) -> list[int]:
+def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[int]:
     """Ask the gateway for the tokens of a chat with this one message of the user. Raises CommandError."""
     url = url.rstrip("/").removesuffix("/v1")
     body: dict[str, object] = {"messages": [{"role": "user", "content": text}]}
     try:
-        response = httpx.post(f"{url}/tokenize", json=body | ({"model": model} if model else {}), timeout=_TIMEOUT_S)
+        body |= {"model": model} if model else {}
+        with access.client(_TIMEOUT_S) as client:
+            response = client.post(f"{url}/tokenize", json=body)
         answer = response.json()
         if response.status_code != 200:
             raise CommandFailed(f"{url}/tokenize refused: {answer['error']['message']}")
@@ -63,9 +62,9 @@ def tokenize(url: str, model: str, text: str) -> list[int]:
         raise CommandError(f"{url} is no headrace gateway: its /tokenize makes no sense") from None
 
 
-def ask(router: str, request: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
+def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = PLAIN) -> router_pb2.ExplainResponse:
     """Ask a router. Raises CommandError."""
-    with grpc.insecure_channel(router, options=_CHANNEL_OPTIONS) as channel:
+    with transport.blocking_channel(router) as channel:
         try:
             told: router_pb2.ExplainResponse = router_pb2_grpc.RouterStub(channel).Explain(request, timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
@@ -105,15 +104,15 @@ def _print(told: router_pb2.ExplainResponse) -> None:
     click.echo(f"{chosen}{_REASONS[told.reason]}")
 
 
-def _default_router(url: str | None) -> str:
-    """The router of the serve at this URL, or of the only one on this host."""
+def _default_serve(url: str | None) -> ServeRecord:
+    """The serve at this URL, or the only one on this host."""
     wanted = None if url is None else url.rstrip("/").removesuffix("/v1")
     records = [record for record in running_serves() if wanted in (None, record.url)]
     if len(records) != 1:
         known = "no headrace serve" if not records else "several of headrace serve"
         where = "this host runs" if url is None else f"at {url} this host runs"
         raise CommandError(f"{where} {known}; name a router with --router ADDR")
-    return records[0].router_address
+    return records[0]
 
 
 @click.command()
@@ -128,6 +127,8 @@ def _default_router(url: str | None) -> str:
 @click.option("--session-key", default="", help="Session that the request belongs to.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
 @click.option("--json", "as_json", is_flag=True, help="The router's answer as JSON.")
+@access_options
+@api_options
 def explain(
     text: str | None,
     prompt: str | None,
@@ -140,6 +141,9 @@ def explain(
     session_key: str,
     max_tokens: int | None,
     as_json: bool,
+    tls_dir: Path | None,
+    join_token_file: Path | None,
+    access: ApiAccess,
 ) -> None:
     """Show where a chat that begins with TEXT would go now, and why.
 
@@ -152,9 +156,13 @@ def explain(
     asked_for = [given for given in (text, prompt, tokens) if given is not None]
     if len(asked_for) != 1:
         raise CommandError("say what to place: either a TEXT, or --prompt, or --tokens")
-    router = router or _default_router(url)
-    request.token_ids.extend(_tokens(tokens, text if text is not None else prompt, url, model))
-    told = ask(router, request)
+    if router is None:
+        record = _default_serve(url)
+        router, transport = record.router_address, transport_of(record.tls_dir, record.join_token_file)
+    else:
+        transport = transport_of(tls_dir, join_token_file)
+    request.token_ids.extend(_tokens(tokens, text if text is not None else prompt, url, model, access))
+    told = ask(router, request, transport)
     if as_json:
         from google.protobuf.json_format import MessageToJson
 
@@ -163,8 +171,8 @@ def explain(
         _print(told)
 
 
-def _tokens(tokens: str | None, text: str | None, url: str | None, model: str) -> Sequence[int]:
+def _tokens(tokens: str | None, text: str | None, url: str | None, model: str, access: ApiAccess) -> Sequence[int]:
     if tokens is not None:
         return tokens_of(tokens)
     assert text is not None
-    return tokenize(url or default_url(), model, text)
+    return tokenize(url or default_url(), model, text, access)

@@ -1,8 +1,10 @@
-"""How commands reach routers and workers of a fleet with mutual TLS: two options that those who ask have in common."""
+"""How commands reach a fleet that wants to know who asks: options that those who ask have in common."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,8 @@ import click
 from headrace.cli.errors import CommandError
 
 if TYPE_CHECKING:
+    import httpx
+
     from headrace.protos.transport import Transport
 
 _FILE = click.Path(path_type=Path)
@@ -41,3 +45,42 @@ def transport_of(tls_dir: Path | str | None, join_token_file: Path | str | None)
         )
     except TransportError as error:
         raise CommandError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAccess:
+    """What a command needs to use the HTTP API: a key, and whom to believe that they are the server."""
+
+    api_key: str | None = None
+    ca_file: Path | None = None
+
+    def client(self, timeout: httpx.Timeout | float) -> httpx.Client:
+        """A client that sends the key. Close it, or use it in a `with`. Raises CommandError for a bad file."""
+        import ssl
+
+        import httpx
+
+        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        if self.ca_file is None:
+            return httpx.Client(timeout=timeout, headers=headers)
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+        except OSError as error:
+            raise CommandError(f"--ca-file {self.ca_file}: {error.strerror or 'no certificates in it'}") from None
+        return httpx.Client(timeout=timeout, headers=headers, verify=context)
+
+
+OPEN = ApiAccess()
+"""For a gateway that asks for nothing."""
+
+
+def api_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command --api-key and --ca-file, as `access`."""
+
+    @functools.wraps(command)
+    def with_access(*args: Any, api_key: str | None, ca_file: Path | None, **options: Any) -> Any:
+        return command(*args, access=ApiAccess(api_key, ca_file), **options)
+
+    key = click.option("--api-key", envvar="HEADRACE_API_KEY", help="API key, if the gateway asks for one.")
+    ca_file = click.option("--ca-file", envvar="HEADRACE_CA_FILE", type=_FILE, help="Authority of the server's TLS.")
+    return key(ca_file(with_access))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.cli.placement import WorkerPlace
@@ -28,6 +28,17 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SecurityFiles:
+    """Files of keys, certificates and secrets, with absolute paths; `None` is without."""
+
+    api_keys: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_dir: Path | None = None
+    join_token_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What `headrace serve` was asked for, with every choice made. `None` leaves a value to the worker.
 
@@ -50,11 +61,17 @@ class ServeOptions:
     log_format: str | None = None
     otlp_endpoint: str | None = None
     metrics_port: int | None = None
+    files: SecurityFiles = field(default_factory=SecurityFiles)
+
+    @property
+    def url(self) -> str:
+        """Where the API is, without /v1."""
+        return base_url(self.host, self.port, "http" if self.files.tls_cert is None else "https")
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, scheme: str = "http") -> str:
     """http://HOST:PORT with the brackets that an IPv6 address needs."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def router_address(options: ServeOptions) -> str:
@@ -80,13 +97,14 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
     argv += _given("--execution-mode", options.execution_mode)
-    argv += _metrics(options, 1 + index) + _observation(options)
+    argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)
     return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1)
 
 
 def _router(options: ServeOptions, python: str) -> ProcessSpec:
     address = router_address(options)
     argv = [python, "-m", "headrace.router", "--listen", address, *_metrics(options, 0), *_observation(options)]
+    argv += _membership(options)
     return ProcessSpec("router", "router", tuple(argv), address, stop_phase=1)
 
 
@@ -94,8 +112,16 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv = [python, "-m", "headrace.gateway", "--host", options.host, "--port", str(options.port)]
     argv += ["--router", router_address(options)]
     argv += _given("--grpc-port", options.grpc_port or None)
-    argv += _observation(options)
-    return ProcessSpec("gateway", "gateway", tuple(argv), base_url(options.host, options.port))
+    argv += _observation(options) + _membership(options)
+    for flag in ("api_keys", "tls_cert", "tls_key"):
+        argv += _given(f"--{flag.replace('_', '-')}", getattr(options.files, flag))
+    return ProcessSpec("gateway", "gateway", tuple(argv), options.url)
+
+
+def _membership(options: ServeOptions) -> list[str]:
+    """How processes know one another."""
+    files = options.files
+    return [*_given("--tls-dir", files.tls_dir), *_given("--join-token-file", files.join_token_file)]
 
 
 def _observation(options: ServeOptions) -> list[str]:
@@ -111,5 +137,5 @@ def _metrics(options: ServeOptions, offset: int) -> list[str]:
     return ["--metrics", f"{host}:{options.metrics_port + offset}"]
 
 
-def _given(flag: str, value: float | str | None) -> list[str]:
+def _given(flag: str, value: float | str | Path | None) -> list[str]:
     return [] if value is None else [flag, str(value)]

@@ -50,6 +50,8 @@ class ServeRecord:
     router_address: str
     socket_directory: str
     processes: tuple[ProcessRecord, ...]
+    tls_dir: str | None = None
+    join_token_file: str | None = None
 
 
 def runtime_directory() -> Path:

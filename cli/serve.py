@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from headrace.cli.model_cache import (
     read_manifest,
 )
 from headrace.cli.placement import place_workers
-from headrace.cli.plan import ServeOptions, base_url, processes_of, router_address
+from headrace.cli.plan import SecurityFiles, ServeOptions, processes_of, router_address
 from headrace.cli.ports import check_port, free_port, is_free
 from headrace.cli.run_state import (
     ProcessRecord,
@@ -131,7 +132,7 @@ class Serving:
         host, port = self.options.host, self.options.port
         since_s, announced, told = self.begun_s, False, False
         while self.num_stop_signals == 0:
-            ready = await http_status(host, port, "/health/ready") == 200
+            ready = await http_status(host, port, "/health/ready", scheme=self.options.url.partition(":")[0]) == 200
             waited_s = time.monotonic() - since_s
             if ready and not announced:
                 self._announce(waited_s)
@@ -148,7 +149,7 @@ class Serving:
             await asyncio.sleep(_POLL_WHEN_READY_S if ready else _POLL_UNTIL_READY_S)
 
     def _announce(self, waited_s: float) -> None:
-        url = base_url(self.options.host, self.options.port)
+        url = self.options.url
         print(f"ready: {url}/v1", flush=True)
         self.log.line("serve", f"{self.options.model_name} is ready after {waited_s:.1f} s; try:")
         body = f'{{"model":"{self.options.model_name}","messages":[{{"role":"user","content":"Hello!"}}]}}'
@@ -165,7 +166,9 @@ class Serving:
         return ServeRecord(
             pid=os.getpid(),
             start_ticks=own_start_ticks(),
-            url=base_url(options.host, options.port),
+            url=options.url,
+            tls_dir=_text(options.files.tls_dir),
+            join_token_file=_text(options.files.join_token_file),
             host=options.host,
             port=options.port,
             grpc_port=options.grpc_port,
@@ -185,6 +188,15 @@ class Serving:
                 for process in self.supervisor.processes
             ),
         )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    # The variable is that of the processes, which would read it in any case.
+    return click.option(flag, type=click.Path(path_type=Path), envvar=variable, help=help)
 
 
 @click.command()
@@ -218,6 +230,11 @@ class Serving:
     type=click.IntRange(1, 65535 - 256),
     help="Port of the router's metrics, and the ports behind it those of the workers.  [default: none]",
 )
+@_file_option("--api-keys", "Only callers with one of these keys; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
+@_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this chain.", "HEADRACE_GATEWAY_TLS_CERT")
+@_file_option("--tls-key", "The private key to --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
+@_file_option("--tls-dir", "Mutual TLS between the processes: ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")
+@_file_option("--join-token-file", "Secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE")
 @click.option("--dry-run", is_flag=True, help="Print which cores each worker would get, and do nothing.")
 def serve(
     model: str,
@@ -236,6 +253,7 @@ def serve(
     otlp_endpoint: str | None,
     metrics_port: int | None,
     dry_run: bool,
+    **files: Path | None,
 ) -> None:
     """Serve MODEL on this host.
 
@@ -271,6 +289,7 @@ def serve(
             log_format=log_format,
             otlp_endpoint=otlp_endpoint,
             metrics_port=metrics_port,
+            files=SecurityFiles(**{name: path and path.absolute() for name, path in files.items()}),
         )
         status = asyncio.run(Serving(options, log, begun_s).run())
     finally:

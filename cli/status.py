@@ -13,13 +13,13 @@ import click
 import grpc
 
 from headrace.cli.errors import EXIT_FAILED
+from headrace.cli.fleet_access import transport_of
 from headrace.cli.http_probe import http_status
 from headrace.cli.run_state import ProcessRecord, ServeRecord, running_serves
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
 _ASK_TIMEOUT_S = 2.0
 _WIDTH_OF_A_PIPE = 200
-_CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 16 << 20))
 _WORKER_STATES = {
     router_pb2.WORKER_STATE_READY: "ready",
     router_pb2.WORKER_STATE_DRAINING: "draining",
@@ -31,7 +31,8 @@ _COLOURS = {"ready": "green", "failed": "red", "suspect": "red"}
 async def collect(record: ServeRecord) -> list[dict[str, Any]]:
     """One row for each process of a serve; see `row_of` for what is in it."""
     workers, gateway_ready = await asyncio.gather(
-        _list_workers(record.router_address), http_status(record.host, record.port, "/health/ready", _ASK_TIMEOUT_S)
+        _list_workers(record),
+        http_status(record.host, record.port, "/health/ready", _ASK_TIMEOUT_S, scheme=record.url.partition(":")[0]),
     )
     now_s = time.time()
     return [row_of(record, process, workers, gateway_ready == 200, now_s) for process in record.processes]
@@ -105,8 +106,9 @@ def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
     }
 
 
-async def _list_workers(address: str) -> dict[str, router_pb2.WorkerInfo] | None:
-    async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+async def _list_workers(record: ServeRecord) -> dict[str, router_pb2.WorkerInfo] | None:
+    transport = transport_of(record.tls_dir, record.join_token_file)
+    async with transport.channel(record.router_address) as channel:
         try:
             answer = await router_pb2_grpc.RouterStub(channel).ListWorkers(
                 router_pb2.ListWorkersRequest(), timeout=_ASK_TIMEOUT_S

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 
@@ -111,22 +112,20 @@ def test_what_cannot_be_asked_is_refused_with_the_remedy(cache: Path, args: tupl
 
 
 def test_a_text_is_tokenized_as_a_chat_by_the_gateway(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, Any]] = []
+    seen: list[tuple[str, Any, str]] = []
 
-    class Answer:
-        status_code = 200
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((str(request.url), json.loads(request.content), request.headers["authorization"]))
+        return httpx.Response(200, json={"tokens": [5, 6]})
 
-        def json(self) -> Any:
-            return {"tokens": [5, 6]}
-
-    def post(url: str, json: Any, timeout: float) -> Answer:
-        seen.append((url, json))
-        return Answer()
-
-    monkeypatch.setattr("headrace.cli.explain.httpx.post", post)
-    done = explain("hello", "--router", router.address, "--url", "http://h:1/v1", "--model", "m")
+    made = httpx.Client
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx, "Client", lambda **options: made(transport=transport, **options))
+    flags = ("--router", router.address, "--url", "http://h:1/v1", "--model", "m", "--api-key", "hr-1")
+    done = explain("hello", *flags)
     assert done.exit_code == 0, done.output
-    assert seen == [("http://h:1/tokenize", {"messages": [{"role": "user", "content": "hello"}], "model": "m"})]
+    body = {"messages": [{"role": "user", "content": "hello"}], "model": "m"}
+    assert seen == [("http://h:1/tokenize", body, "Bearer hr-1")]
     assert list(router.asked[0].token_ids) == [5, 6]
 
 
