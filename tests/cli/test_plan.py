@@ -87,3 +87,13 @@ def test_no_grpc_edge_means_no_flag() -> None:
 
 def test_an_ipv6_address_has_brackets_in_a_url() -> None:
     assert base_url("::1", 80) == "http://[::1]:80"
+
+
+def test_every_process_tells_what_it_does_in_the_way_that_was_asked_for() -> None:
+    asked = replace(OPTIONS, places=TWO_PLACES, log_format="json", otlp_endpoint="http://c:4317", metrics_port=9101)
+    *workers, gateway, router = processes_of(asked, "python")
+    for process in (*workers, gateway, router):
+        assert argument(process.argv, "--log-format") == "json"
+        assert argument(process.argv, "--otlp-endpoint") == "http://c:4317"
+    addresses = [argument(process.argv, "--metrics") for process in (router, *workers, gateway)]
+    assert addresses == ["127.0.0.1:9101", "127.0.0.1:9102", "127.0.0.1:9103", None]
