@@ -68,6 +68,7 @@ class HeadraceSide:
         from headrace.worker.request import Request, SamplingParams
         from headrace.worker.sampler import BatchSampler
         from headrace.worker.scheduler import Scheduler
+        from headrace.worker.vocabulary_reducer import reducer_for
 
         self._request, self._params = Request, SamplingParams
         runner = OpenVINOModelRunner(
@@ -76,7 +77,7 @@ class HeadraceSide:
         runner.allocate(settings.num_blocks)
         pool = BlockPool(settings.num_blocks, runner.block_size)
         scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens)
-        self.engine = Engine(scheduler, runner, BatchSampler())
+        self.engine = Engine(scheduler, runner, BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus()))))
 
     def add(self, index: int, job: Job) -> None:
         """See Side."""

@@ -22,6 +22,7 @@ from headrace.worker.numa import usable_cpus
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
+from headrace.worker.vocabulary_reducer import reducer_for
 
 WIDE_VOCABULARY = 151_936
 PROMPT = 128
@@ -62,7 +63,8 @@ def widened(model_dir: Path, out: Path) -> Path:
 def measure(runner: OpenVINOModelRunner, num_blocks: int, batch: int, steps: int, sampling: dict[str, float]) -> str:
     """Run decode steps at a full batch; the share outside the kernels."""
     pool = BlockPool(num_blocks, runner.block_size)
-    engine = Engine(Scheduler(KVCacheManager(pool), batch, 1024), runner, BatchSampler())
+    sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
+    engine = Engine(Scheduler(KVCacheManager(pool), batch, 1024), runner, sampler)
     rng = np.random.default_rng(0)
     for index in range(batch):
         params = SamplingParams(**{"max_tokens": 2 * steps, "seed": index, **sampling})  # type: ignore[arg-type]

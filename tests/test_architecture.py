@@ -38,7 +38,13 @@ SIM_MAY_IMPORT = {
 
 # foreign distribution -> the only files that may import it
 ONLY_IN = {
-    "openvino": {"worker/model_runner.py", "worker/numa.py", "worker/vocabulary.py", "gateway/tokenizer.py"},
+    "openvino": {
+        "worker/model_runner.py",
+        "worker/numa.py",
+        "worker/vocabulary.py",
+        "worker/vocabulary_reducer.py",
+        "gateway/tokenizer.py",
+    },
     "openvino_tokenizers": {"worker/vocabulary.py", "gateway/tokenizer.py"},
     "llguidance": {"worker/grammar.py"},
     "openvino_genai": {"cli/convert.py"},

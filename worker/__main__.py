@@ -44,6 +44,7 @@ from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
 from headrace.worker.service import SERVICE_NAMES, InferenceService, WorkerService
+from headrace.worker.vocabulary_reducer import reducer_for
 from headrace.worker.watch import WatchHub
 
 log = logging.getLogger("headrace.worker")
@@ -98,7 +99,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         config.max_num_batched_tokens,
         target_step_ms=config.target_tpot_ms,
     )
-    engine = Engine(scheduler, runner, BatchSampler())
+    engine = Engine(scheduler, runner, BatchSampler(reducer_for(runner.vocab_size, threads)))
     warm_up(engine, pool)
     card = model_card(config, pool, model_dir, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, Region(arena.address, arena.size_bytes))

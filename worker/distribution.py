@@ -1,135 +1,333 @@
-"""The numbers of sampling: a row of logits to a drawn token, and to log-probabilities. Pure.
+"""The numbers of sampling: rows of logits to drawn tokens, and to log-probabilities. Pure, and for all rows at once.
 
-The cost of a row is passes over the vocabulary, 2 to 16 us each at 49k (the exponential is the dear one), so filters
-look at few candidates: those above a threshold that is known to keep all that can matter.
+A row of 49k to 152k logits is read as runs of some hundred tokens. A reducer gives the maximum of each run and the
+sum of its weights, exp((logit - best) / temperature); that takes the only passes over the whole vocabulary. All else
+looks only into runs that can matter: a draw from everything finds its run by the sums, and what filters and
+log-probabilities want lies in runs whose maximum is large enough.
+
+    logits  [n, vocab]   | run 0 | run 1 | ... | run r |
+    maxima  [n, runs]        4.1     9.7    ...    0.3       a nucleus above 7.0 is in run 1 alone
+    sums    [n, runs]        0.2    31.0    ...    0.0       a draw at 0.5 of all is in run 1
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.request import SamplingParams, TokenLogprobs
+from headrace.worker.request import TokenLogprobs
 
 FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
+IndexArray = npt.NDArray[np.intp]
 
-_MASK = (1 << 64) - 1
-# Length of the runs in which a row is searched: sums or maxima of runs first, then within one.
-_RUN = 256
+# Beyond this, differences that float32 can hold near the best logit decide alone.
+_MAX_INVERSE_TEMPERATURE = 1e6
+# Quantiles that a draw may need. From a nucleus of at least `_WIDE_NUCLEUS` of all, tokens are drawn from everything
+# until one is inside, the last time from the nucleus itself, which costs more.
+DRAWS = 4
+_WIDE_NUCLEUS = 0.5
 # Tokens with at least this part of all probability are looked at first for the nucleus: few, and mostly enough.
 _NUCLEUS_SHARES = (1e-3, 1e-5)
+# Taken off a threshold that an exact comparison follows, so that rounding leaves nothing out.
+_SLACK = 1e-3
+_MAX_RUN = 256
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on seed and position alone, so that a draw is the same in
-    every batch, and again after a resumption. Two rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
-    state = seed & _MASK
-    for step in (0x9E3779B97F4A7C15 * (position + 1), 0xD1B54A32D192ED03):
-        state = (state + step) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return (state >> 11) * 2.0**-53
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Rows of logits, reduced. `rows` `[n]` are those of `logits` `[N, vocab]` that are meant; `maxima` `[n, runs]`;
+    `sums` `[n, runs]` of exp((logit - the row's best) * inverse temperature). Tokens `[r * length, (r + 1) * length)`
+    are run r; the last may be shorter. A row that holds a NaN, or nothing finite, has a sum that is not finite."""
+
+    logits: FloatArray
+    rows: IndexArray
+    maxima: FloatArray
+    sums: FloatArray
+    length: int
+
+    @property
+    def best(self) -> FloatArray:
+        """`[n]`: the largest logit of each row."""
+        best: FloatArray = self.maxima.max(axis=1)
+        return best
+
+    def of(self, which: IndexArray) -> Runs:
+        """Those of some of the n rows."""
+        if len(which) == len(self.rows):
+            return self
+        return Runs(self.logits, self.rows[which], self.maxima[which], self.sums[which], self.length)
+
+    def gather(self, which: IndexArray, runs: IndexArray) -> FloatArray:
+        """The logits `[len(which), length]` of some runs of some of the n rows; behind the end of the vocabulary there
+        is minus infinity."""
+        rows, vocab_size = self.rows[which], self.logits.shape[1]
+        if vocab_size % self.length == 0:
+            values: FloatArray = self.logits.reshape(len(self.logits), -1, self.length)[rows, runs]
+            return values
+        token_ids = runs[:, None] * self.length + np.arange(self.length)
+        values = self.logits[rows[:, None], np.minimum(token_ids, vocab_size - 1)]
+        values[token_ids >= vocab_size] = -np.inf
+        return values
+
+    def above(self, thresholds: FloatArray) -> tuple[FloatArray, IndexArray]:
+        """Values and ids `[n, columns]` of each row's tokens that reach its threshold, in order of id, padded with
+        minus infinity and 0."""
+        row, run = np.nonzero(self.maxima >= thresholds[:, None])
+        values = self.gather(row, run)
+        at, offset = np.nonzero(values >= thresholds[row][:, None])
+        rows = row[at]
+        counts = np.bincount(rows, minlength=len(self.rows))
+        columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        shape = (len(self.rows), max(1, int(counts.max())))
+        padded, token_ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.intp)
+        padded[rows, columns] = values[at, offset]
+        token_ids[rows, columns] = run[at] * self.length + offset
+        return padded, token_ids
 
 
-def draw(row: FloatArray, sampling: SamplingParams, u: float) -> int:
-    """The token at quantile `u` of the filtered distribution of `row` `[vocab]`, which is overwritten."""
-    row -= row.max()
-    if 0 < sampling.top_k < len(row):
-        candidates = _largest(row, sampling.top_k)
-        weights = np.exp(row[candidates].astype(np.float64) / sampling.temperature)
-        return _draw_among(candidates, weights, float(weights.sum()), sampling, u)
-    if sampling.temperature != 1.0:
-        row *= np.float32(1 / sampling.temperature)
-    weights_of_all = np.exp(row, out=row)
-    if sampling.top_p < 1.0:
-        total = float(weights_of_all.sum())
-        candidates = _nucleus_candidates(weights_of_all, total, sampling.top_p)
-        return _draw_among(candidates, weights_of_all[candidates], total, sampling, u)
-    if sampling.min_p > 0.0:
-        candidates = np.flatnonzero(weights_of_all >= sampling.min_p)
-        return _pick(candidates, weights_of_all[candidates], u)
-    return _pick_from_all(weights_of_all, u)
+class Reducer(Protocol):
+    """Reads whole rows."""
+
+    def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Runs:
+        """The runs of `logits` `[n, vocab]`, n at least 1, with weights at `inverse_temperatures` `[n]`."""
+        ...
 
 
-def _nucleus_candidates(weights: FloatArray, total: float, top_p: float) -> npt.NDArray[np.intp]:
-    """Tokens, ascending, among which the nucleus is: the most probable ones with `top_p` of all, and some more."""
+class Filters(NamedTuple):
+    """How each of n rows is drawn, arrays of `[n]`: 1 / temperature; `top_k`, 0 for all; `top_p`; `min_p`."""
+
+    inverse_temperatures: FloatArray
+    top_k: npt.NDArray[np.int64]
+    top_p: DoubleArray
+    min_p: DoubleArray
+
+    def of(self, rows: IndexArray) -> Filters:
+        """Those of some of the rows."""
+        return Filters(self.inverse_temperatures[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+    @property
+    def any(self) -> npt.NDArray[np.bool_]:
+        """`[n]`: whether a filter leaves out tokens of the row."""
+        return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
+
+
+class NumpyReducer:
+    """Reduces with numpy: for few rows of any length."""
+
+    def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Runs:
+        """As `Reducer.reduce`."""
+        length = run_length(logits.shape[1]) or _MAX_RUN
+        starts = np.arange(0, logits.shape[1], length)
+        maxima = np.maximum.reduceat(logits, starts, axis=1)
+        weights = logits - maxima.max(axis=1)[:, None]
+        weights *= inverse_temperatures[:, None]
+        np.exp(weights, out=weights)
+        return Runs(logits, np.arange(len(logits)), maxima, np.add.reduceat(weights, starts, axis=1), length)
+
+
+def run_length(vocab_size: int) -> int:
+    """The longest run, a power of two from 32 to 256, into which the vocabulary divides; 0 if there is none."""
+    return next((length for length in (256, 128, 64, 32) if vocab_size % length == 0), 0)
+
+
+def inverse_temperature(temperature: float) -> float:
+    """What logits are multiplied with. Greedy rows have 1: nothing is drawn from them."""
+    return min(1.0 / temperature, _MAX_INVERSE_TEMPERATURE) if temperature > 0 else 1.0
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> DoubleArray:
+    """`[n, DRAWS]` numbers in [0, 1) with 53 random bits that depend on seed and position alone, so that a draw is the
+    same in every batch, and again after a resumption. Two rounds of the SplitMix64 finaliser (Steele, Lea, Flood
+    2014)."""
+    counters = positions[:, None] * np.uint64(DRAWS) + np.arange(1, DRAWS + 1, dtype=np.uint64)
+    weyl = np.multiply(counters, np.uint64(0x9E3779B97F4A7C15), dtype=np.uint64)
+    state = _mixed(_mixed(seeds[:, None] + weyl) + np.uint64(0xD1B54A32D192ED03))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def best_of(runs: Runs) -> IndexArray:
+    """The best token of each row, the lowest id among equals."""
+    run = runs.maxima.argmax(axis=1)
+    best: IndexArray = run * runs.length + runs.gather(np.arange(len(run)), run).argmax(axis=1)
+    return best
+
+
+def draw(runs: Runs, filters: Filters, quantiles: DoubleArray) -> IndexArray:
+    """The token of each row from the row's filtered distribution. Of `quantiles` `[n, DRAWS]`, the first one that gives
+    a token that the filters leave decides. `runs` has weights at the filters' temperatures; its sums are finite."""
+    is_wide = (filters.top_p >= _WIDE_NUCLEUS) & (filters.top_k == 0) & (filters.min_p == 0.0)
+    chosen = np.empty(len(quantiles), np.intp)
+    wide, narrow = np.flatnonzero(is_wide), np.flatnonzero(~is_wide)
+    for attempt in range(DRAWS - 1):
+        if not len(wide):
+            break
+        part, of_part = runs.of(wide), filters.of(wide)
+        drawn = _draw_from_all(part, of_part, quantiles[wide, attempt])
+        chosen[wide] = drawn
+        wide = wide[~_in_nucleus(part, of_part, drawn)]
+    narrow = np.concatenate([narrow, wide])
+    if len(narrow):
+        chosen[narrow] = _draw_filtered(runs.of(narrow), filters.of(narrow), quantiles[narrow, DRAWS - 1])
+    return chosen
+
+
+def _in_nucleus(runs: Runs, filters: Filters, token_ids: IndexArray) -> npt.NDArray[np.bool_]:
+    """Whether the tokens that go before each row's token, more probable or equal with a lower id, have less than
+    `top_p` of all weight together."""
+    is_in = filters.top_p >= 1.0
+    values = runs.logits[runs.rows, token_ids]
+    enough = filters.top_p * runs.sums.sum(axis=1, dtype=np.float64)
+    # All of the runs that hold such tokens is more than those tokens are.
+    may_precede = runs.maxima >= values[:, None]
+    is_in |= np.where(may_precede, runs.sums, 0.0).sum(axis=1) < enough
+    unsure = np.flatnonzero(~is_in)
+    if len(unsure):
+        which, run = np.nonzero(may_precede[unsure])
+        which = unsure[which]
+        gathered = runs.gather(which, run)
+        at, offset = np.nonzero(gathered >= values[which][:, None])
+        which, before = which[at], gathered[at, offset]
+        precedes = (before > values[which]) | (run[at] * runs.length + offset < token_ids[which])
+        weights = np.exp((before.astype(np.float64) - runs.best[which]) * filters.inverse_temperatures[which])
+        is_in[unsure] = np.bincount(which, weights * precedes, minlength=len(values))[unsure] < enough[unsure]
+    return is_in
+
+
+def _draw_from_all(runs: Runs, filters: Filters, quantiles: DoubleArray) -> IndexArray:
+    rows = np.arange(len(quantiles))
+    reach = np.cumsum(runs.sums, axis=1, dtype=np.float64)
+    target = quantiles * reach[:, -1]
+    run = np.minimum((reach <= target[:, None]).sum(axis=1), reach.shape[1] - 1)
+    before = np.where(run > 0, reach[rows, run - 1], 0.0)
+    weights = _weights(runs.gather(rows, run), runs.best, filters.inverse_temperatures)
+    drawn: IndexArray = run * runs.length + _pick(weights, target - before)
+    return drawn
+
+
+def _draw_filtered(runs: Runs, filters: Filters, quantiles: DoubleArray) -> IndexArray:
+    """Draw among the tokens above a threshold that keeps all that the filters can leave."""
+    totals = runs.sums.sum(axis=1, dtype=np.float64)
+    chosen = np.empty(len(quantiles), np.intp)
+    exact = _thresholds(runs, filters)
+    by_nucleus = (filters.top_p < 1.0) & (filters.top_k == 0)
     # Tokens less probable than this cannot reach (1 - top_p) even all together, so none is in the nucleus.
-    least = (1.0 - top_p) * total / len(weights)
-    for share in _NUCLEUS_SHARES:
-        if share * total > least:
-            candidates = np.flatnonzero(weights >= share * total)
-            if weights[candidates].sum(dtype=np.float64) >= top_p * total:
-                return candidates
-    return np.flatnonzero(weights >= least)
+    least = (1.0 - filters.top_p) * totals / runs.logits.shape[1]
+    left = np.arange(len(quantiles))
+    for share in (*_NUCLEUS_SHARES, 0.0):
+        part, of_part = runs.of(left), filters.of(left)
+        wanted = np.minimum(np.maximum(share * totals[left], least[left]), 1.0)
+        nucleus = part.best + np.log(wanted) / of_part.inverse_temperatures - _SLACK
+        thresholds = np.where(by_nucleus[left], np.maximum(nucleus, exact[left]), exact[left])
+        values, token_ids = part.above(thresholds.astype(np.float32))
+        weights = _weights(values, part.best, of_part.inverse_temperatures)
+        columns = choose(weights, of_part, totals[left], quantiles[left])
+        enough = weights.sum(axis=1) >= of_part.top_p * totals[left]
+        done = enough | (thresholds <= exact[left]) | (share * totals[left] <= least[left])
+        chosen[left[done]] = token_ids[np.arange(len(left)), columns][done]
+        left = left[~done]
+        if not len(left):
+            break
+    return chosen
 
 
-def _draw_among(
-    candidates: npt.NDArray[np.intp],
-    weights: npt.NDArray[np.floating],
-    total: float,
-    sampling: SamplingParams,
-    u: float,
-) -> int:
-    """Draw among the most probable candidates whose weights reach top_p of `total`; the best has weight 1."""
-    if sampling.top_p < 1.0:
-        kept = _nucleus(weights, sampling.top_p * total)
-        candidates, weights = candidates[kept], weights[kept]
-    if sampling.min_p > 0.0:
-        kept = weights >= sampling.min_p
-        candidates, weights = candidates[kept], weights[kept]
-    return _pick(candidates, weights, u)
+def _thresholds(runs: Runs, filters: Filters) -> DoubleArray:
+    """The logit of each row above which are all tokens that `top_k` and `min_p` can leave, and all of which the nucleus
+    is a part: that of the `top_k` best is a part of their sum, whatever `min_p` leaves of them."""
+    num_runs = runs.maxima.shape[1]
+    min_p = np.where((filters.top_k > 0) & (filters.top_p < 1.0), 0.0, filters.min_p)
+    thresholds: DoubleArray = runs.best + np.log(min_p) / filters.inverse_temperatures - _SLACK
+    for top_k in np.unique(filters.top_k[filters.top_k > 0]):
+        which = np.flatnonzero(filters.top_k == top_k)
+        # The k largest lie in runs whose maximum is at least the k-th largest maximum.
+        values = runs.maxima[which] if top_k <= num_runs else runs.logits[runs.rows[which]]
+        last = min(int(top_k), values.shape[1]) - 1
+        thresholds[which] = np.maximum(thresholds[which], -np.partition(-values, last, axis=1)[:, last])
+    return thresholds
 
 
-def _nucleus(weights: npt.NDArray[np.floating], enough: float) -> npt.NDArray[np.bool_]:
-    """Which of the weights are the largest ones that together reach `enough`; the first among equals at the edge.
-    Sorting values is ten times quicker than sorting their places."""
-    descending = np.sort(weights)[::-1]
-    last = min(int(np.searchsorted(np.cumsum(descending, dtype=np.float64), enough)), len(weights) - 1)
-    edge = descending[last]
-    kept: npt.NDArray[np.bool_] = weights > edge
-    kept[np.flatnonzero(weights == edge)[: last + 1 - int(np.count_nonzero(kept))]] = True
-    return kept
+def choose(weights: DoubleArray, filters: Filters, totals: DoubleArray, quantiles: DoubleArray) -> IndexArray:
+    """The column of each row of `weights` `[n, columns]` at its quantile of what the filters leave. The best weight is
+    1, columns that pad a row have 0, and `totals` are the sums of all weights of which these are the largest."""
+    rows = np.arange(len(weights))
+    if filters.any.any():
+        descending = -np.sort(-weights, axis=1)
+        reach = np.cumsum(descending, axis=1)
+        num_columns = weights.shape[1]
+        num_kept = np.where(filters.top_k > 0, np.minimum(filters.top_k, num_columns), num_columns)
+        totals = np.where(filters.top_k > 0, reach[rows, num_kept - 1], totals)
+        enough = (reach < (filters.top_p * totals)[:, None]).sum(axis=1) + 1
+        num_kept = np.where(filters.top_p < 1.0, np.minimum(enough, num_kept), num_kept)
+        edge = descending[rows, num_kept - 1][:, None]
+        kept = weights > edge
+        # Of equals at the edge, the lowest ids stay.
+        equal = weights == edge
+        kept |= equal & (np.cumsum(equal, axis=1) <= (num_kept - kept.sum(axis=1))[:, None])
+        kept &= weights >= filters.min_p[:, None]
+        weights = np.where(kept, weights, 0.0)
+    return _pick(weights, quantiles * weights.sum(axis=1))
 
 
-def _pick(candidates: npt.NDArray[np.intp], weights: npt.NDArray[np.floating], u: float) -> int:
-    reach = np.cumsum(weights, dtype=np.float64)
-    return int(candidates[min(int(np.searchsorted(reach, u * reach[-1], side="right")), len(candidates) - 1)])
+def _pick(weights: npt.NDArray[np.floating], targets: DoubleArray) -> IndexArray:
+    """The first column of each row at which the running sum is over the target; the last with weight at the most."""
+    reach = np.cumsum(weights, axis=1, dtype=np.float64)
+    column = (reach <= targets[:, None]).sum(axis=1)
+    last = weights.shape[1] - 1 - (weights[:, ::-1] > 0).argmax(axis=1)
+    picked: IndexArray = np.minimum(column, last)
+    return picked
 
 
-def _pick_from_all(weights: FloatArray, u: float) -> int:
-    """As `_pick` over a whole row, by sums of runs first: a running sum over the vocabulary costs four times more."""
-    reach = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _RUN)), dtype=np.float64)
-    target = u * reach[-1]
-    run = min(int(np.searchsorted(reach, target, side="right")), len(reach) - 1)
-    start = run * _RUN
-    within = np.cumsum(weights[start : start + _RUN], dtype=np.float64)
-    before = reach[run - 1] if run else 0.0
-    offset = int(np.searchsorted(within, target - before, side="right"))
-    return start + min(offset, int(np.flatnonzero(weights[start : start + _RUN])[-1]))
+def _weights(values: FloatArray, best: FloatArray, inverse_temperatures: FloatArray) -> DoubleArray:
+    exponents = values.astype(np.float64) - best[:, None]
+    exponents *= inverse_temperatures[:, None]
+    return np.exp(exponents, out=exponents)
 
 
-def _largest(row: FloatArray, k: int) -> npt.NDArray[np.intp]:
-    """Indices, ascending, of the `k` largest; the lowest ids among equals at the edge."""
-    if k * _RUN >= len(row):
-        return np.sort(np.argsort(-row, kind="stable")[:k])
-    maxima = np.maximum.reduceat(row, np.arange(0, len(row), _RUN))
-    # The k largest lie in runs whose maximum is at least the k-th largest maximum.
-    edge = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
-    candidates = np.flatnonzero(row >= edge)
-    return np.sort(candidates[np.argsort(-row[candidates], kind="stable")[:k]])
+def weights_of(values: FloatArray, inverse_temperatures: FloatArray) -> DoubleArray:
+    """Weights of `values` `[n, columns]`, 1 for the best of each row. Rows are padded with minus infinity."""
+    return _weights(values, values.max(axis=1), inverse_temperatures)
 
 
-def logprobs_of(row: FloatArray, chosen: int, num_top: int) -> TokenLogprobs:
-    """Log-probability and rank of `chosen`, and the `num_top` best, under softmax of `row` `[vocab]`."""
-    best = row.max()
-    weights = row - best
-    normaliser = float(best) + float(np.log(float(np.exp(weights, out=weights).sum())))
-    logprob = float(row[chosen]) - normaliser
-    rank = 1 + int(np.count_nonzero(row > row[chosen]))
-    if num_top == 0:
-        return TokenLogprobs(logprob, rank, (), ())
-    top = _largest(row, min(num_top, len(row)))
-    top = top[np.argsort(-row[top], kind="stable")]
-    values = row[top].astype(np.float64) - normaliser
-    return TokenLogprobs(logprob, rank, tuple(top.tolist()), tuple(values.tolist()))
+class RowLogprobs:
+    """Log-probabilities of rows under their softmax, and of the `num_top` best tokens of each, best first and the lower
+    id first among equals. Reads the rows when it is made and again in `of`: they must be the same then."""
+
+    def __init__(self, runs: Runs, num_top: int) -> None:
+        """`runs` has weights at temperature 1."""
+        self._runs = runs
+        self._normalisers = runs.best + np.log(runs.sums.sum(axis=1, dtype=np.float64))
+        self._top_ids: list[list[int]] = [[]] * len(runs.rows)
+        self._top_logprobs: list[list[float]] = [[]] * len(runs.rows)
+        num_top = min(num_top, runs.logits.shape[1])
+        if num_top:
+            maxima = runs.maxima if num_top <= runs.maxima.shape[1] else runs.logits[runs.rows]
+            values, token_ids = runs.above(-np.partition(-maxima, num_top - 1, axis=1)[:, num_top - 1])
+            order = np.argsort(-values, axis=1, kind="stable")[:, :num_top]
+            self._top_ids = np.take_along_axis(token_ids, order, axis=1).tolist()
+            logprobs = np.take_along_axis(values, order, axis=1) - self._normalisers[:, None]
+            self._top_logprobs = logprobs.tolist()
+
+    def of(self, token_ids: IndexArray, num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """For each row the log-probability and rank of its token, and as many of the best as it wants."""
+        runs = self._runs
+        values = runs.logits[runs.rows, token_ids]
+        row, run = np.nonzero(runs.maxima > values[:, None])
+        num_greater = np.count_nonzero(runs.gather(row, run) > values[row][:, None], axis=1)
+        ranks = 1 + np.bincount(row, num_greater, minlength=len(values)).astype(np.int64)
+        logprobs = (values - self._normalisers).tolist()
+        return [
+            TokenLogprobs(logprob, rank, tuple(ids[:wanted]), tuple(top[:wanted]))
+            for logprob, rank, ids, top, wanted in zip(
+                logprobs, ranks.tolist(), self._top_ids, self._top_logprobs, num_top, strict=True
+            )
+        ]

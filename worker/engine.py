@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.batch import Batch, PromptRows, build_batch
-from headrace.worker.distribution import logprobs_of
-from headrace.worker.request import Request, RequestOutput, StepNote
+from headrace.worker.request import Request, RequestOutput, StepNote, TokenLogprobs
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.step_cost import StepCostModel, StepShape
 
@@ -40,6 +39,12 @@ class Sampler(Protocol):
 
     def sample(self, requests: Sequence[Request], logits: npt.NDArray[np.float32]) -> list[Sampled]:
         """The next token of each request from its row of `logits`, which may be overwritten."""
+        ...
+
+    def logprobs(
+        self, logits: npt.NDArray[np.float32], token_ids: Sequence[int], num_top: int
+    ) -> Sequence[TokenLogprobs]:
+        """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
         ...
 
 
@@ -91,7 +96,7 @@ class Engine:
             logits = self.runner.execute(batch)
             num_sampled = len(batch.sampled)
             if batch.prompts:
-                read_prompts(batch.prompts, logits[num_sampled:])
+                read_prompts(batch.prompts, logits[num_sampled:], self.sampler)
             outputs = self.scheduler.update(output, self.sampler.sample(batch.sampled, logits[:num_sampled]))
         except Exception as error:
             log.exception("a step of %d requests failed", len(output.scheduled))
@@ -115,17 +120,19 @@ def note_step(output: SchedulerOutput, step_s: float) -> None:
             request.steps.append(StepNote(start_s, step_s, num_tokens, output.num_tokens, len(output.scheduled)))
 
 
-def read_prompts(prompts: Sequence[PromptRows], logits: npt.NDArray[np.float32]) -> None:
+def read_prompts(prompts: Sequence[PromptRows], logits: npt.NDArray[np.float32], sampler: Sampler) -> None:
     """Note the log-probabilities of prompt tokens, each read from the row of the token before it."""
     first = 0
     for request, position, num_rows in prompts:
         num_top = request.sampling.num_prompt_logprobs
         assert num_top is not None
-        for row in range(num_rows):
-            # A prompt that was preempted is computed again from its start.
-            if position + row == len(request.prompt_logprobs):
-                next_token_id = request.token_ids[position + row + 1]
-                request.prompt_logprobs.append(logprobs_of(logits[first + row], next_token_id, num_top))
+        # A prompt that was preempted is computed again from its start.
+        num_known = min(max(0, len(request.prompt_logprobs) - position), num_rows)
+        token_ids = request.token_ids[position + num_known + 1 : position + num_rows + 1]
+        if token_ids:
+            request.prompt_logprobs += sampler.logprobs(
+                logits[first + num_known : first + num_rows], token_ids, num_top
+            )
         first += num_rows
 
 

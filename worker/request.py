@@ -54,29 +54,29 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most probable token is always chosen."""
-        return self.temperature == 0.0
+    is_greedy: bool = field(init=False)
+    has_penalties: bool = field(init=False)
+    has_edits: bool = field(init=False)
+    is_plain: bool = field(init=False)
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether logits are changed before a token is chosen, so that the row needs more than an argmax."""
-        return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
+    def __post_init__(self) -> None:
+        """What every step asks, answered once. `is_greedy`: the most probable token is always chosen. `has_penalties`:
+        tokens that were seen are penalised. `has_edits`: logits are changed otherwise. `is_plain`: an argmax over the
+        raw logits is all that is needed."""
+        has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+        has_edits = bool(
+            self.logit_bias
             or self.allowed_token_ids
             or self.bad_words
             or self.constraint is not None
             or (self.min_tokens and self.stop_token_ids)
         )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether an argmax over the raw logits is all that is needed."""
-        return self.is_greedy and self.num_logprobs is None and not self.changes_logits
+        is_greedy = self.temperature == 0.0
+        object.__setattr__(self, "is_greedy", is_greedy)
+        object.__setattr__(self, "has_penalties", has_penalties)
+        object.__setattr__(self, "has_edits", has_edits)
+        is_plain = is_greedy and self.num_logprobs is None and not has_penalties and not has_edits
+        object.__setattr__(self, "is_plain", is_plain)
 
 
 class FinishReason(enum.Enum):

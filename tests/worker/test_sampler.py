@@ -11,9 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.worker.distribution import draw, logprobs_of, uniform
-from headrace.worker.request import Request, SamplingParams
+from headrace.worker.distribution import (
+    DRAWS,
+    Filters,
+    FloatArray,
+    NumpyReducer,
+    Reducer,
+    RowLogprobs,
+    draw,
+    inverse_temperature,
+    run_length,
+    uniforms,
+)
+from headrace.worker.logit_editor import LogitEditor
+from headrace.worker.request import Request, SamplingParams, TokenLogprobs
 from headrace.worker.sampler import BatchSampler
+from headrace.worker.vocabulary_reducer import OpenVINOReducer
 
 VOCAB = 3000
 
@@ -24,6 +37,27 @@ def params(**fields: Any) -> SamplingParams:
 
 def request(sampling: SamplingParams, prompt: list[int] | None = None, generated: tuple[int, ...] = ()) -> Request:
     return Request("r", prompt or [1, 2, 3], sampling, 0, resume_token_ids=generated)
+
+
+def drawn(logits: FloatArray, sampling: SamplingParams, seed: int, num_draws: int) -> npt.NDArray[np.intp]:
+    """Tokens drawn from one row at the first positions."""
+    size = min(num_draws, 200)
+    filters = Filters(
+        np.full(size, inverse_temperature(sampling.temperature), np.float32),
+        np.full(size, sampling.top_k),
+        np.full(size, sampling.top_p),
+        np.full(size, sampling.min_p),
+    )
+    with np.errstate(divide="ignore"):
+        runs = NumpyReducer().reduce(np.repeat(logits[None], size, axis=0), filters.inverse_temperatures)
+        quantiles = uniforms(np.full(num_draws, seed, np.uint64), np.arange(num_draws, dtype=np.uint64))
+        return np.concatenate([draw(runs, filters, part) for part in np.split(quantiles, num_draws // size)])
+
+
+def logprobs_of(row: FloatArray, chosen: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities of one row."""
+    runs = NumpyReducer().reduce(row[None], np.ones(1, np.float32))
+    return RowLogprobs(runs, num_top).of(np.array([chosen]), [num_top])[0]
 
 
 def reference(logits: npt.NDArray[np.float64], sampling: SamplingParams) -> npt.NDArray[np.float64]:
@@ -65,8 +99,7 @@ def test_draws_follow_the_reference_distribution(fields: dict[str, float]) -> No
     wanted = reference(logits.astype(np.float64), sampling)
     num_draws = 20_000
     counts = np.zeros(VOCAB)
-    for position in range(num_draws):
-        counts[draw(logits.copy(), sampling, uniform(99, position))] += 1
+    np.add.at(counts, drawn(logits, sampling, 99, num_draws), 1)
     assert counts[wanted == 0].sum() == 0
     order = np.argsort(-wanted)
     edges = np.flatnonzero(np.diff(np.floor(np.cumsum(wanted[order]) * num_draws / 40))) + 1
@@ -80,24 +113,21 @@ def test_draws_follow_the_reference_distribution(fields: dict[str, float]) -> No
 @settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    u=st.floats(0, 1, exclude_max=True),
     top_k=st.integers(0, 50),
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),
     spread=st.sampled_from([0.0, 0.5, 1.0, 3.0, 20.0]),
 )
-def test_a_draw_is_always_of_the_support(
-    seed: int, u: float, top_k: int, top_p: float, min_p: float, spread: float
-) -> None:
+def test_a_draw_is_always_of_the_support(seed: int, top_k: int, top_p: float, min_p: float, spread: float) -> None:
     sampling = params(top_k=top_k, top_p=top_p, min_p=min_p)
     # In steps of 1/64, so that equals are equal in float32 too.
     logits = (np.round(np.random.default_rng(seed).normal(size=700) * spread * 64) / 64).astype(np.float32)
-    chosen = draw(logits.copy(), sampling, u)
+    chosen = drawn(logits, sampling, seed, 20)
     # Where float32 and float64 disagree on the edge of a filter, the edge token may be in or out.
     looser = params(
         top_k=top_k + 1 if top_k else 0, top_p=min(1.0, top_p * 1.0001), min_p=min_p * 0.9999, temperature=1.0
     )
-    assert reference(logits.astype(np.float64), looser)[chosen] > 0
+    assert reference(logits.astype(np.float64), looser)[chosen].min() > 0
 
 
 def test_seed_and_position_decide_whatever_else_is_in_the_batch() -> None:
@@ -111,12 +141,15 @@ def test_seed_and_position_decide_whatever_else_is_in_the_batch() -> None:
 
 
 def test_uniform_numbers_differ_by_seed_and_position_and_fill_the_interval() -> None:
-    values = np.array([uniform(seed, position) for seed in range(50) for position in range(50)])
-    assert len(set(values)) == 2500
+    seeds, positions = np.repeat(np.arange(50), 50), np.tile(np.arange(50), 50)
+    values = uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
+    assert values.shape == (2500, DRAWS)
+    assert len(np.unique(values)) == 2500 * DRAWS
     assert values.min() >= 0
     assert values.max() < 1
-    assert np.histogram(values, 10, (0, 1))[0].min() > 180
-    assert uniform(7, 3) == uniform(7, 3)
+    assert np.histogram(values, 10, (0, 1))[0].min() > 180 * DRAWS
+    again = uniforms(np.array([7], np.uint64), np.array([3], np.uint64))
+    assert again.tolist() == values[[7 * 50 + 3]].tolist()
 
 
 def test_greedy_takes_the_best_and_the_lowest_id_among_equals() -> None:
@@ -138,10 +171,12 @@ def test_a_row_without_numbers_is_reported_and_harms_no_other(fields: dict[str, 
     assert sampled[2].token_id >= 0
 
 
-def changed(sampling: SamplingParams, logits: npt.NDArray[np.float32], generated: tuple[int, ...]) -> list[float]:
-    row = logits.copy()
-    BatchSampler()._change_logits(request(sampling, [1, 2, 3], generated), row)
-    values: list[float] = row.tolist()
+def changed(sampling: SamplingParams, logits: FloatArray, generated: tuple[int, ...]) -> list[float]:
+    rows = logits[None].copy()
+    edits = LogitEditor().edit([request(sampling, [1, 2, 3], generated)], rows, keep=True)
+    values: list[float] = rows[0].tolist()
+    edits.put_back()
+    assert rows[0].tolist() == logits.tolist()
     return values
 
 
@@ -191,6 +226,17 @@ def test_a_request_that_forbids_every_token_is_reported() -> None:
     assert "leave no token to choose" in sampled.error.message
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("reducer", [NumpyReducer(), OpenVINOReducer(4096, 1)])
+def test_a_row_in_which_all_is_forbidden_is_found_by_every_reducer(reducer: Reducer, temperature: float) -> None:
+    sampling = params(temperature=temperature, allowed_token_ids=(2,), bad_words=((2,),))
+    requests = [request(params(temperature=0.5)), request(sampling)]
+    sound, empty = BatchSampler(reducer).sample(requests, np.zeros((2, 4096), np.float32))
+    assert sound.token_id >= 0
+    assert empty.token_id == -1
+    assert "leave no token to choose" in empty.error.message
+
+
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 1000), num_top=st.integers(0, 20), size=st.sampled_from([30, 257, 9000]))
 def test_logprobs_equal_a_float64_reference(seed: int, num_top: int, size: int) -> None:
@@ -221,3 +267,58 @@ def test_reported_logprobs_are_of_the_model_not_of_what_penalties_made_of_it() -
     assert sampled.token_id == 4
     assert sampled.logprobs is not None
     assert sampled.logprobs.logprob == pytest.approx(math.log(0.1), abs=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 4128, 49152])
+def test_openvino_reduces_as_numpy_does(vocab_size: int) -> None:
+    rows = (np.random.default_rng(4).normal(size=(37, vocab_size)) * 4).astype(np.float32)
+    rows[3, 5:] = -np.inf
+    inverse_temperatures = np.linspace(0.5, 4, 37).astype(np.float32)
+    ours = OpenVINOReducer(vocab_size, 1).reduce(rows, inverse_temperatures)
+    wanted = NumpyReducer().reduce(rows, inverse_temperatures)
+    assert ours.length == wanted.length
+    assert np.array_equal(ours.maxima, wanted.maxima)
+    np.testing.assert_allclose(ours.sums, wanted.sums, rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("reducer", [NumpyReducer(), OpenVINOReducer(4096, 1)])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_every_reducer_shows_a_row_without_numbers(reducer: Reducer, value: float) -> None:
+    for position in (0, 1, 255, 256, 4095):
+        rows = np.zeros((3, 4096), np.float32)
+        rows[1, position] = value
+        with np.errstate(all="ignore"):
+            totals = reducer.reduce(rows, np.ones(3, np.float32)).sums.sum(axis=1)
+        assert np.isfinite(totals).tolist() == [True, False, True]
+
+
+def test_vocabularies_divide_into_the_longest_runs() -> None:
+    assert [run_length(size) for size in (49152, 151936, 32000, 4128, 50257)] == [256, 128, 256, 32, 0]
+
+
+@pytest.mark.parametrize("vocab_size", [700, 3000, 4096])
+def test_rows_of_all_kinds_in_one_batch_are_sampled_as_alone(vocab_size: int) -> None:
+    rows = (np.random.default_rng(6).normal(size=(12, vocab_size)) * 3).astype(np.float32)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {},
+        {"top_p": 0.9},
+        {"top_p": 0.2},
+        {"top_k": 9, "temperature": 1.7},
+        {"min_p": 0.05, "num_logprobs": 4},
+        {"temperature": 0.0, "num_logprobs": 2, "presence_penalty": 2.0},
+        {"top_k": vocab_size, "top_p": 0.8},
+        {"temperature": 0.0, "allowed_token_ids": (5, 6)},
+        {"num_logprobs": 0, "repetition_penalty": 1.5, "top_p": 0.95},
+        {"logit_bias": ((8, 100.0),)},
+        {"top_p": 0.6, "min_p": 0.01, "num_logprobs": 20},
+    ]
+    requests = [request(params(seed=row, **fields), generated=(3, 3, 9)) for row, fields in enumerate(kinds)]
+    together = BatchSampler().sample(requests, rows.copy())
+    for row, entry in enumerate(together):
+        alone = BatchSampler().sample([requests[row]], rows[row : row + 1].copy())[0]
+        assert entry.token_id == alone.token_id >= 0
+        assert entry.logprobs == alone.logprobs
+        assert (entry.logprobs is None) == (requests[row].sampling.num_logprobs is None)
+    assert together[8].token_id in (5, 6)
+    assert together[10].token_id == 8
