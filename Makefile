@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock test test-clients test-numa soak check protos release-protos bench bench-router dev clean
+.PHONY: help serve lock test test-clients test-numa soak soak-gateway check protos release-protos bench bench-router dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo 'make test-clients                             the tests with clients of other makers, installed apart'
 	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
+	@echo 'make soak-gateway                             20,000 made-up requests, and long runs of properties'
 	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
 	@echo 'make bench-router                             placement and forwarding, beside peers'
@@ -78,6 +79,10 @@ soak: .venv/.dev .links/headrace
 .venv/.check: .venv/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]' >&2
 	@touch $@
+
+# About 20,000 requests made up from the OpenAPI document, and long runs of the properties of streams.
+soak-gateway: .venv/.dev .links/headrace
+	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/gateway/test_schemathesis.py tests/gateway/test_stream_equals_unary.py --timeout 7200 $(ARGS)
 
 check: .venv/.check .links/headrace
 	$(BIN)/ruff check .

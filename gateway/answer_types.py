@@ -229,6 +229,39 @@ class InputItems(_Shape):
     has_more: bool
 
 
+class AnthropicErrorDetail(_Shape):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(_Shape):
+    """The shape of failures in Anthropic's protocol."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class Message(_Shape):
+    """An answer in Anthropic's protocol."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class TokenCount(_Shape):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+
+
 class Health(_Shape):
     """The state in a word or two."""
 

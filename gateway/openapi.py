@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway import answer_types, openai_types, sampling
+from headrace.gateway.messages_types import MessagesRequest, PromptFields
 from headrace.gateway.openai_types import NEUTRAL, NEUTRAL_CHAT
 from headrace.gateway.responses_types import ResponsesRequest
 
@@ -97,6 +98,25 @@ OPERATIONS: tuple[Operation, ...] = (
             "after": {"type": "string"},
         },
     ),
+    Operation(
+        "POST",
+        "/messages",
+        "Answer in the manner of Anthropic's Messages API",
+        answer_types.Message,
+        MessagesRequest,
+        is_streamed=True,
+        prefixes=_API,
+        error=answer_types.AnthropicError,
+    ),
+    Operation(
+        "POST",
+        "/messages/count_tokens",
+        "Count the tokens of a prompt of the Messages API",
+        answer_types.TokenCount,
+        PromptFields,
+        prefixes=_API,
+        error=answer_types.AnthropicError,
+    ),
     Operation("GET", "/models", "List the models", answer_types.ModelList, prefixes=_API),
     Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=_API),
     Operation(
@@ -153,6 +173,87 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "ChatRequest.tools": {"minItems": 1, "maxItems": 128},
     "ChatMessage.role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
 }
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+    "required": ["name"],
+}
+_JSON_SCHEMA = {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]}
+# What is in values that requests keep as they are, for their own modules to read: by type of value and field.
+_INSIDE: dict[str, dict[str, Any]] = {
+    "array.tools": {
+        "items": {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+            "required": ["type", "function"],
+        }
+    },
+    "object.tool_choice": {
+        "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"]}},
+        "required": ["type", "function"],
+    },
+    "array.tool_calls": {
+        "items": {
+            "type": "object",
+            "properties": {
+                "id": {"type": "string"},
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "string"]}},
+                    "required": ["name", "arguments"],
+                },
+            },
+            "required": ["function"],
+        }
+    },
+    "string.tool_choice": {"enum": ["none", "auto", "required"]},
+    "array.content": {
+        "items": {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            "required": ["type", "text"],
+        }
+    },
+    "object.response_format": {
+        "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _JSON_SCHEMA},
+        "required": ["type"],
+    },
+    "object.structured_outputs": {
+        "properties": {
+            "json": {"type": ["object", "string"]},
+            "json_object": {"type": "boolean"},
+            "regex": {"type": "string"},
+            "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            "grammar": {"type": "string"},
+        },
+    },
+    "string.reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
+}
+# Known fields of messages that are refused.
+_REFUSED = {"ChatMessage": ("function_call", "audio")}
+# A server-sent event, as tools see it.
+_EVENT = {
+    "type": "object",
+    "description": "With stream: server-sent events. The data is JSON, and at the end of chats and completions [DONE].",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    },
+    "required": ["role", "content"],
+}
+_OF_MESSAGES = ("MessagesRequest", "PromptFields")
+_OF_CHATS = ("ChatRequest", "ChatMessage", "CompletionRequest", "TokenizeRequest")
 _KEYWORDS_OF = {
     "number": ("minimum", "maximum", "exclusiveMinimum"),
     "integer": ("minimum", "maximum", "exclusiveMinimum"),
@@ -205,7 +306,7 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
         if one.answer is not None:
             content = {"application/json": {"schema": reference_of[str(one.answer)]}}
         if one.is_streamed:
-            content[_EVENTS] = {"schema": {"type": "string", "description": "With stream: chunks of the answer"}}
+            content[_EVENTS] = {"schema": _EVENT}
         responses = {str(one.status): {"description": "The answer", "content": content}, **responses}
     value: dict[str, Any] = {
         "operationId": "_".join([one.method.lower(), *words]).replace(".", "_"),
@@ -230,7 +331,11 @@ def _bound(name: str, schema: dict[str, Any]) -> None:
     for name_of_field, value in schema.get("properties", {}).items():
         if value.get("default", 0) is None:
             del value["default"]
-        neutral = NEUTRAL.get(name_of_field, NEUTRAL_CHAT.get(name_of_field))
+        neutral = (
+            ()
+            if name_of_field in _REFUSED.get(name, ())
+            else NEUTRAL.get(name_of_field, NEUTRAL_CHAT.get(name_of_field))
+        )
         if neutral is not None and not set(value) - {"description"}:
             value["enum"] = [None, *neutral]
             value["description"] = "Known, and refused with other values"
@@ -240,6 +345,10 @@ def _bound(name: str, schema: dict[str, Any]) -> None:
             for keyword in _KEYWORDS_OF.get(branch.get("type"), ()):
                 if keyword in (keywords or {}):
                     branch[keyword] = (keywords or {})[keyword]
+            if name in _OF_MESSAGES and name_of_field == "messages":
+                branch["items"] = _MESSAGE
+            if name in _OF_CHATS:
+                branch.update(_INSIDE.get(f"{branch.get('type')}.{name_of_field}", {}))
     for ranged, least, greatest, open_below in sampling.RANGES:
         for branch in schema.get("properties", {}).get(ranged, {}).get("anyOf", ()):
             if branch.get("type") in ("number", "integer"):
