@@ -91,8 +91,8 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
 
 
 def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
-    """numa_node, cpus_allowed and memory_policy as the kernel tells them; resident_bytes and kv_resident_bytes as
-    objects from node to bytes; kv_huge_bytes. None while unknown."""
+    """numa_node, cpus_allowed and memory_policy as the kernel tells them; resident_bytes, anonymous_bytes (without
+    files) and kv_resident_bytes as objects from node to bytes; kv_huge_bytes. None while unknown."""
     load = load if load is not None else worker_pb2.Load()
     binding = load.binding if load.HasField("binding") else None
     memory = load.binding.memory
@@ -101,6 +101,7 @@ def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
         "cpus_allowed": binding and binding.cpus_allowed,
         "memory_policy": binding and binding.memory_policy,
         "resident_bytes": binding and {str(node.node): node.resident_bytes for node in memory},
+        "anonymous_bytes": binding and {str(node.node): node.anonymous_bytes for node in memory},
         "kv_resident_bytes": binding and {str(node.node): node.kv_bytes for node in memory},
         "kv_huge_bytes": binding and binding.kv_huge_bytes,
     }
@@ -153,12 +154,12 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _place_of(row: Mapping[str, Any]) -> str:
-    """CPUs, and how much of the memory is on the node that they belong to."""
+    """CPUs, and how much of the memory that the worker allocated is on the node that they belong to."""
     if row.get("cpus_allowed") is None:
         return ""
     cpus = f"CPUs {row['cpus_allowed']}"
-    node, by_node = row["numa_node"], row["resident_bytes"]
-    if node is None or not by_node:
+    node, by_node = row["numa_node"], row["anonymous_bytes"]
+    if node is None or not any(by_node.values()):
         return cpus
     return f"{cpus}, {by_node.get(str(node), 0) / sum(by_node.values()):.0%} of memory on node {node}"
 

@@ -20,6 +20,11 @@ def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
     resident = GaugeMetricFamily(
         "headrace_worker_resident_bytes", "Resident memory by NUMA node.", labels=["worker", "node"]
     )
+    anonymous = GaugeMetricFamily(
+        "headrace_worker_anonymous_bytes",
+        "Resident memory by NUMA node, without that of files.",
+        labels=["worker", "node"],
+    )
     kv_resident = GaugeMetricFamily(
         "headrace_worker_kv_resident_bytes", "Resident memory of the KV cache by NUMA node.", labels=["worker", "node"]
     )
@@ -30,6 +35,7 @@ def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
         info.add_metric([name, node, binding.cpus_allowed, binding.memory_policy], 1)
         for memory in binding.memory:
             resident.add_metric([name, str(memory.node)], memory.resident_bytes)
+            anonymous.add_metric([name, str(memory.node)], memory.anonymous_bytes)
             kv_resident.add_metric([name, str(memory.node)], memory.kv_bytes)
         kv_huge.add_metric([name], binding.kv_huge_bytes)
-    yield from (info, resident, kv_resident, kv_huge)
+    yield from (info, resident, anonymous, kv_resident, kv_huge)

@@ -128,14 +128,16 @@ class Binding(_message.Message):
     def __init__(self, cpus_allowed: _Optional[str] = ..., memory_policy: _Optional[str] = ..., memory: _Optional[_Iterable[_Union[NodeMemory, _Mapping]]] = ..., kv_huge_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeMemory(_message.Message):
-    __slots__ = ("node", "resident_bytes", "kv_bytes")
+    __slots__ = ("node", "resident_bytes", "kv_bytes", "anonymous_bytes")
     NODE_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ANONYMOUS_BYTES_FIELD_NUMBER: _ClassVar[int]
     node: int
     resident_bytes: int
     kv_bytes: int
-    def __init__(self, node: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+    anonymous_bytes: int
+    def __init__(self, node: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., anonymous_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted")

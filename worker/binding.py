@@ -23,14 +23,15 @@ _SHARE_OF_TIME = 0.002
 @dataclass(frozen=True, slots=True)
 class Binding:
     """CPUs that any thread may run on, ascending; the policy as the kernel writes it (`default`, `prefer:0`, ...),
-    empty if it tells none; resident bytes by NUMA node, of the process and of the KV cache therein; of the latter those
-    in huge pages. `numa_node` is the one that all CPUs and memory belong to by the affinity mask, if there is one."""
+    empty if it tells none; resident bytes by NUMA node: all, those that are of no file, of these the KV cache; of the
+    cache the bytes in huge pages. `numa_node` is the one with memory that is nearest to all CPUs, if there is one."""
 
     numa_node: int | None
     cpus: tuple[int, ...]
     num_threads: int
     memory_policy: str
     resident_bytes: dict[int, int] = field(default_factory=dict)
+    anonymous_bytes: dict[int, int] = field(default_factory=dict)
     kv_bytes: dict[int, int] = field(default_factory=dict)
     kv_huge_bytes: int = 0
 
@@ -50,14 +51,15 @@ def read_binding(kv_cache: Region, root: Path = Path("/")) -> Binding:
     """Read what the kernel says of this process now. `root` is "/" but in tests."""
     process = root / "proc/self"
     cpus, num_threads = _cpus_of_threads(process)
-    policy, resident_bytes, kv_bytes = _numa_maps(_lines(process / "numa_maps"), kv_cache)
+    pages = _numa_maps(_lines(process / "numa_maps"), kv_cache)
     return Binding(
         numa_node=memory_node_of(cpus, root),
         cpus=tuple(sorted(cpus)),
         num_threads=num_threads,
-        memory_policy=policy,
-        resident_bytes=resident_bytes,
-        kv_bytes=kv_bytes,
+        memory_policy=pages.policy,
+        resident_bytes=pages.resident_bytes,
+        anonymous_bytes=pages.anonymous_bytes,
+        kv_bytes=pages.kv_bytes,
         kv_huge_bytes=_huge_bytes(_lines(process / "smaps"), kv_cache),
     )
 
@@ -81,23 +83,34 @@ def _cpus_of_threads(process: Path) -> tuple[frozenset[int], int]:
     return cpus, num_threads
 
 
-def _numa_maps(lines: Iterable[str], kv_cache: Region) -> tuple[str, dict[int, int], dict[int, int]]:
-    """Policy in force, bytes by node of all mappings, and of those in `kv_cache`."""
-    in_force = ""
-    everywhere: dict[int, int] = {}
-    in_cache: dict[int, int] = {}
+@dataclass(slots=True)
+class _Pages:
+    """The sums of /proc/self/numa_maps."""
+
+    policy: str = ""
+    resident_bytes: dict[int, int] = field(default_factory=dict)
+    anonymous_bytes: dict[int, int] = field(default_factory=dict)
+    kv_bytes: dict[int, int] = field(default_factory=dict)
+
+
+def _numa_maps(lines: Iterable[str], kv_cache: Region) -> _Pages:
+    pages = _Pages()
     for line in lines:
         address, policy, *words = line.split()
-        in_force = in_force or policy
+        # The first mapping is the program's, which has no policy of its own: this is the one in force.
+        pages.policy = pages.policy or policy
         found = dict(word.split("=", 1) for word in words if "=" in word)
         page_bytes = int(found.get("kernelpagesize_kB", 4)) * 1024
+        sums = [pages.resident_bytes]
+        if "file" not in found:
+            sums.append(pages.anonymous_bytes)
+        if int(address, 16) in kv_cache:
+            sums.append(pages.kv_bytes)
         for name, count in found.items():
             if name[0] == "N" and name[1:].isdecimal():
-                node, num_bytes = int(name[1:]), int(count) * page_bytes
-                everywhere[node] = everywhere.get(node, 0) + num_bytes
-                if int(address, 16) in kv_cache:
-                    in_cache[node] = in_cache.get(node, 0) + num_bytes
-    return in_force, everywhere, in_cache
+                for by_node in sums:
+                    by_node[int(name[1:])] = by_node.get(int(name[1:]), 0) + int(count) * page_bytes
+    return pages
 
 
 def _huge_bytes(lines: Iterable[str], kv_cache: Region) -> int:

@@ -24,6 +24,7 @@ def binding_metrics(binding: Binding | None) -> Iterator[Metric]:
     yield info
     for name, text, by_node in (
         ("resident_bytes", "Resident memory by NUMA node.", binding.resident_bytes),
+        ("anonymous_bytes", "Resident memory by NUMA node, without that of files.", binding.anonymous_bytes),
         ("kv_resident_bytes", "Resident memory of the KV cache by NUMA node.", binding.kv_bytes),
     ):
         gauge = GaugeMetricFamily(f"headrace_worker_{name}", text, labels=["node"])

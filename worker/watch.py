@@ -131,7 +131,12 @@ def binding_message(binding: Binding) -> worker_pb2.Binding:
         cpus_allowed=format_list(binding.cpus),
         memory_policy=binding.memory_policy,
         memory=[
-            worker_pb2.NodeMemory(node=node, resident_bytes=num_bytes, kv_bytes=binding.kv_bytes.get(node, 0))
+            worker_pb2.NodeMemory(
+                node=node,
+                resident_bytes=num_bytes,
+                anonymous_bytes=binding.anonymous_bytes.get(node, 0),
+                kv_bytes=binding.kv_bytes.get(node, 0),
+            )
             for node, num_bytes in sorted(binding.resident_bytes.items())
         ],
         kv_huge_bytes=binding.kv_huge_bytes,

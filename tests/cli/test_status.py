@@ -32,8 +32,8 @@ BINDING = worker_pb2.Binding(
     cpus_allowed="0-3",
     memory_policy="prefer:1",
     memory=[
-        worker_pb2.NodeMemory(node=0, resident_bytes=100),
-        worker_pb2.NodeMemory(node=1, resident_bytes=300, kv_bytes=200),
+        worker_pb2.NodeMemory(node=0, resident_bytes=200, anonymous_bytes=100),
+        worker_pb2.NodeMemory(node=1, resident_bytes=300, anonymous_bytes=300, kv_bytes=200),
     ],
     kv_huge_bytes=150,
 )
@@ -89,7 +89,8 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "numa_node": 1,
         "cpus_allowed": "0-3",
         "memory_policy": "prefer:1",
-        "resident_bytes": {"0": 100, "1": 300},
+        "resident_bytes": {"0": 200, "1": 300},
+        "anonymous_bytes": {"0": 100, "1": 300},
         "kv_resident_bytes": {"0": 0, "1": 200},
         "kv_huge_bytes": 150,
     }
@@ -128,8 +129,8 @@ def test_a_worker_that_has_not_read_its_binding_shows_none() -> None:
     unread.load.ClearField("numa_node")
     row = row_of(record(), WORKER, {"worker-0": unread}, True, 0)
     assert row["kv_blocks"] == 100
-    fields = ("numa_node", "cpus_allowed", "memory_policy", "resident_bytes", "kv_resident_bytes", "kv_huge_bytes")
-    assert [row[field] for field in fields] == [None] * 6
+    fields = ("numa_node", "cpus_allowed", "memory_policy", "resident_bytes", "anonymous_bytes", "kv_resident_bytes")
+    assert [row[field] for field in (*fields, "kv_huge_bytes")] == [None] * 7
 
 
 async def test_the_table_says_where_a_worker_runs_and_how_much_of_its_memory_is_there(

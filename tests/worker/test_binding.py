@@ -60,6 +60,7 @@ def test_threads_policy_pages_and_huge_pages_are_read(tmp_path: Path) -> None:
         num_threads=2,
         memory_policy="prefer:1",
         resident_bytes={0: 108 * 4 * kib, 1: 618 * 4 * kib + 4096 * kib},
+        anonymous_bytes={0: 103 * 4 * kib, 1: 618 * 4 * kib},
         kv_bytes={0: 100 * 4 * kib, 1: 608 * 4 * kib},
         kv_huge_bytes=2048 * kib,
     )
@@ -78,6 +79,7 @@ def test_the_message_lists_nodes_in_order(tmp_path: Path) -> None:
     message = binding_message(read_binding(ARENA, tree(tmp_path)))
     assert (message.cpus_allowed, message.memory_policy, message.kv_huge_bytes) == ("4-5", "prefer:1", 2 << 20)
     assert [(memory.node, memory.kv_bytes) for memory in message.memory] == [(0, 409600), (1, 2490368)]
+    assert [memory.anonymous_bytes for memory in message.memory] == [421888, 2531328]
 
 
 def test_the_load_tells_the_binding_once_it_was_read(tmp_path: Path) -> None:
