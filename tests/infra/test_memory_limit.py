@@ -1,0 +1,78 @@
+"""Memory limits, enforced by the kernel: what a worker takes of one, and what follows when it exceeds it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.fleet import Process, free_port, pulled_model
+from tests.e2e.serving import serving, until
+from tests.e2e.streams import chat_body, run_streams
+from tests.infra.memory_cgroup import MemoryCgroup, memory_cgroup
+
+pytestmark = pytest.mark.e2e
+
+MIB = 1 << 20
+NUM_STREAMS = 16
+MAX_TOKENS = 48
+
+
+@pytest.fixture
+def cgroup() -> Iterator[MemoryCgroup]:
+    with memory_cgroup() as made:
+        yield made
+
+
+@pytest.mark.timeout(180)
+async def test_a_worker_that_the_kernel_kills_for_its_memory_is_restarted_and_its_streams_go_on(
+    cgroup: MemoryCgroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Page by page, so that every block that comes into use counts against the limit.
+    monkeypatch.setenv("HEADRACE_WORKER_HUGE_PAGES", "false")
+    bodies = [chat_body(number, MAX_TOKENS, temperature=0) for number in range(NUM_STREAMS)]
+    with serving("--workers", "2", "--threads", "1", "--execution-mode", "accuracy") as system:
+        until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
+        undisturbed = await run_streams(system.base_url, bodies)
+        victim = system.process_of("worker-0")
+
+        async def exceed() -> None:
+            cgroup.limit(MIB)
+            cgroup.procs.write_text(str(victim["pid"]))
+
+        # Other prompts first: their blocks are not in use yet.
+        others = [chat_body(NUM_STREAMS + number, MAX_TOKENS, temperature=0) for number in range(NUM_STREAMS)]
+        streams = await run_streams(system.base_url, others, disturb_behind=4, disturb=exceed)
+        assert [stream.error for stream in streams] == [None] * NUM_STREAMS
+        assert {stream.num_tokens for stream in streams} == {MAX_TOKENS}
+        assert cgroup.num_oom_kills == 1
+        until(lambda: system.process_of("worker-0")["state"] == "ready", "the worker is back")
+        again = system.process_of("worker-0")
+        assert again["pid"] != victim["pid"]
+        assert (again["restarts"], system.process_of("worker-1")["restarts"]) == (1, 0)
+        repeated = await run_streams(system.base_url, bodies)
+        assert [stream.result for stream in repeated] == [stream.result for stream in undisturbed]
+
+
+@pytest.mark.timeout(120)
+def test_the_kv_cache_is_sized_by_the_limit_and_more_is_refused(cgroup: MemoryCgroup) -> None:
+    limit_bytes = 1024 * MIB
+    cgroup.limit(limit_bytes)
+    enter = ("/bin/sh", "-c", f'echo $$ > {cgroup.procs} && exec "$@"', "sh")
+    argv = ["-m", "headrace.worker", "--model", str(pulled_model()), "--threads", "1"]
+    listen = ["--listen", f"127.0.0.1:{free_port()}"]
+    refused = Process("worker", [*argv, *listen, "--kv-cache-gb", "4"], before=enter)
+    fitting = Process("worker", [*argv, *listen], before=enter)
+    try:
+        refused.start()
+        assert refused.gone() == 2
+        assert re.search(r"error: a KV cache of 4\.0 GiB was asked for .* only 0\.\d GiB", "\n".join(refused.logs))
+        fitting.start()
+        until(lambda: not fitting.is_alive or any("KV cache" in line for line in fitting.logs), "the cache is made")
+        found = re.search(r"KV cache (\d+\.\d+) GiB", "\n".join(fitting.logs))
+        assert found is not None, fitting.tail()
+        assert 0.1 < float(found[1]) < 0.4
+    finally:
+        refused.end()
+        fitting.end()
