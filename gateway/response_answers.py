@@ -137,9 +137,16 @@ class ResponseAnswer:
 
     # --- AnswerStream and WholeAnswer -------------------------------------------------------------------------------
 
+    def begin(self) -> bytes:
+        """The first events; none if they were made already."""
+        if self.events or not self._streams:
+            return b""
+        created = self._event("response.created", response=self.response)
+        return created + self._event("response.in_progress", response=self.response)
+
     def piece(self, index: int, piece: ChatPiece) -> bytes:
         """Events for a piece."""
-        events = self._begin()
+        events = self.begin()
         if self._logprobs is not None and piece.logprobs:
             self._early_logprobs += self._logprobs.value(piece.logprobs)["content"]
         for delta in piece.deltas:
@@ -185,7 +192,7 @@ class ResponseAnswer:
 
     def event(self, failure: Failure) -> bytes:
         """The last event of a response that failed while it was streamed."""
-        events = self._begin()
+        events = self.begin()
         self.fail(failure)
         return events + self.last_event()
 
@@ -196,12 +203,6 @@ class ResponseAnswer:
         self.response["error"] = {"code": code, "message": failure.message}
 
     # --- items ------------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> bytes:
-        if self.events or not self._streams:
-            return b""
-        created = self._event("response.created", response=self.response)
-        return created + self._event("response.in_progress", response=self.response)
 
     def _delta(self, delta: Delta) -> bytes:
         match delta:

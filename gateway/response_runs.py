@@ -101,9 +101,10 @@ class ResponseRuns:
         if len(self._runs) >= MAX_RUNS:
             raise StatusError(Reason.QUEUE_FULL, f"{MAX_RUNS} responses run in the background", retry_after_s=1.0)
         self._runs[run.response_id] = run
+        run.answer.begin()
         try:
             await self._beat(run)
-            await self._store.put(run.response_id, packed(run.stored))
+            await self._store.put(run.response_id, await packed(run.stored))
         except BaseException:
             del self._runs[run.response_id]
             raise
@@ -156,11 +157,12 @@ class ResponseRuns:
             if not run.ended:
                 run.end()
             try:
-                await self._store.put(run.response_id, packed(run.stored))
+                await self._store.put(run.response_id, await packed(run.stored))
             except StoreError as error:
                 _LOG.warning("%s is lost: %s", run.response_id, error)
-            del self._runs[run.response_id]
-            run.holding.close()
+            finally:
+                del self._runs[run.response_id]
+                run.holding.close()
 
     async def _heartbeat(self, run: ResponseRun) -> None:
         """For ever: say that the run is alive, and look whether it is to be cancelled."""

@@ -5,6 +5,7 @@ A store maps keys to bytes for a while. Without Redis it is this process's memor
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
 from collections import OrderedDict
@@ -18,6 +19,8 @@ MAX_RESPONSES = 10_000
 MAX_BYTES = 256 * 1024 * 1024
 # More than this of one response is not kept; what is compressed here came within the bounds of bodies and contexts.
 MAX_RESPONSE_BYTES = 16 * 1024 * 1024
+# Compressing this much takes a millisecond or two; more is done by a thread, beside running streams.
+MAX_INLINE_BYTES = 128 * 1024
 
 
 class StoreError(Exception):
@@ -60,17 +63,23 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(StoredResponse)
 
 
-def packed(stored: StoredResponse) -> bytes:
+async def packed(stored: StoredResponse) -> bytes:
     """The bytes that are kept. Raises `StoreError` if they are too many."""
-    value = zlib.compress(_ENCODER.encode(stored), 1)
+    plain = _ENCODER.encode(stored)
+    value = _compressed(plain) if len(plain) <= MAX_INLINE_BYTES else await asyncio.to_thread(_compressed, plain)
     if len(value) > MAX_RESPONSE_BYTES:
         raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
     return value
 
 
-def unpacked(value: bytes) -> StoredResponse:
+async def unpacked(value: bytes) -> StoredResponse:
     """The response of these bytes."""
-    return _DECODER.decode(zlib.decompress(value))
+    is_short = len(value) <= MAX_INLINE_BYTES // 8
+    return _DECODER.decode(zlib.decompress(value) if is_short else await asyncio.to_thread(zlib.decompress, value))
+
+
+def _compressed(plain: bytes) -> bytes:
+    return zlib.compress(plain, 1)
 
 
 class MemoryStore:

@@ -111,7 +111,7 @@ class _Responses:
         if planned.request.stream:
             planned.stored.events = [*answer.events, answer.last_event()]
         try:
-            await self._store.put(answer.response["id"], packed(planned.stored))
+            await self._store.put(answer.response["id"], await packed(planned.stored))
         except StoreError as error:
             _LOG.warning("%s is not kept: %s", answer.response["id"], error)
             answer.response["store"] = False
@@ -284,13 +284,13 @@ class _Responses:
             return run.stored if run.stored.owner == exchange.owner else None
         try:
             value = await self._store.get(response_id)
-            stored = None if value is None else unpacked(value)
+            stored = None if value is None else await unpacked(value)
             if stored is None or stored.owner != exchange.owner:
                 return None
             if stored.response["status"] not in _ENDED and not await self._runs.is_alive(response_id):
                 # It may have ended since it was read.
                 value = await self._store.get(response_id)
-                stored = None if value is None else unpacked(value)
+                stored = None if value is None else await unpacked(value)
                 if stored is not None and stored.response["status"] not in _ENDED:
                     stored.response["status"] = "failed"
                     error = {"code": "server_error", "message": "the gateway that generated the response is gone"}

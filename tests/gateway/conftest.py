@@ -23,11 +23,15 @@ import pytest_asyncio
 from openvino_tokenizers import tokenizer_pipeline as pipeline
 from openvino_tokenizers.utils import change_inputs_type, change_outputs_type
 
+from headrace.gateway.cors import with_cors
 from headrace.gateway.generation import Generator
+from headrace.gateway.grpc_door import DoorInterceptor
 from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.models import Models, TextSide, load_text_side
 from headrace.gateway.prompts import Prompts
+from headrace.gateway.response_store import Store
+from headrace.gateway.security import Security, SecuritySettings
 from headrace.gateway.text_service import TextService
 from headrace.gateway.upstream import Upstream
 from headrace.protos import (
@@ -274,28 +278,34 @@ class Gateway:
 
 
 @asynccontextmanager
-async def serving_gateway(*routers: str) -> AsyncIterator[Gateway]:
+async def serving_gateway(
+    *routers: str, responses: Store | None = None, security: Security | None = None
+) -> AsyncIterator[Gateway]:
     """A gateway in front of the routers, over real HTTP and gRPC; ready when it is given."""
+    security = security or Security(SecuritySettings())
     with ThreadPoolExecutor(2) as executor:
         metrics, upstream = Metrics(), Upstream(routers)
         models, prompts = Models(upstream, executor), Prompts(executor)
         generator = Generator(upstream, metrics)
-        edge = HttpEdge(models, prompts, generator, upstream, metrics)
+        guard: dict[str, Any] = {"door": security.door, "bodies": security.bodies}
+        edge = HttpEdge(models, prompts, generator, upstream, metrics, responses=responses, **guard)
         bound = bound_socket("127.0.0.1", 0)
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        http_server = HttpServer(edge, 2)
+        url = f"{'http' if security.tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
+        application = with_cors(edge, security.cors_origins)
+        http_server = HttpServer(application, 2, security.connections, security.tls)
         serving = asyncio.create_task(http_server.serve(sockets=[bound]))
-        grpc_server = grpc.aio.server()
+        grpc_server = grpc.aio.server(interceptors=[DoorInterceptor(security.door)])
         text_pb2_grpc.add_TextServicer_to_server(TextService(models, prompts, generator, metrics), grpc_server)
         grpc_address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
         await grpc_server.start()
         await models.listed()
         try:
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:
                 yield Gateway(url, grpc_address, http, models, edge, upstream)
         finally:
             http_server.should_exit = True
             await asyncio.gather(serving, grpc_server.stop(None))
+            await edge.runs.drain(0)
             await upstream.close()
             models.close()
 
