@@ -1,6 +1,7 @@
 """The worker's engine against openvino-genai's ContinuousBatchingPipeline: same IR, kernels, blocks and token budget.
 
     python -m benchmarks.engine MODEL_DIR [--pairs 5] [--case closed mixed poisson behind identical]
+        [--tokens 256] [--our-tokens N] [--their-tokens N] [--their-whole-prompts]
 
 Each side is a process of its own and both stay up; they take turns on the same workload, and each pair gives a ratio.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from zlib import crc32
@@ -32,12 +33,12 @@ NAMES = ("headrace", "openvino-genai")
 class Peers:
     """Both sides, up and waiting."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: dict[str, EngineSettings]) -> None:
         context = get_context("spawn")
         self._pipes = {}
         for name in NAMES:
             pipe, other_end = context.Pipe()
-            context.Process(target=side_process, args=(name, settings, other_end), daemon=True).start()
+            context.Process(target=side_process, args=(name, settings[name], other_end), daemon=True).start()
             self._pipes[name] = pipe
             assert pipe.recv() == "ready"
 
@@ -187,9 +188,19 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--blocks", type=int, default=4000)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=256, help="in a step, of both sides")
+    parser.add_argument("--our-tokens", type=int)
+    parser.add_argument("--their-tokens", type=int)
+    parser.add_argument("--their-whole-prompts", action="store_true", help="the peer without dynamic_split_fuse")
     args = parser.parse_args()
-    peers = Peers(EngineSettings(args.model_dir, args.blocks, max_num_batched_tokens=args.max_num_batched_tokens))
+    of_both = EngineSettings(args.model_dir, args.blocks, max_num_batched_tokens=args.tokens)
+    ours = replace(of_both, max_num_batched_tokens=args.our_tokens or args.tokens)
+    theirs = replace(
+        of_both,
+        max_num_batched_tokens=args.their_tokens or args.tokens,
+        split_prompts=not args.their_whole_prompts,
+    )
+    peers = Peers({"headrace": ours, "openvino-genai": theirs})
     for case in args.case:
         CASES[case](peers, args.pairs)
     peers.close()

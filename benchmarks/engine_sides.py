@@ -36,12 +36,14 @@ class JobTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What both sides are given. `num_blocks` KV blocks of the compiled model's block size (32 on CPU)."""
+    """What a side is given. `num_blocks` KV blocks of the compiled model's block size (32 on CPU). Without
+    `split_prompts` the peer computes prompts whole, in steps of their own; we have no such mode."""
 
     model_dir: Path
     num_blocks: int
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 256
+    split_prompts: bool = True
 
 
 class Side(Protocol):
@@ -102,7 +104,7 @@ class GenaiSide:
         scheduler.num_kv_blocks = settings.num_blocks
         scheduler.max_num_seqs = settings.max_num_seqs
         scheduler.max_num_batched_tokens = settings.max_num_batched_tokens
-        scheduler.dynamic_split_fuse = True
+        scheduler.dynamic_split_fuse = settings.split_prompts
         scheduler.enable_prefix_caching = True
         self._ov, self._genai = ov, genai
         self._pipeline = genai.ContinuousBatchingPipeline(str(settings.model_dir), scheduler, "CPU", {}, {})
