@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, cast
@@ -127,14 +128,14 @@ class RedisStore:
         """As `KeyStore.add`."""
         with _failing(), self._redis.pipeline() as pipeline:
             pipeline.hset(REDIS_KEYS, key.id, dump_key(key))
-            pipeline.incr(REDIS_VERSION)
+            pipeline.set(REDIS_VERSION, secrets.token_hex(8))
             pipeline.execute()
 
     def remove(self, key_id: str) -> None:
         """As `KeyStore.remove`."""
         with _failing(), self._redis.pipeline() as pipeline:
             pipeline.hdel(REDIS_KEYS, key_id)
-            pipeline.incr(REDIS_VERSION)
+            pipeline.set(REDIS_VERSION, secrets.token_hex(8))
             pipeline.execute()
 
 

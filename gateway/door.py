@@ -207,8 +207,14 @@ class Door:
             raise StatusError(Reason.UNAUTHENTICATED, problem)
         return self._keys.find(secret)
 
+    def visit(self, key: ApiKey | None) -> Visit | None:
+        """The visit of a request that has this key; it is not let in yet."""
+        if key is None or self._limits is None:
+            return None
+        return Visit(key, next(self._names), self._limits)
+
     @asynccontextmanager
-    async def admitted(self, key: ApiKey | None, *, counted: bool) -> AsyncIterator[Visit | None]:
+    async def admitted(self, visit: Visit | None, *, counted: bool) -> AsyncIterator[None]:
         """A request that may be answered, while inside. Only `counted` ones count for limits.
 
         Raises StatusError: QUOTA for what the key does not have, QUEUE_FULL when the gateway has its fill, DEADLINE
@@ -220,15 +226,12 @@ class Door:
         self._num_inside += counted
         try:
             async with self._timed():
-                visit = None
-                if key is not None and self._limits is not None:
-                    visit = Visit(key, next(self._names), self._limits)
                 if visit is None or not counted:
-                    yield visit
+                    yield
                     return
                 await visit.enter()
                 try:
-                    yield visit
+                    yield
                 finally:
                     visit.leave()
         finally:

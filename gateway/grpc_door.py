@@ -66,7 +66,8 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
     def _stream(self, behaviour: Callable[..., Any], key: ApiKey | None, counted: bool) -> Callable[..., Any]:
         async def guarded(request: Any, context: _Context) -> AsyncIterator[Any]:
             try:
-                async with self._door.admitted(key, counted=counted) as visit:
+                visit = self._door.visit(key)
+                async with self._door.admitted(visit, counted=counted):
                     visit_var.set(visit)
                     async with aclosing(behaviour(request, context)) as responses:
                         async for response in responses:
@@ -79,7 +80,8 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
     def _unary(self, behaviour: Callable[..., Any], key: ApiKey | None, counted: bool) -> Callable[..., Any]:
         async def guarded(request: Any, context: _Context) -> Any:
             try:
-                async with self._door.admitted(key, counted=counted) as visit:
+                visit = self._door.visit(key)
+                async with self._door.admitted(visit, counted=counted):
                     visit_var.set(visit)
                     return await behaviour(request, context)
             except StatusError as error:

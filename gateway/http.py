@@ -162,9 +162,10 @@ class HttpEdge:
             raise HttpError(403, "certificate_required", "the connection needs a client certificate")
         is_open = endpoint.is_open or (endpoint.name == "metrics" and bounds.open_metrics)
         key = None if is_open else self._door.identify(exchange.header)
+        visit = self._door.visit(key)
+        exchange.enter(visit)
         # Everything that makes work is a POST.
-        async with self._door.admitted(key, counted=endpoint.method == "POST") as visit:
-            exchange.enter(visit)
+        async with self._door.admitted(visit, counted=endpoint.method == "POST"):
             await endpoint.handler(exchange)
 
 

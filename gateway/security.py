@@ -66,7 +66,7 @@ class Security:
         )
         self.max_requests = settings.max_requests
         self._shared: SharedLimits | None = None
-        self._ring: KeyRing | None = None
+        self.keys: KeyRing | None = None
         self._following: asyncio.Task[None] | None = None
         try:
             self.transport = Transport(settings.tls_dir, settings.join_token_file)
@@ -94,33 +94,33 @@ class Security:
 
     def _key_ring(self, settings: SecuritySettings, on_change: Callable[[Collection[str]], None]) -> KeyRing | None:
         if settings.api_keys is not None:
-            self._ring = KeyRing(KeyFile(settings.api_keys), on_change)
+            self.keys = KeyRing(KeyFile(settings.api_keys), on_change)
         elif settings.api_keys_redis:
             assert settings.redis_url is not None
-            self._ring = KeyRing(KeyTable(settings.redis_url), on_change)
+            self.keys = KeyRing(KeyTable(settings.redis_url), on_change)
         self._must_be_readable = settings.api_keys is not None
-        return self._ring
+        return self.keys
 
     async def start(self) -> None:
         """Read the keys and go on reading them. Raises SecurityError if a file of keys cannot be read."""
         if self._shared is not None:
             await self._shared.start()
-        if self._ring is not None:
+        if self.keys is not None:
             if self._must_be_readable:
                 try:
-                    await self._ring.refresh()
+                    await self.keys.refresh()
                 except KeysError as error:
                     problem = f"--api-keys: {error}; headrace keys create makes one"
                     raise SecurityError(problem) from None
-            self._following = asyncio.create_task(self._ring.run(), name="API keys")
+            self._following = asyncio.create_task(self.keys.run(), name="API keys")
 
     async def close(self) -> None:
         """Stop following changes, and give up connections."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
-        if self._ring is not None:
-            await self._ring.close()
+        if self.keys is not None:
+            await self.keys.close()
         if self._shared is not None:
             await self._shared.close()
 

@@ -5,7 +5,7 @@ needs no slow hash, no salt and no pepper, since trying them out is hopeless at 
 strangers keep a gateway busy. Who holds a key is found by the hash, so no comparison tells how near a guess came.
 
 In a file: {"keys": [JSON, ...]}. In Redis: the hash `headrace:api-keys` has a field for each key, its id, with the
-key's JSON, and `headrace:api-keys:version` counts the changes.
+key's JSON, and `headrace:api-keys:version` is another random text after each change.
 """
 
 from __future__ import annotations
