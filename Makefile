@@ -10,7 +10,7 @@ PROTOS := $(wildcard protos/*.proto)
 help:
 	@echo 'make serve [ARGS="--port 8000 --workers 2"]   set up, fetch the demo model, serve it'
 	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
-	@echo 'make test-clients                             the tests with clients of other makers, installed apart'
+	@echo 'make test-clients                             of these, only the clients of other makers'
 	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
 	@echo 'make soak-gateway                             20,000 made-up requests, and long runs of properties'
@@ -46,7 +46,7 @@ help:
 serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
-test: .venv/.dev .links/headrace
+test: .venv/.dev .links/headrace .make/clients/.done
 	$(BIN)/pytest $(ARGS)
 
 # A minute of installing, and not all clients agree with our own pins: they get an environment of their own.

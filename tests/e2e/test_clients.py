@@ -1,7 +1,7 @@
 """Unmodified clients of many makers against a real system, which serves the demo model with a template for tools.
 
-The scripts of the heavier clients are in clients/, and run in an environment of their own that `make test-clients` sets
-up; without it they are skipped.
+The scripts of the heavier clients are in clients/, and run in an environment of their own that `make test` sets up;
+without it they are skipped.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ def run(command: list[str], system: Serve, directory: Path) -> None:
 def test_a_python_client_works_unmodified(system: Serve, script: str) -> None:
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
-        pytest.skip("the clients are not installed: make test-clients")
+        pytest.skip("the clients are not installed: make test")
     run([str(python), str(SCRIPTS / script)], system, ROOT)
 
 
 def test_openai_for_node_works_unmodified(system: Serve, tmp_path: Path) -> None:
     modules = ENVIRONMENT / "node_modules"
     if not modules.exists():
-        pytest.skip("openai for Node is not installed: make test-clients, with npm")
+        pytest.skip("openai for Node is not installed: make test, with npm")
     node = shutil.which("node")
     assert node is not None
     (tmp_path / "node_modules").symlink_to(modules)

@@ -1,4 +1,4 @@
-// openai for Node: chat, stream, tools, structured parse, legacy completions, models.
+// openai for Node: chat, stream, tools, structured parse, legacy completions, models, responses.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 
@@ -45,3 +45,15 @@ assert.match(completed.choices[0].text, /Paris/);
 assert.equal(completed.choices[0].logprobs.token_logprobs.length, 4);
 
 await assert.rejects(client.chat.completions.create({ model: "no-such-model", messages }), OpenAI.NotFoundError);
+
+const response = await client.responses.create({ model, input: messages, temperature: 0, max_output_tokens: 16 });
+assert.equal(response.output_text, text);
+let deltas = "";
+for await (const event of client.responses.stream({ model, input: messages, temperature: 0, max_output_tokens: 16 })) {
+  if (event.type === "response.output_text.delta") deltas += event.delta;
+}
+assert.equal(deltas, text);
+const next = await client.responses.create({ model, input: "And of Italy?", previous_response_id: response.id, max_output_tokens: 8 });
+assert.equal((await client.responses.inputItems.list(next.id)).data.length, 3);
+await client.responses.delete(response.id);
+await assert.rejects(client.responses.retrieve(response.id), OpenAI.NotFoundError);

@@ -1,0 +1,91 @@
+"""openai-python's Responses API: create, stream, parse, tools, previous_response_id, background, retrieve, delete."""
+
+import openai
+from openai import OpenAI
+from pydantic import BaseModel
+from target import BASE_URL, MODEL, refusal
+
+client = OpenAI(base_url=BASE_URL, api_key="unused", max_retries=0)
+QUESTION = "What is the capital of France?"
+fields = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
+
+answer = client.responses.create(**fields, input=QUESTION, instructions="You answer briefly.", metadata={"a": "b"})
+assert "Paris" in answer.output_text
+assert answer.usage is not None
+assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+assert answer.metadata == {"a": "b"}
+
+# A stream, as raw events and as the client adds them up.
+kinds = []
+text = ""
+for event in client.responses.create(**fields, input=QUESTION, instructions="You answer briefly.", stream=True):
+    kinds.append(event.type)
+    if event.type == "response.output_text.delta":
+        text += event.delta
+    assert event.sequence_number == len(kinds) - 1
+assert text == answer.output_text
+assert kinds[:2] == ["response.created", "response.in_progress"]
+assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+class Verdict(BaseModel):
+    """What an answer is parsed into."""
+
+    city: str
+    sure: bool
+
+
+room = {**fields, "max_output_tokens": 64}
+parsed = client.responses.parse(**room, input=QUESTION, text_format=Verdict)
+assert isinstance(parsed.output_parsed, Verdict)
+with client.responses.stream(**room, input=QUESTION, text_format=Verdict) as stream:
+    for _ in stream:
+        pass
+    final = stream.get_final_response()
+assert final.output_parsed == parsed.output_parsed
+
+# A tool, its result, and the conversation that is kept.
+tool = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather in a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+asked = client.responses.create(
+    **room, input="How is the weather in Paris?", tools=[tool], tool_choice="required", parallel_tool_calls=False
+)
+(call,) = asked.output
+assert call.type == "function_call"
+assert call.name == "get_weather"
+told = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+result = client.responses.create(**fields, input=[told], previous_response_id=asked.id, tools=[tool])
+assert result.output
+items = list(client.responses.input_items.list(result.id, order="asc", limit=2))
+assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+
+# By hand, from the items of the answer.
+by_hand = client.responses.create(
+    **fields, input=[{"role": "user", "content": "How is it in Paris?"}, *asked.output, told], tools=[tool], store=False
+)
+assert by_hand.output
+
+# What is kept, in the background and not.
+assert client.responses.retrieve(asked.id).output == asked.output
+begun = client.responses.create(**fields, input=QUESTION, background=True, stream=True)
+events = list(begun)
+assert events[0].type == "response.created"
+repeated = list(client.responses.retrieve(events[0].response.id, stream=True, starting_after=1))
+assert [event.sequence_number for event in repeated] == list(range(2, len(events)))
+assert client.responses.cancel(events[0].response.id).status in ("completed", "incomplete")
+client.responses.delete(asked.id)
+refusal(openai.NotFoundError, lambda: client.responses.retrieve(asked.id))
+refusal(openai.NotFoundError, lambda: client.responses.create(model="no-such-model", input=QUESTION))
+search = [{"type": "web_search"}]
+error = refusal(openai.BadRequestError, lambda: client.responses.create(**fields, input=QUESTION, tools=search))
+assert error.param == "tools[0].type"
