@@ -16,6 +16,59 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
+class SessionRequest(_message.Message):
+    __slots__ = ("begins", "cancelled_call_ids")
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_CALL_IDS_FIELD_NUMBER: _ClassVar[int]
+    begins: _containers.RepeatedCompositeFieldContainer[BeginCall]
+    cancelled_call_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, begins: _Optional[_Iterable[_Union[BeginCall, _Mapping]]] = ..., cancelled_call_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BeginCall(_message.Message):
+    __slots__ = ("call_id", "request", "metadata", "timeout_ms")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    request: bytes
+    metadata: _containers.ScalarMap[str, str]
+    timeout_ms: int
+    def __init__(self, call_id: _Optional[int] = ..., request: _Optional[bytes] = ..., metadata: _Optional[_Mapping[str, str]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[CallPart]
+    def __init__(self, parts: _Optional[_Iterable[_Union[CallPart, _Mapping]]] = ...) -> None: ...
+
+class CallPart(_message.Message):
+    __slots__ = ("call_id", "response", "end")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    response: bytes
+    end: CallEnd
+    def __init__(self, call_id: _Optional[int] = ..., response: _Optional[bytes] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ...) -> None: ...
+
+class CallEnd(_message.Message):
+    __slots__ = ("code", "message", "details")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    details: bytes
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

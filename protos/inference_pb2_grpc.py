@@ -40,6 +40,11 @@ class InferenceStub(object):
                 request_serializer=headrace_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/headrace.v1.Inference/Session',
+                request_serializer=headrace_dot_protos_dot_inference__pb2.SessionRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_inference__pb2.SessionResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -54,6 +59,16 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Session(self, request_iterator, context):
+        """Session carries any number of Generate calls between two processes over one stream, so that what a step gave to
+        many of them travels in one message. Each behaves as a call of its own: with its own metadata, deadline,
+        cancellation and status. When the session ends, for whatever reason, the calls that are open on it have failed.
+        Servers may lack it; callers then use Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +76,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=headrace_dot_protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=headrace_dot_protos_dot_inference__pb2.SessionRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_inference__pb2.SessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +111,33 @@ class Inference(object):
             '/headrace.v1.Inference/Generate',
             headrace_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             headrace_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.v1.Inference/Session',
+            headrace_dot_protos_dot_inference__pb2.SessionRequest.SerializeToString,
+            headrace_dot_protos_dot_inference__pb2.SessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
