@@ -179,7 +179,8 @@ class TextService(TextServicer):
     def _counted(self, name: str, caller: Caller) -> Iterator[list[str]]:
         """Count a call under the outcome that is left in the list; calls that are cut off are cancelled."""
         outcome = ["cancelled"]
-        span = serving_span(f"{SERVICE_NAME}/{name.removeprefix('grpc_').title()}", caller.traceparent)
+        method = name.removeprefix("grpc_").title().replace("_", "")
+        span = serving_span(f"{SERVICE_NAME}/{method}", caller.traceparent)
         span.set({"rpc.system": "grpc", "headrace.request_id": caller.request_id})
         self._metrics.in_flight.inc()
         try:

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.fleet import Fleet, Process, fleet, free_port
 from tests.e2e.serving import MODEL, until
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver
+from tests.prometheus import is_installed, prometheus
 
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARD = ROOT / "deploy/grafana/headrace.json"
@@ -284,6 +285,40 @@ def test_every_expression_names_only_series_that_there_are(
         names = names_in(expression)
         assert names or "up{" in expression, f"the {what} has an expression without a series: {expression}"
         assert names <= known, f"the {what} names {sorted(names - known)}"
+
+
+# Panels that show nothing while nothing goes wrong.
+RARE = {"Refusals", "Resumes and retries"}
+
+
+def test_every_panel_of_the_dashboard_shows_something_under_load(observed: Observed, tmp_path: Path) -> None:
+    if not is_installed():
+        pytest.skip("prometheus is not installed (Debian: apt install prometheus)")
+    addresses = {f"headrace-{role}": [url.split("/")[2]] for role, url in observed.metrics_urls.items()}
+    expressions = {
+        panel["title"]: [
+            target["expr"].replace("$__rate_interval", "1m").replace("$worker", ".+") for target in panel["targets"]
+        ]
+        for panel in panels()
+    }
+    with prometheus(tmp_path, addresses) as server:
+
+        def without_a_value() -> list[str]:
+            """Expressions that give nothing, or no number in spite of the requests of the last minute."""
+            found = []
+            for title, asked in expressions.items():
+                results = [result for expression in asked for result in server.ask(expression)]
+                has_value = any(result["value"][1] != "NaN" for result in results)
+                if not has_value and title not in RARE:
+                    found.append(title)
+            return found
+
+        def shows_all() -> bool:
+            observed.chat(request_id="req-load")
+            return not without_a_value()
+
+        until(shows_all, "all panels show something")
+        assert not [alert for alert in server.ask("ALERTS") if alert["metric"]["alertstate"] == "firing"]
 
 
 def promtool(*args: str | Path) -> None:

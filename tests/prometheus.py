@@ -1,0 +1,89 @@
+"""A real Prometheus over a running fleet, configured as `deploy/prometheus/prometheus.yml` is, for tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headrace.cli import launch
+from tests.e2e.fleet import free_port
+from tests.e2e.serving import until
+
+DEPLOYED = Path(__file__).parent.parent / "deploy/prometheus"
+SCRAPE_INTERVAL_S = 1
+RATE_INTERVAL_S = 4 * SCRAPE_INTERVAL_S
+"""What Grafana's $__rate_interval is for that interval."""
+
+
+def is_installed() -> bool:
+    """Whether there is a server to run (Debian: apt install prometheus)."""
+    return shutil.which("prometheus") is not None
+
+
+class Prometheus:
+    """A server that scrapes."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        """The present value of an expression, for each combination of labels."""
+        return self._get("query", query=expression)
+
+    def range(self, expression: str, begin_s: float, end_s: float, step_s: float) -> list[dict[str, Any]]:
+        """The values of an expression over a time."""
+        return self._get("query_range", query=expression, start=begin_s, end=end_s, step=step_s)
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        try:
+            return httpx.get(f"{self.url}/-/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def _get(self, path: str, **params: Any) -> list[dict[str, Any]]:
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=20)
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()["data"]["result"]
+        return found
+
+    def num_up(self) -> int:
+        """Targets that the last scrape reached."""
+        return sum(result["value"][1] == "1" for result in self.ask("up"))
+
+
+@contextmanager
+def prometheus(directory: Path, targets: Mapping[str, list[str]]) -> Iterator[Prometheus]:
+    """A server that scrapes `targets`, addresses by job, every second; given when it has reached all of them."""
+    text = (DEPLOYED / "prometheus.yml").read_text()
+    text = re.sub(r"interval: \S+", f"interval: {SCRAPE_INTERVAL_S}s", text)
+    for job, addresses in targets.items():
+        text = re.sub(rf"(job_name: {job}\n.*\n\s+- targets: )\[.*\]", rf"\g<1>{addresses!r}", text)
+    (directory / "prometheus.yml").write_text(text)
+    shutil.copy(DEPLOYED / "alerts.yml", directory)
+    program = shutil.which("prometheus")
+    assert program is not None, "prometheus is not installed"
+    port = free_port()
+    flags = [f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/tsdb"]
+    # It dies with the tests.
+    argv = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", program, *flags]
+    with (directory / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen([*argv, f"--web.listen-address=127.0.0.1:{port}"], stderr=log)
+    try:
+        server = Prometheus(f"http://127.0.0.1:{port}")
+        until(server.is_ready, "prometheus answers")
+        num_targets = sum(map(len, targets.values()))
+        until(lambda: server.num_up() == num_targets, "prometheus has scraped all")
+        yield server
+    finally:
+        process.terminate()
+        process.wait(30)
