@@ -44,7 +44,6 @@ from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
 from headrace.worker.service import SERVICE_NAMES, InferenceService, WorkerService
-from headrace.worker.vocabulary_reducer import reducer_for
 from headrace.worker.watch import WatchHub
 
 log = logging.getLogger("headrace.worker")
@@ -70,6 +69,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     start = time.monotonic()
     # Not before a wrong directory was refused: importing OpenVINO takes its time.
     from headrace.worker.model_runner import OpenVINOModelRunner
+    from headrace.worker.vocabulary_reducer import reducer_for
 
     runner = OpenVINOModelRunner(
         config.model_dir, threads=threads, kv_precision=config.kv_precision, execution_mode=config.execution_mode

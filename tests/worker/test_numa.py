@@ -146,3 +146,15 @@ def test_the_kernel_takes_the_policy_and_threads_inherit_it() -> None:
     if "Operation not permitted" in shown.stderr:
         pytest.skip("memory policies are not permitted here")
     assert shown.stdout == "prefer:0\n", shown.stderr
+
+
+_IMPORT_AND_SHOW = """
+import os, sys
+import headrace.worker.__main__
+print("openvino" in sys.modules, len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_before_memory_is_bound_there_is_neither_openvino_nor_a_second_thread() -> None:
+    shown = subprocess.run([sys.executable, "-c", _IMPORT_AND_SHOW], capture_output=True, text=True, check=True)
+    assert shown.stdout == "False 1\n"
