@@ -1,0 +1,17 @@
+"""Certificates for tests, made by the command that users have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from headrace.cli.main import cli
+
+
+def make_certificates(directory: Path, *, ca: Path | None = None, hosts: tuple[str, ...] = ()) -> Path:
+    """`headrace certs create`: an authority of its own, or a certificate of another one; again, it renews."""
+    flags = [flag for host in hosts for flag in ("--host", host)]
+    done = CliRunner().invoke(cli, ["certs", "create", str(directory), *flags, *(["--ca", str(ca)] if ca else [])])
+    assert done.exit_code == 0, done.output
+    return directory
