@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock test test-clients test-numa soak soak-gateway check protos release-protos bench bench-router dev clean
+.PHONY: help serve lock test test-clients test-numa soak soak-gateway check protos release-protos screenshots bench bench-router dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make bench-router                             placement and forwarding, beside peers'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
+	@echo 'make screenshots                              the pictures of the console, in docs/images'
 	@echo 'make dev                                      set up only'
 
 # Setting up writes to standard error: what `make serve` writes to standard output is the ready line.
@@ -107,6 +108,10 @@ protos: .venv/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iheadrace/protos=protos --python_out=.make/protos --pyi_out=.make/protos \
 	    --grpc_python_out=.make/protos $(addprefix headrace/,$(PROTOS))
 	@cp .make/protos/headrace/protos/* protos/
+
+# Needs Chromium and its driver, as the tests of the console do.
+screenshots: .venv/.dev .links/headrace
+	$(BIN)/python -m tests.screenshots
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks

@@ -53,14 +53,15 @@ function barPaths(series, max) {
 /**
  * A chart with a title, the value now, and what the pointer is at.
  *
- * `series` have a `name` and a CSS `tone`; `kind` is "area", "lines" or "bars"; `format` writes a value.
+ * `series` have a `name` and a CSS `tone`; that of tone-a is told large, the others behind it. `kind` is "area", "lines"
+ * or "bars"; `format` writes a value.
  */
 export class Chart {
   constructor({ title, about, kind, series, format, secondsPerValue, ceiling }) {
     Object.assign(this, { title, kind, series, format, secondsPerValue, ceiling });
     this.values = series.map(() => []);
-    this.headline = h("strong", { class: "figure" }, "–");
-    this.note = h("span", { class: "note" });
+    this.headline = h("p", { class: "headline" }, "–");
+    this.note = h("p", { class: "note" });
     this.top = h("span", { class: "top" });
     this.when = h("span", { class: "when" });
     this.cursor = s("path", { class: "cursor" });
@@ -74,24 +75,23 @@ export class Chart {
       this.cursor,
     );
     this.plot = h("div", { class: "plot" }, this.svg, this.top);
-    this.keys = series.map((one) => h("li", { class: one.tone }, one.name));
-    const legend = series.length > 1 && h("ul", { class: "legend" }, this.keys);
     this.element = h(
       "section",
       { class: "chart", title: about },
       h("h3", null, title),
-      h("p", { class: "headline" }, this.headline, this.note),
+      this.headline,
+      this.note,
       this.plot,
-      h("footer", null, this.when, legend || h("span", null, "now")),
+      h("footer", { "aria-hidden": "true" }, this.when, h("span", null, "now")),
     );
     this.plot.addEventListener("pointermove", (event) => this.#point(event));
     this.plot.addEventListener("pointerleave", () => this.#point(null));
   }
 
-  /** Show values, oldest first, one list for each series; and the value now with a note. */
-  update(values, headline, note = "") {
+  /** Show values, oldest first, one list for each series; and what is to be told of now, with notes [tone, text]. */
+  update(values, headline, notes) {
     this.values = values;
-    this.now = [headline, note];
+    this.now = [headline, notes];
     const count = values[0].length;
     const sums = values[0].map((_, x) => this.#height(values.map((one) => one[x])));
     const max = this.ceiling ?? niceMax(Math.max(0, ...sums));
@@ -100,11 +100,10 @@ export class Chart {
     const paths = this.kind === "bars" ? barPaths(values, max) : values.map((one) => linePath(one, max));
     paths.forEach((path, i) => this.lines[i].setAttribute("d", path));
     if (this.kind === "area") values.forEach((one, i) => this.areas[i].setAttribute("d", areaPath(one, max)));
-    this.keys.forEach((key, i) => (key.hidden = i > 0 && !values[i].some(Boolean)));
     say(this.top, this.format(max));
     say(this.when, ago(count * this.secondsPerValue));
-    this.svg.setAttribute("aria-label", `${this.title}: now ${headline} ${note}; largest ${this.format(Math.max(0, ...sums))}`);
-    if (this.pointed === undefined) this.#tell(headline, note);
+    this.svg.setAttribute("aria-label", `${this.title}: ${headline} ${notes.map(([, text]) => text).join(", ")}; largest ${this.format(Math.max(0, ...sums))}`);
+    if (!this.pointed) this.#tell(headline, notes);
   }
 
   #height(values) {
@@ -112,29 +111,32 @@ export class Chart {
     return this.kind === "bars" ? present.reduce((a, b) => a + b, 0) : Math.max(...present);
   }
 
-  #tell(headline, note) {
+  #tell(headline, notes) {
     say(this.headline, headline);
-    say(this.note, note);
+    const shape = JSON.stringify(notes);
+    if (this.told === shape) return;
+    this.told = shape;
+    this.note.replaceChildren(...notes.map(([tone, text]) => h("span", { class: tone }, text)));
   }
 
   #point(event) {
     const count = this.values[0].length;
-    if (!event || !count) {
-      this.pointed = undefined;
+    this.pointed = Boolean(event && count);
+    if (!this.pointed) {
       this.cursor.setAttribute("d", "");
       if (this.now) this.#tell(...this.now);
       return;
     }
     const box = this.plot.getBoundingClientRect();
     const x = Math.min(count - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * count)));
-    this.pointed = x;
     this.cursor.setAttribute("d", `M${this.kind === "bars" ? x + 0.5 : x} 0V${HEIGHT}`);
-    const told = this.series.map((one, i) => {
-      const value = this.values[i][x];
-      const text = value === null || value === undefined ? "–" : this.format(value);
-      return this.series.length > 1 ? `${one.name} ${text}` : text;
-    });
-    this.#tell(told.join(", "), ago((count - 1 - x) * this.secondsPerValue));
+    const told = this.series.map((one, i) => ({ ...one, value: this.values[i][x] }));
+    const text = ({ value }) => (value === null ? "–" : this.format(value));
+    const others = told.filter(({ tone, value }) => tone !== "tone-a" && value);
+    this.#tell(text(told.find(({ tone }) => tone === "tone-a")), [
+      ...others.map((one) => [one.tone, this.kind === "bars" ? `${text(one)} ${one.name}` : `${one.name} ${text(one)}`]),
+      [null, ago((count - 1 - x) * this.secondsPerValue)],
+    ]);
   }
 }
 

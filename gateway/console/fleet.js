@@ -8,6 +8,7 @@ const LEAST_SPARK = 20;
 const MIN_INTERVALS = 30;
 const MAX_EVENTS = 8;
 const STALE_MS = 1500;
+const NONE = [[null, "none in a minute"]];
 const numbers = new Intl.NumberFormat("en");
 const whole = (value) => numbers.format(Math.round(value));
 const compact = (value) => (value >= 10000 ? `${whole(value / 1000)}k` : value >= 10 || Number.isInteger(value) ? whole(value) : value.toFixed(1));
@@ -139,6 +140,8 @@ class WorkerCard {
     if (total !== null && this.last && total >= this.last.total) rate = ((total - this.last.total) / (nowMs - this.last.ms)) * 1000;
     this.last = total === null ? undefined : { total, ms: nowMs };
     this.rates = [...this.rates, rate].slice(-WINDOW);
+    const lately = this.rates.slice(-3).filter((one) => one !== null);
+    rate = rate === null ? null : lately.reduce((a, b) => a + b, 0) / lately.length;
     this.rate = rate;
     this.spark.update([...Array(Math.max(0, LEAST_SPARK - this.rates.length)).fill(null), ...this.rates]);
     say(this.figures.rate, rate === null ? "–" : compact(rate < 1 ? Math.round(rate) : rate));
@@ -295,16 +298,16 @@ function updateCharts(all, history, ttft) {
   const minute = 60 / seconds;
   const tokens = history.list((one) => one.tokens / seconds, 0);
   const lately = tokens.slice(-3).reduce((a, b) => a + b, 0) / 3;
-  all.tokens.update([tokens], compact(lately < 1 ? Math.round(lately) : lately));
+  all.tokens.update([tokens], compact(lately < 1 ? Math.round(lately) : lately), [[null, `peak ${compact(Math.round(Math.max(...tokens)))}`]]);
   const median = history.list((one) => one.ttft_p50_ms, null);
   const p95 = history.list((one) => one.ttft_p95_ms, null);
-  const told = ttft.count ? [time(ttft.p50), `p95 ${time(ttft.p95)}`] : ["–", "none in a minute"];
+  const told = ttft.count ? [time(ttft.p50), [["tone-b", `p95 ${time(ttft.p95)}`]]] : ["–", NONE];
   all.ttft.update([p95, median], ...told);
   const outcomes = ["answered", "cancelled", "refused", "failed"];
   const sums = outcomes.map((name) => history.sum(name, minute));
-  const others = outcomes.slice(1).flatMap((name, i) => (sums[i + 1] ? [`${sums[i + 1]} ${name}`] : []));
-  all.requests.update(outcomes.map((name) => history.list((one) => one[name], 0)), whole(sums[0]), others.join(", ") || "in the last minute");
+  const others = all.requests.series.flatMap(({ name, tone }, i) => (i && sums[i] ? [[tone, `${sums[i]} ${name}`]] : []));
+  all.requests.update(outcomes.map((name) => history.list((one) => one[name], 0)), whole(sums[0]), others.length ? others : [[null, "in the last minute"]]);
   const share = (cached, prompt) => (prompt ? cached / prompt : null);
   const now = share(history.sum("cached_tokens", minute), history.sum("prompt_tokens", minute));
-  all.cache.update([history.list((one) => share(one.cached_tokens, one.prompt_tokens), null)], now === null ? "–" : percent(now), now === null ? "none in a minute" : "of prompt tokens");
+  all.cache.update([history.list((one) => share(one.cached_tokens, one.prompt_tokens), null)], now === null ? "–" : percent(now), now === null ? NONE : [[null, "of prompt tokens"]]);
 }

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 
+from headrace.protos.api_keys import ApiKey, new_id, new_secret, sha256_of, write_keys
 from tests.browser import Browser, browser, chromium
+from tests.e2e.fleet import Process, free_port
 from tests.e2e.serving import Serve, serving, until
 
 pytestmark = pytest.mark.e2e
@@ -161,6 +165,43 @@ def test_the_fleet_is_shown_and_follows_the_death_of_a_worker_under_an_answer(pa
     page.until(DONE, bound_s=60)
     assert page.text(".ending.error") == ""
     assert "160 tokens" in page.text(".figures").replace("\n", " ")
+
+
+def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(served: Serve, tab: Browser, tmp_path: Path) -> None:
+    secret = new_secret()
+    write_keys(tmp_path / "keys.json", [ApiKey(new_id(), sha256_of(secret), "console", "people", 0)])
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = ("--port", str(port), "--router", served.process_of("router")["address"])
+    gateway = Process("gateway", ("-m", "headrace.gateway", *flags, "--api-keys", str(tmp_path / "keys.json")))
+    gateway.start()
+    try:
+        until(lambda: answers(url), "the gateway with keys listens")
+        tab.look()
+        tab.open(url + "/")
+        tab.until("return !document.getElementById('key-form').hidden")
+        assert tab.text("#model") == ""
+        tab.type("#key", "wrong", then="Enter")
+        tab.until("return document.getElementById('key').value === '' && !document.getElementById('key-form').hidden")
+        tab.type("#key", secret, then="Enter")
+        tab.until("return document.querySelectorAll('#model option').length === 1")
+        ask(tab, "What is the capital of France?")
+        tab.until(DONE)
+        assert "Paris" in tab.text(".answer > .prose")
+        tab.until("return document.querySelector('.pulse-text').textContent.includes('1 worker ready')")
+        assert tab.run("return document.getElementById('key-form').hidden")
+        assert tab.run("return JSON.stringify(localStorage)").find(secret) == -1
+        assert not [line for line in tab.complaints() if "401" not in line]
+        tab.requests()
+    finally:
+        gateway.end()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_what_a_model_writes_never_becomes_markup(page: Browser, served: Serve) -> None:
