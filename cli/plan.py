@@ -94,6 +94,8 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--kv-cache-gb", options.kv_cache_gb)
     if options.kv_cache_gb is None and len(options.places) > 1:
         argv += ["--kv-cache-share", str(_KV_CACHE_SHARE / len(options.places))]
+        num_on_node = sum(other.node == place.node for other in options.places)
+        argv += ["--kv-cache-node-share", str(_KV_CACHE_SHARE / num_on_node)]
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
     argv += _given("--execution-mode", options.execution_mode)

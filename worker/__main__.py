@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from headrace.worker.forecast import Forecast
 from headrace.worker.grammar import Grammars, Vocabulary
 from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.mailbox import LoadReport, Mailbox
-from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
+from headrace.worker.memory import GIB, available_bytes, available_on_node, kv_cache_budget
 from headrace.worker.model_dir import ModelDir, read_model_dir
 from headrace.worker.numa import bind_memory, num_threads_for
 from headrace.worker.observer import RequestObserver
@@ -74,7 +74,9 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     runner = OpenVINOModelRunner(
         config.model_dir, threads=threads, kv_precision=config.kv_precision, execution_mode=config.execution_mode
     )
-    budget = kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes())
+    on_node = available_on_node(config.memory_node) if config.memory_node is not None else None
+    most = int(on_node * config.kv_cache_node_share) if on_node is not None else None
+    budget = kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes(), most)
     num_blocks = budget // runner.block_bytes
     if num_blocks < 1:
         raise ConfigurationError(
@@ -312,6 +314,12 @@ def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Most requests waiting.")
 @click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most; by default the model's.")
 @click.option(
+    "--kv-cache-node-share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.4,
+    help="No more than this share of what its NUMA node has, where there are several.",
+)
+@click.option(
     "--memory-node",
     type=click.IntRange(0),
     help="NUMA node to take memory from; by default that of the CPUs it is started on.",
@@ -341,7 +349,7 @@ def main(log_level: str, log_format: str, otlp_endpoint: str | None, kv_cache_gb
     try:
         config = config_of(Path(str(options.pop("model_dir"))), kv_cache_bytes, options)
         # Threads inherit it from the one that starts them: before there are any.
-        bind_memory(config.memory_node)
+        config = replace(config, memory_node=bind_memory(config.memory_node))
         start_tracing("worker", otlp_endpoint)
         uvloop.run(serve(config))
     except (ConfigurationError, TracingUnavailableError, ValueError) as error:

@@ -38,4 +38,5 @@ class WorkerConfig:
     join_token_file: Path | None = None
     probe: str | None = None
     memory_node: int | None = None
+    kv_cache_node_share: float = 0.4
     huge_pages: bool = True

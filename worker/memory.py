@@ -1,4 +1,5 @@
-"""How much memory the KV cache may take: what is really available to this process, cgroup limits included."""
+"""How much memory the KV cache may take: what is really available to this process, cgroup limits and the NUMA node that
+its memory comes from included."""
 
 from __future__ import annotations
 
@@ -22,10 +23,24 @@ def available_bytes(root: Path = Path("/")) -> int:
     return available
 
 
-def kv_cache_budget(asked: int | None, share: float, available: int) -> int:
-    """Bytes for the KV cache: what was asked for if it is there, else a share of what is available."""
+def available_on_node(node: int, root: Path = Path("/")) -> int | None:
+    """Memory of a NUMA node that is free, or holds what can be read from files again; None if the kernel does not tell
+    (/sys/devices/system/node/node*/meminfo)."""
+    try:
+        text = (root / f"sys/devices/system/node/node{node}/meminfo").read_text()
+    except OSError:
+        return None
+    found = {
+        words[2].rstrip(":"): int(words[3]) * 1024 for words in map(str.split, text.splitlines()) if len(words) > 3
+    }
+    return sum(found.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
+
+
+def kv_cache_budget(asked: int | None, share: float, available: int, most: int | None = None) -> int:
+    """Bytes for the KV cache: what was asked for if it is there, else a share of what is available, at most `most`."""
     if asked is None:
-        return int(available * share)
+        budget = int(available * share)
+        return budget if most is None else min(budget, most)
     if asked > available:
         raise ConfigurationError(
             f"a KV cache of {asked / GIB:.1f} GiB was asked for (--kv-cache-gb) but only {available / GIB:.1f} GiB of "

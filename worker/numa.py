@@ -84,14 +84,14 @@ def format_list(numbers: Iterable[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def bind_memory(node: int | None, root: Path = Path("/")) -> None:
+def bind_memory(node: int | None, root: Path = Path("/")) -> int | None:
     """Prefer `node` for the memory of this thread and of all that it starts; None means the node of the usable CPUs.
 
     To be called by the main thread before it starts others. Does nothing on a machine with one node, where the CPUs are
     on several, and where whoever started the worker has set a policy (numactl, systemd). Where the kernel does not
     permit it (a container's seccomp profile without CAP_SYS_NICE), one warning: pages then come from the node of the
-    thread that touches them first, which is the same node as long as it has room. ConfigurationError for a `node` that
-    was asked for and has no memory.
+    thread that touches them first, which is the same node as long as it has room. Gives the node that memory comes
+    from, if it is one of several. ConfigurationError for a `node` that was asked for and has no memory.
     """
     with_memory = memory_nodes(root)
     if node is not None and with_memory and node not in with_memory:
@@ -100,12 +100,12 @@ def bind_memory(node: int | None, root: Path = Path("/")) -> None:
             f"{format_list(with_memory)}; headrace topology shows them"
         )
     if len(with_memory) < 2 or _policy_in_force(root) != "default":
-        return
+        return None
     if node is None:
         node = memory_node_of(usable_cpus(), root)
     if node is None:
         log.warning("the usable CPUs are on several NUMA nodes: memory is bound to none; start one worker for each")
-        return
+        return None
     try:
         _prefer(node)
     except OSError as error:
@@ -115,6 +115,7 @@ def bind_memory(node: int | None, root: Path = Path("/")) -> None:
             node,
             error.strerror,
         )
+    return node
 
 
 def _prefer(node: int) -> None:

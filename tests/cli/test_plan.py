@@ -71,6 +71,10 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
 def test_several_workers_share_the_memory_of_one() -> None:
     first, second, *_ = processes_of(replace(OPTIONS, places=TWO_PLACES), "python")
     assert argument(first.argv, "--kv-cache-share") == argument(second.argv, "--kv-cache-share") == "0.2"
+    assert argument(first.argv, "--kv-cache-node-share") == argument(second.argv, "--kv-cache-node-share") == "0.4"
+    on_one_node = (WorkerPlace(0, (0, 1), 2), WorkerPlace(0, (2, 3), 2))
+    third, fourth, *_ = processes_of(replace(OPTIONS, places=on_one_node), "python")
+    assert argument(third.argv, "--kv-cache-node-share") == argument(fourth.argv, "--kv-cache-node-share") == "0.2"
     (asked, *_) = processes_of(replace(OPTIONS, places=TWO_PLACES, kv_cache_gb=1), "python")
     assert argument(asked.argv, "--kv-cache-share") is None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.memory import GIB, available_bytes, kv_cache_budget
+from headrace.worker.memory import GIB, available_bytes, available_on_node, kv_cache_budget
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -67,3 +67,24 @@ def test_the_budget_is_what_is_asked_or_a_share() -> None:
     assert kv_cache_budget(None, 0.5, 4 * GIB) == 2 * GIB
     with pytest.raises(ConfigurationError, match=r"5\.0 GiB was asked for .* only 4\.0 GiB"):
         kv_cache_budget(5 * GIB, 0.5, 4 * GIB)
+
+
+def test_the_budget_is_no_more_than_the_node_has_for_it() -> None:
+    assert kv_cache_budget(None, 0.2, 80 * GIB, most=6 * GIB) == 6 * GIB
+    assert kv_cache_budget(None, 0.2, 80 * GIB, most=25 * GIB) == 16 * GIB
+    assert kv_cache_budget(30 * GIB, 0.2, 80 * GIB, most=6 * GIB) == 30 * GIB
+
+
+def test_what_a_node_has_is_its_free_memory_and_what_files_hold_of_it(tmp_path: Path) -> None:
+    text = """\
+Node 1 MemTotal:       16000000 kB
+Node 1 MemFree:         1000 kB
+Node 1 Active(file):      30 kB
+Node 1 Inactive(file):     4 kB
+Node 1 SReclaimable:       5 kB
+Node 1 AnonPages:        700 kB
+Node 1 HugePages_Total:     0
+"""
+    root = tree(tmp_path, {"sys/devices/system/node/node1/meminfo": text})
+    assert available_on_node(1, root) == 1039 * 1024
+    assert available_on_node(0, root) is None

@@ -74,7 +74,7 @@ def test_the_node_of_the_affinity_mask_is_preferred(
     tmp_path: Path, preferred: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cpus(monkeypatch, 4, 5)
-    bind_memory(None, tree(tmp_path, TWO_SOCKETS, "0-1"))
+    assert bind_memory(None, tree(tmp_path, TWO_SOCKETS, "0-1")) == 1
     assert preferred == [1]
 
 
@@ -87,7 +87,7 @@ def test_a_node_that_was_asked_for_goes_before_the_mask(
 
 
 def test_one_node_is_not_bound_to(tmp_path: Path, preferred: list[int]) -> None:
-    bind_memory(None, tree(tmp_path, {0: ("0-3", "10")}, "0"))
+    assert bind_memory(None, tree(tmp_path, {0: ("0-3", "10")}, "0")) is None
     bind_memory(0, tmp_path)
     assert preferred == []
 
@@ -109,7 +109,7 @@ def test_cpus_of_several_nodes_are_bound_to_none_with_one_warning(
     tmp_path: Path, preferred: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_cpus(monkeypatch, 0, 4)
-    bind_memory(None, tree(tmp_path, TWO_SOCKETS, "0-1"))
+    assert bind_memory(None, tree(tmp_path, TWO_SOCKETS, "0-1")) is None
     assert preferred == []
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -121,7 +121,7 @@ def test_where_the_kernel_does_not_permit_it_there_is_one_warning_and_nothing_el
     # This machine has no node 900: EINVAL, and ENOSYS where the call's number is unknown.
     monkeypatch.setattr("platform.machine", lambda: machine)
     use_cpus(monkeypatch, 4)
-    bind_memory(None, tree(tmp_path, {0: ("0", "10 21"), 900: ("4", "21 10")}, "0,900"))
+    assert bind_memory(None, tree(tmp_path, {0: ("0", "10 21"), 900: ("4", "21 10")}, "0,900")) == 900
     (record,) = caplog.records
     assert "memory could not be bound to node 900" in record.getMessage()
 
