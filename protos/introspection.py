@@ -1,13 +1,17 @@
-"""What every headrace server answers besides its own services: grpc.health.v1 and reflection (v1 and v1alpha)."""
+"""What every headrace server answers besides its own services: grpc.health.v1 and reflection (v1 and v1alpha), and
+methods that it does not have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from headrace.protos.status import Reason, StatusError, abort
 from headrace.protos.transport import SERVER_OPTIONS
 
 # The v1 protocol has the messages of v1alpha, byte for byte, under another service name.
@@ -18,7 +22,8 @@ _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> health.aio.HealthServicer:
     """Add health and reflection for the named services; the caller sets the serving status on what is returned.
 
-    Until it does, every service (and "", the whole server) is NOT_SERVING.
+    Until it does, every service (and "", the whole server) is NOT_SERVING. Comes behind the services: methods that
+    none of them has are refused here.
     """
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -33,7 +38,22 @@ def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler}),)
     )
+    server.add_generic_rpc_handlers((_Refusal(),))
     return servicer
+
+
+class _Refusal(grpc.GenericRpcHandler):
+    """Refuses every method, with the details that gRPC's own refusal has not."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        method = handler_call_details.method[:200]
+        error = StatusError(Reason.UNSUPPORTED, f"there is no method {method}; reflection lists those that there are")
+
+        async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+            await abort(context, error)
+            yield b""  # never: it makes this one of the streams that interceptors know
+
+        return grpc.unary_stream_rpc_method_handler(refuse)
 
 
 async def start_probe(address: str, servicer: health.aio.HealthServicer) -> grpc.aio.Server:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "gateway", "router", "worker", "cli", "sim")
+PACKAGES = ("protos", "gateway", "router", "worker", "cli", "sim", "client")
 
 # package -> headrace packages that it may import, besides itself
 MAY_IMPORT = {
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "worker": {"protos"},
     "cli": {"protos"},
     "sim": {"protos", "router", "worker"},
+    "client": {"protos"},
 }
 
 # modules of router and worker that the simulator may import: those that do no I/O and start nothing

@@ -32,7 +32,7 @@ from headrace.gateway.models import Models, TextSide, load_text_side
 from headrace.gateway.prompts import Prompts
 from headrace.gateway.response_store import Store
 from headrace.gateway.security import Security, SecuritySettings
-from headrace.gateway.text_service import TextService
+from headrace.gateway.text_service import SERVICE_NAME, TextService
 from headrace.gateway.upstream import Upstream
 from headrace.protos import (
     inference_pb2,
@@ -43,6 +43,7 @@ from headrace.protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from headrace.protos.introspection import add_introspection, set_serving
 from headrace.protos.status import Reason, StatusError, abort  # noqa: F401  # Reason is for tests
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
@@ -296,6 +297,7 @@ async def serving_gateway(
         serving = asyncio.create_task(http_server.serve(sockets=[bound]))
         grpc_server = grpc.aio.server(interceptors=[DoorInterceptor(security.door)])
         text_pb2_grpc.add_TextServicer_to_server(TextService(models, prompts, generator, metrics), grpc_server)
+        await set_serving(add_introspection(grpc_server, [SERVICE_NAME]), [SERVICE_NAME], True)
         grpc_address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
         await grpc_server.start()
         await models.listed()

@@ -1,0 +1,6 @@
+"""A small client of the gateway's gRPC edge: `from headrace.client import TextClient`."""
+
+from headrace.client.text_client import Answer, Call, TextClient
+from headrace.protos.status import Reason, StatusError
+
+__all__ = ["Answer", "Call", "Reason", "StatusError", "TextClient"]

@@ -1,0 +1,221 @@
+"""Chats and completions over gRPC, as plain Python values.
+
+    with TextClient("127.0.0.1:8001") as client:
+        for piece in client.chat("What is the capital of France?", max_tokens=64):
+            print(piece.content, end="", flush=True)
+
+Every failure is a `StatusError` with the reason and, where one is at fault, the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+from google.protobuf.struct_pb2 import Struct
+
+from headrace.protos import text_pb2
+from headrace.protos.status import error_of
+from headrace.protos.text_pb2_grpc import TextStub
+from headrace.protos.transport import CHANNEL_OPTIONS
+
+Message = Mapping[str, Any]
+_Response = TypeVar("_Response", text_pb2.ChatResponse, text_pb2.CompleteResponse)
+_MODES = {
+    "auto": text_pb2.CHAT_TOOL_MODE_AUTO,
+    "required": text_pb2.CHAT_TOOL_MODE_REQUIRED,
+    "none": text_pb2.CHAT_TOOL_MODE_NONE,
+}
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool that the model calls. `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    logprobs: list[text_pb2.TextLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+class Answers(Generic[_Response]):
+    """Answers that are coming in: iterate for their pieces, or ask for the whole. `close` or leaving a `with` ends
+    them early."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._whole: dict[int, Answer] = {}
+        self.usage: text_pb2.TextUsage | None = None
+        """The account; there once all answers ended."""
+
+    def __iter__(self) -> Iterator[_Response]:
+        try:
+            for piece in self._call:
+                self._add(piece)
+                yield piece
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+    def all(self) -> list[Answer]:
+        """All answers, by their number, when they have ended."""
+        for _ in self:
+            pass
+        return [answer for _, answer in sorted(self._whole.items())]
+
+    def whole(self) -> Answer:
+        """The answer, when it has ended; the first if there are several."""
+        return self.all()[0]
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        self._call.cancel()
+
+    def __enter__(self) -> Answers[_Response]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _add(self, piece: _Response) -> None:
+        answer = self._whole.setdefault(piece.index, Answer())
+        if isinstance(piece, text_pb2.ChatResponse):
+            answer.text += piece.content
+            answer.reasoning += piece.reasoning_content
+            for part in piece.tool_calls:
+                if part.index == len(answer.calls):
+                    answer.calls.append(Call(part.id, part.name))
+                answer.calls[part.index].arguments += part.arguments
+        else:
+            answer.text += piece.text
+        answer.logprobs.extend(piece.logprobs)
+        answer.token_ids.extend(piece.token_ids)
+        if piece.HasField("finish_reason"):
+            answer.finish_reason = piece.finish_reason
+        if piece.HasField("usage"):
+            self.usage = piece.usage
+
+
+class TextClient:
+    """One connection to a gateway. May be used by several threads."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`address` is HOST:PORT. With `credentials`, the connection has TLS. `timeout_s` bounds each whole call."""
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        self._text = TextStub(self._channel)
+        metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._options: dict[str, Any] = {"metadata": metadata, "timeout": timeout_s}
+
+    def close(self) -> None:
+        """End the connection and all calls."""
+        self._channel.close()
+
+    def __enter__(self) -> TextClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def chat(
+        self,
+        messages: str | Iterable[Message | text_pb2.ChatMessage],
+        *,
+        model: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str = "",
+        parallel_tool_calls: bool | None = None,
+        reasoning_effort: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        **params: Any,
+    ) -> Answers[text_pb2.ChatResponse]:
+        """Ask for answers to a conversation, or to a single question.
+
+        A message is a mapping with the fields of `ChatMessage`; a tool one with those of `ChatTool`, its parameters as
+        a schema. `tool_choice` is auto, required, none, or the name of a tool. `params` are the fields of `TextParams`.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        request = text_pb2.ChatRequest(
+            model=model,
+            messages=[one if isinstance(one, text_pb2.ChatMessage) else _message(one) for one in messages],
+            params=text_pb2.TextParams(**params),
+            tools=[_tool(tool) for tool in tools],
+            reasoning_effort=reasoning_effort,
+            continue_final_message=continue_final_message,
+        )
+        if parallel_tool_calls is not None:
+            request.parallel_tool_calls = parallel_tool_calls
+        if tool_choice in _MODES:
+            request.tool_choice.mode = _MODES[tool_choice]
+        elif tool_choice:
+            request.tool_choice.tool = tool_choice
+        if chat_template_kwargs is not None:
+            variables = Struct()
+            variables.update(dict(chat_template_kwargs))
+            request.chat_template_kwargs.CopyFrom(variables)
+        return Answers(self._text.Chat(request, **self._options))
+
+    def complete(
+        self, prompt: str | Sequence[int], *, model: str = "", **params: Any
+    ) -> Answers[text_pb2.CompleteResponse]:
+        """Ask for continuations of a text or of tokens. `params` are the fields of `TextParams`."""
+        request = text_pb2.CompleteRequest(model=model, params=text_pb2.TextParams(**params))
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        return Answers(self._text.Complete(request, **self._options))
+
+    def tokenize(self, text: str, *, model: str = "") -> list[int]:
+        """Tokens of a text."""
+        return list(self._ask(self._text.Tokenize, text_pb2.TokenizeRequest(model=model, text=text)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        """Text of tokens."""
+        answer = self._ask(self._text.Detokenize, text_pb2.DetokenizeRequest(model=model, token_ids=token_ids))
+        return cast("str", answer.text)
+
+    def models(self) -> list[str]:
+        """Names of the models that can be asked for."""
+        return [model.name for model in self._ask(self._text.ListModels, text_pb2.TextListModelsRequest()).models]
+
+    def _ask(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, **self._options)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+
+def _message(message: Message) -> text_pb2.ChatMessage:
+    return text_pb2.ChatMessage(**message)
+
+
+def _tool(tool: Mapping[str, Any]) -> text_pb2.ChatTool:
+    parameters = tool.get("parameters", "")
+    if not isinstance(parameters, str):
+        parameters = json.dumps(parameters)
+    return text_pb2.ChatTool(**{**tool, "parameters": parameters})
