@@ -1,42 +1,88 @@
-"""compose.yaml on a real engine: comes up, answers, loses nothing when a worker is killed, goes down gracefully.
+"""compose.yaml on a real engine: comes up, answers, loses nothing when workers come, go, die or exceed their memory,
+and goes down gracefully.
 
-Needs a container engine, its Compose plugin and the image `headrace` (docker build -t headrace .); where clients must
-enter a network namespace to reach published ports, HEADRACE_TEST_ENTER has the command that runs another one there.
+Needs a container engine, its Compose plugin, the image `headrace` (docker build -t headrace .) and a Redis:
+REDIS_IMAGE, by default that of compose.yaml. Where clients must enter a network namespace to reach published ports,
+HEADRACE_TEST_ENTER has the command that runs another one there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.cli.model_cache import model_directory
-from tests.e2e.serving import MODEL, headrace
+from tests.e2e.serving import MODEL, headrace, until
+from tests.test_readme import Block, blocks_of
 
 ROOT = Path(__file__).parent.parent.parent
-PORT = "18000"
+PORT, GRPC_PORT = "18000", "18001"
+BASE_URL = f"http://127.0.0.1:{PORT}"
 ENTER = shlex.split(os.environ.get("HEADRACE_TEST_ENTER", ""))
-QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
-STORY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+PROJECT = "headrace-test"
+REDIS_IMAGE = os.environ.get("REDIS_IMAGE", "redis:7-alpine")
+NUM_STREAMS, MAX_TOKENS = 6, 160
+MOST_IMAGE_BYTES = 700e6
+WORKER_MEMORY_BYTES = 2 << 30
+SETTINGS = {
+    "COMPOSE_PROJECT_NAME": PROJECT,
+    "PORT": PORT,
+    "GRPC_PORT": GRPC_PORT,
+    "KV_CACHE_GB": "0.25",
+    "WORKER_MEMORY": str(WORKER_MEMORY_BYTES),
+    "REDIS_IMAGE": REDIS_IMAGE,
+    "COMPOSE_FILE": str(ROOT / "compose.yaml"),
+}
+# Texts can be compared then, whatever else is in a batch.
+ACCURATE = (
+    "services: { worker: { environment: { HEADRACE_WORKER_EXECUTION_MODE: accuracy, HEADRACE_WORKER_THREADS: '1' } } }"
+)
+EXCEED = """
+import time
+taken = []
+while True:
+    taken.append(bytearray(b"x") * (16 << 20))
+    time.sleep(0.01)
+"""
+# What is run of the README: what clients do at the published ports.
+CLIENT_BLOCKS = [
+    block
+    for block in blocks_of((ROOT / "README.md").read_text())
+    if block.reason_not_to_run is None and ("127.0.0.1:8000" in block.code or "127.0.0.1:8001" in block.code)
+]
 
 
 def docker(*args: str, check: bool = True) -> str:
-    environment = {**os.environ, "PORT": PORT, "GRPC_PORT": "18001", "KV_CACHE_GB": "0.5"}
+    environment = {**os.environ, **SETTINGS}
     done = subprocess.run(["docker", *args], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 or not check, done.stderr
+    assert done.returncode == 0 or not check, f"docker {' '.join(args)}: {done.stderr}"
     return done.stdout
+
+
+def up(num_workers: int) -> None:
+    docker(
+        *("compose", "up", "-d", "--no-build", "--pull", "never", "--no-recreate", "--wait"),
+        *("--scale", f"worker={num_workers}"),
+    )
 
 
 def why_not() -> str | None:
     """Why no compose test can run here; None if it can."""
+    commands = [("info",), ("compose", "version")]
+    commands += [("image", "inspect", "headrace"), ("image", "inspect", REDIS_IMAGE)]
     try:
-        for command in (("info",), ("compose", "version"), ("image", "inspect", "headrace")):
+        for command in commands:
             if subprocess.run(["docker", *command], capture_output=True, check=False, timeout=20).returncode:
                 return f"docker {' '.join(command)} fails here"
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -45,70 +91,217 @@ def why_not() -> str | None:
 
 
 REASON = why_not()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or ""), pytest.mark.timeout(400)]
-
-
-def curl(path: str, body: dict[str, object]) -> list[str]:
-    return [
-        *ENTER,
-        "curl",
-        "-sN",
-        f"http://127.0.0.1:{PORT}{path}",
-        "-H",
-        "Content-Type: application/json",
-        "-d",
-        json.dumps(body),
-    ]
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or ""), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def composed() -> Iterator[None]:
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    override = tmp_path_factory.mktemp("compose") / "accurate.yaml"
+    override.write_text(ACCURATE)
+    SETTINGS["COMPOSE_FILE"] += f":{override}"
+    fill_volume()
+    begun_s = time.monotonic()
+    try:
+        up(num_workers=1)
+    except AssertionError:
+        print(docker("compose", "logs", "--no-color", check=False)[-8000:])
+        docker("compose", "down", "--volumes")
+        raise
+    print(f"healthy {time.monotonic() - begun_s:.1f} s after docker compose up")
+    yield
+    print(docker("compose", "logs", "--no-color", check=False)[-8000:])
+    docker("compose", "down", "--volumes")
+
+
+def fill_volume() -> None:
+    """Have the model in the volume, so that nothing is fetched."""
     pulled = headrace("pull", MODEL, timeout_s=600)
     assert pulled.returncode == 0, pulled.stderr
-    docker("volume", "create", "headrace_models")
-    mount = Path(json.loads(docker("volume", "inspect", "headrace_models"))[0]["Mountpoint"])
+    docker("compose", "down", "--volumes")
+    docker(
+        *("volume", "create", f"{PROJECT}_models"),
+        *("--label", f"com.docker.compose.project={PROJECT}", "--label", "com.docker.compose.volume=models"),
+    )
+    mount = Path(json.loads(docker("volume", "inspect", f"{PROJECT}_models"))[0]["Mountpoint"])
     target = mount / "models" / "served"
-    if not target.exists():
-        subprocess.run(["mkdir", "-p", str(target.parent)], check=True)
-        subprocess.run(["cp", "-r", str(model_directory(MODEL).resolve()), str(target)], check=True)
-        subprocess.run(["chown", "-R", "10001:10001", str(mount)], check=True)
-    docker("compose", "up", "-d", "--no-build", "--pull", "never", "--wait", "--scale", "worker=2")
-    yield
-    docker("compose", "down")
+    target.parent.mkdir(parents=True)
+    subprocess.run(["cp", "-r", str(model_directory(MODEL).resolve()), str(target)], check=True)
+    subprocess.run(["chown", "-R", "10001:10001", str(mount)], check=True)
+
+
+def client(*args: object) -> subprocess.Popen[str]:
+    """Clients of another process, see tests/infra/stream_client.py."""
+    command = [*ENTER, sys.executable, "-m", "tests.infra.stream_client", BASE_URL, *map(str, args)]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "the clients have failed"
+    return line.strip()
+
+
+def results_of(process: subprocess.Popen[str]) -> list[list[Any]]:
+    """Text, number of tokens, reason of the finish, error, and whether the end came, of each stream."""
+    found: list[list[Any]] = json.loads(line_of(process))
+    assert process.wait(60) == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(composed: None) -> list[list[Any]]:
+    """What streams bring when nothing happens."""
+    process = client("streams", NUM_STREAMS, MAX_TOKENS)
+    assert line_of(process) == "begun"
+    results = results_of(process)
+    assert [result[1:] for result in results] == [[MAX_TOKENS, "length", None, True]] * NUM_STREAMS
+    return results
+
+
+def metrics() -> list[str]:
+    return subprocess.check_output([*ENTER, "curl", "-s", f"{BASE_URL}/metrics"], text=True).splitlines()
+
+
+def workers_with(metric: str) -> list[str]:
+    """Containers of the workers for which this metric is not 0."""
+    lines = [line for line in metrics() if line.startswith(f"{metric}{{") and float(line.split()[-1]) > 0]
+    return [line.split('worker="')[1].split("/")[0] for line in lines]
+
+
+def until_workers_are_known(count: int) -> None:
+    until(lambda: len(workers_with("headrace_worker_up")) == count, f"{count} workers are up", 60)
+
+
+def container(service: str, index: int = 1) -> str:
+    return f"{PROJECT}-{service}-{index}"
+
+
+@contextmanager
+def load(num_clients: int) -> Iterator[subprocess.Popen[str]]:
+    """Requests without end while inside; outside none of them has failed."""
+    process = client("load", num_clients)
+    try:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        outcome = json.loads(line_of(process))
+        assert outcome["errors"] == []
+        assert outcome["finished"] > 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def more(process: subprocess.Popen[str], count: int) -> None:
+    """Return when so many more requests have ended."""
+    assert process.stdin is not None
+    print(count, file=process.stdin, flush=True)
+    assert line_of(process) == "done"
 
 
 @pytest.mark.usefixtures("composed")
-def test_a_client_at_the_published_port_gets_its_answer() -> None:
-    answer = json.loads(subprocess.check_output(curl("/v1/chat/completions", QUESTION)))
-    assert "Paris" in answer["choices"][0]["message"]["content"]
+def test_everything_is_healthy() -> None:
+    found = [json.loads(line) for line in docker("compose", "ps", "--all", "--format", "json").splitlines()]
+    states = {service["Name"]: (service["State"], service["Health"], service["ExitCode"]) for service in found}
+    running = [
+        container("gateway"),
+        container("redis"),
+        container("router"),
+        container("router", 2),
+        container("worker"),
+    ]
+    assert states == dict.fromkeys(running, ("running", "healthy", 0)) | {container("pull"): ("exited", "", 0)}
+    (image,) = json.loads(docker("image", "inspect", "headrace"))
+    print(f"the image has {image['Size'] / 1e6:.0f} MB")
+    assert image["Size"] < MOST_IMAGE_BYTES
 
 
 @pytest.mark.usefixtures("composed")
-def test_a_worker_that_is_killed_mid_stream_loses_nothing() -> None:
-    with subprocess.Popen(curl("/v1/completions", STORY), stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None
-        received = [client.stdout.readline() for _ in range(40)]
-        docker("kill", busy_worker())
-        received += client.stdout.readlines()
-    events = [line.removeprefix("data: ").strip() for line in received if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    assert not any('"error"' in event for event in events)
-    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
-
-
-def busy_worker() -> str:
-    """The container of the worker that is generating."""
-    metrics = [*ENTER, "curl", "-s", f"http://127.0.0.1:{PORT}/metrics"]
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        for line in subprocess.check_output(metrics, text=True).splitlines():
-            if line.startswith("headrace_worker_requests_running{") and float(line.split()[-1]) > 0:
-                return line.split('worker="')[1].split("/")[0]
-    raise AssertionError("no worker is busy")
+@pytest.mark.parametrize("block", CLIENT_BLOCKS, ids=lambda block: block.language)
+def test_the_examples_of_the_readme_work_at_the_published_ports(block: Block) -> None:
+    code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{PORT}").replace("127.0.0.1:8001", f"127.0.0.1:{GRPC_PORT}")
+    command = ["bash", "-euo", "pipefail", "-c", code] if block.language == "bash" else [sys.executable, "-c", code]
+    done = subprocess.run([*ENTER, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in re.sub(r'data: .*?"content":"([^"]*)".*\n*', r"\1", done.stdout)
 
 
 @pytest.mark.usefixtures("composed")
 def test_containers_run_without_root_and_on_a_root_that_cannot_be_written() -> None:
-    name = docker("compose", "ps", "-q", "gateway").split()[0]
-    assert docker("exec", name, "id", "-u").strip() == "10001"
-    assert docker("inspect", "-f", "{{.HostConfig.ReadonlyRootfs}}", name).strip() == "true"
+    for name in (container("gateway"), container("router", 2), container("worker")):
+        assert docker("exec", name, "id", "-u").strip() == "10001"
+        status = dict(line.split(":", 1) for line in docker("exec", name, "cat", "/proc/1/status").splitlines())
+        assert status["Uid"].split() == ["10001"] * 4
+        assert {int(status[kind], 16) for kind in ("CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
+        assert status["NoNewPrivs"].strip() == "1"
+        for path in ("/x", "/opt/headrace/x", "/home/headrace/x"):
+            refused = docker("exec", name, "sh", "-c", f"touch {path} 2>&1", check=False)
+            assert "Read-only file system" in refused
+
+
+@pytest.mark.usefixtures("composed")
+def test_workers_come_and_go_under_load() -> None:
+    with load(num_clients=4) as requests:
+        more(requests, 4)
+        up(num_workers=3)
+        until_workers_are_known(3)
+        more(requests, 16)
+        up(num_workers=1)
+        until_workers_are_known(1)
+        more(requests, 4)
+
+
+def test_a_worker_that_is_killed_mid_stream_loses_nothing(undisturbed: list[list[Any]]) -> None:
+    up(num_workers=2)
+    until_workers_are_known(2)
+    process = client("streams", NUM_STREAMS, MAX_TOKENS)
+    assert line_of(process) == "begun"
+    docker("kill", workers_with("headrace_worker_requests_running")[0])
+    assert results_of(process) == undisturbed
+    up(num_workers=2)
+
+
+def resident_bytes(name: str) -> int:
+    """Memory of the container's first process."""
+    return 1024 * int(docker("exec", name, "cat", "/proc/1/status").split("VmRSS:")[1].split()[0])
+
+
+def limit_memory(name: str, num_bytes: int) -> None:
+    docker("update", "--memory", str(num_bytes), "--memory-swap", str(num_bytes), name)
+
+
+def test_a_worker_that_exceeds_its_memory_is_started_again_and_its_streams_go_on(undisturbed: list[list[Any]]) -> None:
+    up(num_workers=2)
+    until_workers_are_known(2)
+    process = client("streams", NUM_STREAMS, MAX_TOKENS)
+    assert line_of(process) == "begun"
+    victim = workers_with("headrace_worker_requests_running")[0]
+    inspect = ("inspect", "-f", "{{.RestartCount}} {{.State.StartedAt}}", victim)
+    restarts, started_at = docker(*inspect).split()
+    # The kernel ends whoever has most of the memory of the container: with so little left, the worker, not what takes
+    # the rest.
+    limit_memory(victim, resident_bytes(victim) + (128 << 20))
+    with subprocess.Popen(["docker", "exec", victim, "python", "-c", EXCEED], stderr=subprocess.DEVNULL) as eater:
+        until(lambda: docker(*inspect).split()[1] != started_at, "the worker is started again", 60)
+        limit_memory(victim, WORKER_MEMORY_BYTES)
+        eater.wait(60)
+    assert int(docker(*inspect).split()[0]) > int(restarts)
+    assert results_of(process) == undisturbed
+    until_workers_are_known(2)
+
+
+def test_what_is_answered_while_all_goes_down_is_answered_to_the_end(undisturbed: list[list[Any]]) -> None:
+    since = str(time.time())
+    process = client("streams", NUM_STREAMS, MAX_TOKENS)
+    assert line_of(process) == "begun"
+    docker("compose", "down")
+    assert results_of(process) == undisturbed
+    ends = docker(
+        *("events", "--since", since, "--until", str(time.time()), "--filter", "event=die"),
+        *("--filter", f"label=com.docker.compose.project={PROJECT}"),
+        *("--format", "{{.Actor.Attributes.name}} {{.Actor.Attributes.exitCode}}"),
+    )
+    codes = dict(line.split() for line in ends.splitlines())
+    assert {container("gateway"), container("router"), container("router", 2), container("worker")} <= set(codes)
+    assert set(codes.values()) == {"0"}
