@@ -40,6 +40,8 @@ class Endpoint:
     """How its failures look, including those that come before the handler."""
     is_open: bool = False
     """Whether it is answered without a key, where others are not."""
+    makes_work: bool = True
+    """Whether a POST to it counts against the limits of its key."""
 
 
 @dataclass(frozen=True, slots=True)

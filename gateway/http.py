@@ -164,8 +164,7 @@ class HttpEdge:
         key = None if is_open else self._door.identify(exchange.header)
         visit = self._door.visit(key)
         exchange.enter(visit)
-        # Everything that makes work is a POST.
-        async with self._door.admitted(visit, counted=endpoint.method == "POST"):
+        async with self._door.admitted(visit, counted=endpoint.method == "POST" and endpoint.makes_work):
             await endpoint.handler(exchange)
 
 

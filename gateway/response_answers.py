@@ -121,6 +121,7 @@ class ResponseAnswer:
         logprobs: ChatLogprobs | None,
         num_id_chars: int,
         streams: bool,
+        keeps_events: bool = False,
     ) -> None:
         """`num_id_chars` is the length of the ids of calls; without `streams` no events are made."""
         self.response: dict[str, Any] = dict(head)
@@ -129,8 +130,10 @@ class ResponseAnswer:
         self._logprobs = logprobs
         self._num_id_chars = num_id_chars
         self._streams = streams
+        self._keeps_events = keeps_events
+        self._num_events = 0
         self.events: list[bytes] = []
-        """All events so far but the last one of the response; the number of each is its index."""
+        """If they are kept, all events so far but the last one of the response; the number of each is its index."""
         self._open: _OpenItem | None = None
         self._early_logprobs: list[dict[str, Any]] = []
         self._ending: Ending | None = None
@@ -139,7 +142,7 @@ class ResponseAnswer:
 
     def begin(self) -> bytes:
         """The first events; none if they were made already."""
-        if self.events or not self._streams:
+        if self._num_events or not self._streams:
             return b""
         created = self._event("response.created", response=self.response)
         return created + self._event("response.in_progress", response=self.response)
@@ -300,9 +303,11 @@ class ResponseAnswer:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = self._encoded(kind, fields)
-        self.events.append(event)
+        self._num_events += 1
+        if self._keeps_events:
+            self.events.append(event)
         return event
 
     def _encoded(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        value = {"type": kind, "sequence_number": len(self.events), **fields}
+        value = {"type": kind, "sequence_number": self._num_events, **fields}
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(value))

@@ -56,7 +56,7 @@ class StoredResponse(msgspec.Struct):
     items: list[dict[str, Any]]
     """The conversation before its output: what came from `previous_response_id`, and its own input."""
     events: list[bytes] | None = None
-    """The events of its stream, by their numbers, if it was created as one."""
+    """The events of its stream, by their numbers, if it was created as one in the background."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -44,7 +44,11 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
         *at_api("POST", "/responses", "responses", own.create),
         *at_api("GET", one, "responses_get", own.retrieve),
         *at_api("DELETE", one, "responses_delete", own.delete),
-        *at_api("POST", f"{one}/cancel", "responses_cancel", own.cancel),
+        # A key whose requests are all running must be able to cancel one.
+        *(
+            replace(endpoint, makes_work=False)
+            for endpoint in at_api("POST", f"{one}/cancel", "responses_cancel", own.cancel)
+        ),
         *at_api("GET", f"{one}/input_items", "responses_input_items", own.list_input_items),
     ]
 
@@ -108,8 +112,6 @@ class _Responses:
         answer.finish(usage)
         if not planned.is_stored:
             return
-        if planned.request.stream:
-            planned.stored.events = [*answer.events, answer.last_event()]
         try:
             await self._store.put(answer.response["id"], await packed(planned.stored))
         except StoreError as error:
@@ -149,6 +151,7 @@ class _Responses:
             ChatLogprobs(plan.model.text.tokenizer.token_bytes) if wants_logprobs else None,
             plan.reading.num_id_chars,
             streams=bool(request.stream),
+            keeps_events=bool(request.background),
         )
         stored = StoredResponse(exchange.owner, answer.response, [*earlier, *items])
         return _Planned(request, plan, names, answer, stored)
@@ -208,7 +211,7 @@ class _Responses:
             await exchange.respond(encode(stored.response))
             return
         if stored.events is None:
-            raise invalid("stream", "stream: this response was not created with stream, and has no events")
+            raise invalid("stream", "stream: only a response that was created with background and stream has events")
         position = _number(query, "starting_after", -1, -1, 2**31) + 1
         run = self._runs.get(stored.response["id"])
         if run is not None:

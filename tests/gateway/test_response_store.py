@@ -22,6 +22,8 @@ from headrace.gateway.response_store import (
     packed,
     unpacked,
 )
+from headrace.gateway.security import Security, SecuritySettings
+from headrace.protos.api_keys import ApiKey, sha256_of, write_keys
 from tests.redis_server import RedisServer
 
 RESPONSES = "/v1/responses"
@@ -221,6 +223,56 @@ async def test_without_redis_answers_go_on_and_say_that_they_are_not_kept(
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
     await store.close()
+
+
+# --- owners ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_response_is_only_for_the_tenant_of_its_key(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys", [api_key("one"), api_key("other"), api_key("second", tenant="one")])
+    security = Security(SecuritySettings(api_keys=tmp_path / "keys"))
+    await security.start()
+    fake = kit.FakeRouter(tiny_bundle)
+    one, other, second = ({"x-api-key": name} for name in ("one", "other", "second"))
+    async with kit.serving_router(fake) as (address, _), kit.serving_gateway(address, security=security) as gateway:
+        http = gateway.http
+        made = (await http.post(RESPONSES, json=BODY, headers=one)).json()
+        path = f"{RESPONSES}/{made['id']}"
+        for refused in (
+            await http.get(path, headers=other),
+            await http.get(f"{path}/input_items", headers=other),
+            await http.delete(path, headers=other),
+            await http.post(f"{path}/cancel", headers=other),
+        ):
+            assert refused.status_code == 404
+        asked = {**BODY, "previous_response_id": made["id"]}
+        assert (await http.post(RESPONSES, json=asked, headers=other)).status_code == 400
+        assert (await http.post(RESPONSES, json=asked, headers=second)).status_code == 200
+        assert (await http.get(path)).status_code == 401
+    await security.close()
+
+
+async def test_a_run_takes_a_place_of_its_key_until_it_ends(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys", [api_key("one", max_concurrent=1)])
+    security = Security(SecuritySettings(api_keys=tmp_path / "keys"))
+    await security.start()
+    fake = kit.FakeRouter(tiny_bundle)
+    headers = {"x-api-key": "one"}
+    async with kit.serving_router(fake) as (address, _), kit.serving_gateway(address, security=security) as gateway:
+        holding(fake)
+        made = (await gateway.http.post(RESPONSES, json={**BODY, "background": True}, headers=headers)).json()
+        assert (await gateway.http.post(RESPONSES, json=BODY, headers=headers)).status_code == 429
+        cancelled = await gateway.http.post(f"{RESPONSES}/{made['id']}/cancel", headers=headers)
+        assert cancelled.json()["status"] == "cancelled"
+        fake.script = fake.speak
+        assert (await gateway.http.post(RESPONSES, json=BODY, headers=headers)).status_code == 200
+    await security.close()
+
+
+def api_key(secret: str, tenant: str = "", **limits: Any) -> ApiKey:
+    """A key of a tenant, which is named like it by default."""
+    fields: dict[str, Any] = {"id": f"key_{secret}", "name": secret, "tenant": tenant or secret, "created_s": 1}
+    return ApiKey(**fields, sha256=sha256_of(secret), **limits)
 
 
 def test_an_address_that_is_none_is_refused() -> None:

@@ -256,6 +256,35 @@ async def test_an_error_in_a_stream_is_its_last_event(front: Any, model: Any, ki
     assert failed["response"]["error"] == {"code": "invalid_prompt", "message": "no room"}
 
 
+async def hang(_: Any, stream: Any, send: Any) -> None:
+    """Write one token and no more."""
+    await send([100], 0, None)
+    await asyncio.Event().wait()
+
+
+async def test_a_gateway_that_stops_says_so_in_the_last_event(front: Any, model: Any) -> None:
+    model.script = hang
+    async with front.http.stream("POST", RESPONSES, json={"model": "tiny", "input": "hi", "stream": True}) as response:
+        chunks = response.aiter_text()
+        seen = await anext(chunks)
+        front.edge.interrupt()
+        seen += "".join([chunk async for chunk in chunks])
+    *_, failed = events_of(seen)
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert [event["sequence_number"] for event in events_of(seen)] == list(range(failed["sequence_number"] + 1))
+    async with asyncio.timeout(10):
+        await model.streams[0].cancelled.wait()
+
+
+async def test_a_client_that_leaves_cancels_its_response(front: Any, model: Any) -> None:
+    model.script = hang
+    async with front.http.stream("POST", RESPONSES, json={"model": "tiny", "input": "hi", "stream": True}) as response:
+        await anext(response.aiter_text())
+    async with asyncio.timeout(10):
+        await model.streams[0].cancelled.wait()
+
+
 TEXTS = st.lists(
     st.sampled_from(["<think>", "</think>", ONE, TWO, "\n", " ", "é😀", "<tool_call>", '{"name": "now"', "text", "}"]),
     max_size=6,
@@ -621,7 +650,7 @@ async def test_a_response_that_is_not_to_be_stored_is_not(front: Any, ask: Any) 
 
 
 async def test_the_stream_of_a_response_is_repeated_from_any_event(front: Any, ask: Any) -> None:
-    events = await ask("<think>Hm</think>Paris.", stream=True)
+    events = await ask("<think>Hm</think>Paris.", stream=True, background=True)
     one = f"{RESPONSES}/{events[-1]['response']['id']}"
     assert (await front.http.get(one)).json() == events[-1]["response"]
     assert events_of((await front.http.get(one, params={"stream": "true"})).text) == events
