@@ -17,7 +17,7 @@ NUM_INTERVALS = 150
 MAX_SAMPLES = 256
 """Times to the first token that one interval keeps; of more, the latest."""
 
-GENERATING = frozenset({"chat", "completions", "responses", "messages", "Chat", "Complete"})
+GENERATING = frozenset({"chat", "completions", "responses", "messages", "grpc_chat", "grpc_complete"})
 """Endpoints whose requests count: those that generate."""
 _FAILURES = frozenset({"internal", "worker_lost", "deadline"})
 

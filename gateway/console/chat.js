@@ -3,7 +3,7 @@
 import { ApiError, listModels, streamChat } from "./api.js";
 import { copyButton, h, icon, ICONS, say } from "./dom.js";
 import { render } from "./markdown.js";
-import { loadChats, saveChats } from "./store.js";
+import { CHATS, loadChats, saveChats } from "./store.js";
 
 const TITLE_CHARS = 60;
 const MODELS_EVERY_MS = 15000;
@@ -119,6 +119,7 @@ export class Chat {
     });
     $("to-end").addEventListener("click", () => this.#toEnd(true));
     addEventListener("pagehide", () => this.running.forEach((aborting) => aborting.abort()));
+    addEventListener("storage", (event) => event.key === CHATS && this.#takeOver());
     $("model").addEventListener("change", (event) => this.settings.set("model", event.target.value));
   }
 
@@ -140,6 +141,14 @@ export class Chat {
     for (const message of chat.messages) this.#show(message);
     this.#changed();
     this.#toEnd(true);
+  }
+
+  /** Another tab has kept conversations: have them here too, but for those that are open or being answered here. */
+  #takeOver() {
+    const own = this.chats.filter((one) => one === this.chat || this.running.has(one.id));
+    const others = loadChats().filter((one) => !own.some(({ id }) => id === one.id));
+    this.chats = [...own, ...others];
+    this.#listChats();
   }
 
   #remove(chat) {
@@ -332,7 +341,7 @@ export class Chat {
         h("h4", null, h("span", null, "calls"), h("code", null, call.name)),
         h("pre", { tabindex: "0" }, args),
         !busy && result,
-        !busy && i === message.calls.length - 1 && h("button", { type: "button", class: "button", onclick: () => this.#sendResults(message) }, "Send back"),
+        !busy && i === message.calls.length - 1 && h("button", { type: "button", class: "button only-last", onclick: () => this.#sendResults(message) }, "Send back"),
       );
       Object.assign(fresh, { args, final: !busy });
       if (old) old.replaceWith(fresh);

@@ -1,6 +1,7 @@
 // What the browser keeps: conversations and settings, bounded, in localStorage.
 
-const CHATS = "headrace.chats";
+/** Name of the conversations in localStorage. */
+export const CHATS = "headrace.chats";
 const SETTINGS = "headrace.settings";
 const MAX_CHATS = 50;
 

@@ -103,6 +103,25 @@ def test_a_conversation_and_its_context_outlive_the_page(page: Browser, served: 
     assert cached > 30, "the turns before are in the prefix cache"
 
 
+def test_conversations_of_another_tab_are_taken_over_and_not_lost(page: Browser) -> None:
+    ask(page, "What is the capital of France?")
+    page.until(DONE)
+    page.run(
+        """const chats = JSON.parse(localStorage['headrace.chats']);
+        chats.push({id: 'other', messages: [{role: 'user', content: 'Asked elsewhere'}]});
+        localStorage['headrace.chats'] = JSON.stringify(chats);
+        dispatchEvent(new StorageEvent('storage', {key: 'headrace.chats'}));"""
+    )
+    assert "Asked elsewhere" in page.text("#chats")
+    ask(page, "And of Italy?")
+    page.until("return document.querySelectorAll('.message').length === 4")
+    page.until(DONE)
+    kept = page.run("return JSON.parse(localStorage['headrace.chats']).map((chat) => chat.messages.length)")
+    assert kept == [4, 1]
+    page.click("[aria-label='Delete “Asked elsewhere”']")
+    assert page.run("return JSON.parse(localStorage['headrace.chats']).length") == 1
+
+
 def test_a_setting_made_in_the_panel_holds_for_the_next_question(page: Browser) -> None:
     page.click("#settings-toggle")
     page.type("#setting-max_tokens", "3")

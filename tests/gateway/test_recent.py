@@ -66,7 +66,7 @@ def test_requests_are_told_apart_by_their_outcome() -> None:
 def test_requests_that_generate_nothing_are_not_counted() -> None:
     clock = Clock()
     recent = Recent(clock)
-    for endpoint in ("models", "health", "metrics", "console", "fleet", "unknown"):
+    for endpoint in ("models", "health", "metrics", "console", "fleet", "count_tokens", "grpc_tokenize", "unknown"):
         recent.request_ended(endpoint, "ok")
     clock.now_s += INTERVAL_S
     assert not recent.complete()
