@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ while True:
     taken.append(bytearray(b"x") * (16 << 20))
     time.sleep(0.01)
 """
+# Prefer memory of node 0 (set_mempolicy of x86-64); the status is that of the call.
+PREFER = "import ctypes, sys; sys.exit(-ctypes.CDLL(None).syscall(238, 1, ctypes.byref(ctypes.c_ulong(1)), 64))"
 # What is run of the README: what clients do at the published ports.
 CLIENT_BLOCKS = [
     block
@@ -63,8 +65,8 @@ CLIENT_BLOCKS = [
 ]
 
 
-def docker(*args: str, check: bool = True) -> str:
-    environment = {**os.environ, **SETTINGS}
+def docker(*args: str, check: bool = True, **settings: str) -> str:
+    environment = {**os.environ, **SETTINGS, **settings}
     done = subprocess.run(["docker", *args], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 or not check, f"docker {' '.join(args)}: {done.stderr}"
     return done.stdout
@@ -75,6 +77,19 @@ def up(num_workers: int) -> None:
         *("compose", "up", "-d", "--no-build", "--pull", "never", "--no-recreate", "--wait"),
         *("--scale", f"worker={num_workers}"),
     )
+
+
+@contextmanager
+def other_system(profiles: str, files: str, **settings: str) -> Iterator[Callable[..., str]]:
+    """Another set of compose files, up while inside; gives what runs docker with its settings."""
+    fill_volume()
+    settings = {"COMPOSE_FILE": files, "COMPOSE_PROFILES": profiles, **settings}
+    try:
+        docker("compose", "up", "-d", "--no-build", "--pull", "never", "--wait", **settings)
+        yield lambda *args: docker(*args, **settings)
+    finally:
+        print(docker("compose", "logs", "--no-color", check=False, **settings)[-8000:])
+        docker("compose", "down", "--volumes", **settings)
 
 
 def why_not() -> str | None:
@@ -252,6 +267,14 @@ def test_workers_come_and_go_under_load() -> None:
         more(requests, 4)
 
 
+def test_a_router_that_is_killed_mid_stream_loses_nothing(undisturbed: list[list[Any]]) -> None:
+    process = client("streams", NUM_STREAMS, MAX_TOKENS)
+    assert line_of(process) == "begun"
+    docker("kill", container("router", 2))
+    assert results_of(process) == undisturbed
+    up(num_workers=1)
+
+
 def test_a_worker_that_is_killed_mid_stream_loses_nothing(undisturbed: list[list[Any]]) -> None:
     up(num_workers=2)
     until_workers_are_known(2)
@@ -305,3 +328,31 @@ def test_what_is_answered_while_all_goes_down_is_answered_to_the_end(undisturbed
     codes = dict(line.split() for line in ends.splitlines())
     assert {container("gateway"), container("router"), container("router", 2), container("worker")} <= set(codes)
     assert set(codes.values()) == {"0"}
+
+
+def capital() -> str:
+    """What the system says the capital of France is, when it can be asked."""
+    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    ask = [*ENTER, "curl", "-s", f"{BASE_URL}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    answer = json.loads(subprocess.check_output([*ask, "-d", json.dumps({**question, "max_tokens": 32})]))
+    return str(answer["choices"][0]["message"]["content"])
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a CPU for each of two workers is needed")
+def test_a_server_with_two_nodes_has_a_worker_on_the_cores_of_each() -> None:
+    files = f"{ROOT / 'compose.yaml'}:{ROOT / 'deploy/compose/two-socket.yaml'}"
+    with other_system("", files, WORKER_CPUS="0", WORKER_1_CPUS="1") as compose:
+        until_workers_are_known(2)
+        for service, cpu in (("worker", "0"), ("worker-1", "1")):
+            status = compose("exec", container(service), "cat", "/proc/1/status")
+            assert status.split("Cpus_allowed_list:")[1].split()[0] == cpu
+            compose("exec", container(service), "python", "-c", PREFER)
+        assert "Paris" in capital()
+
+
+def test_a_host_of_a_fleet_comes_up_on_its_own_address() -> None:
+    files = str(ROOT / "deploy/compose/host.yaml")
+    address = {"HOST_ADDRESS": "127.0.0.1", "REDIS_URL": "redis://127.0.0.1:6379/0"}
+    with other_system("front,redis,two-socket", files, **address):
+        until_workers_are_known(2)
+        assert "Paris" in capital()
