@@ -142,8 +142,8 @@ CUTTING = ["ab", ".", "\u00e9", "\U0001f600", "</think>\n", "}}", "H"]
 def answers(draw: st.DrawFn) -> tuple[str, list[int]]:
     """A family, and the tokens of something that a model of it may write; not always whole characters."""
     family = draw(st.sampled_from(sorted(FRAGMENTS)))
-    text = "".join(draw(st.lists(st.sampled_from(TEXTS + FRAGMENTS[family] * 2), max_size=6)))
-    raw = text.encode()[: draw(st.none() | st.integers(0, 200))]
+    text = "".join(draw(st.lists(st.sampled_from(TEXTS + FRAGMENTS[family] * 4), min_size=1, max_size=6)))
+    raw = text.encode()[: draw(st.sampled_from([None, None, None, 17, 60, 75, 110]))]
     tokens: list[int] = []
     while raw:
         longer = [i for i in range(END + 1, len(BYTES)) if raw.startswith(BYTES[i])]
@@ -174,9 +174,7 @@ class Request:
         self.cuts = [sorted(draw(st.lists(st.integers(0, len(one)), max_size=10))) for one in self.written]
         self.logprobs = draw(st.sampled_from([None, 0, 1]))
         self.sampling = Sampling(
-            stop=draw(
-                st.lists(st.sampled_from(["ab", ".", "\u00e9", "\U0001f600", "</think>\n", "}}", "H"]), max_size=3)
-            ),
+            stop=draw(st.just([]) | st.lists(st.sampled_from(CUTTING), max_size=3)),
             include_stop=draw(st.booleans()),
             skip_special_tokens=draw(st.booleans()),
             logprobs=self.logprobs,
@@ -193,7 +191,7 @@ class Request:
         if self.sampling.prompt_logprobs is None and self.logprobs is not None:
             self.shown = Shown(usage=True, token_ids=self.shown.token_ids, prompts=self.shown.prompts)
         reasoning = draw(st.sampled_from([None, REASONING_FORMATS["think"]]))
-        use = ToolUse(schemas=draw(st.sampled_from([{}, SCHEMAS])), parallel=draw(st.booleans()))
+        use = ToolUse(schemas=draw(st.sampled_from([SCHEMAS, SCHEMAS, SCHEMAS, {}])), parallel=draw(st.booleans()))
         self.reading = Reading(
             OutputFormat(TOOL_FORMATS[self.family], reasoning), use, draw(st.booleans()), frozenset()
         )
