@@ -19,7 +19,7 @@ help:
 	@echo 'make bench-router                             placement and forwarding, beside peers'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
-	@echo 'make screenshots                              the pictures of the console, in docs/images'
+	@echo 'make screenshots                              the pictures of console and dashboard, in docs/images'
 	@echo 'make dev                                      set up only'
 
 # Setting up writes to standard error: what `make serve` writes to standard output is the ready line.
@@ -112,6 +112,7 @@ protos: .venv/.dev
 # Needs Chromium and its driver, as the tests of the console do.
 screenshots: .venv/.dev .links/headrace
 	$(BIN)/python -m tests.screenshots
+	$(BIN)/python -m tests.dashboard_picture
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks
