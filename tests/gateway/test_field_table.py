@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -35,10 +34,8 @@ PARTS: dict[type[msgspec.Struct], str] = {
 }
 
 
-def fields() -> Iterator[tuple[type[msgspec.Struct], str]]:
-    for kind in PARTS:
-        for field in msgspec.structs.fields(kind):
-            yield kind, field.encode_name
+def fields() -> list[tuple[type[msgspec.Struct], str]]:
+    return [(kind, field.encode_name) for kind in PARTS for field in msgspec.structs.fields(kind)]
 
 
 def part(heading: str) -> str:
