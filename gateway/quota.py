@@ -7,18 +7,22 @@
 Decisions are scripts, so they are atomic, and on the clock of Redis, so that gateways need not agree on the time.
 Requests inside hold a lease that is renewed: those of a gateway that died give their places back.
 
+All that a gateway asks and tells goes over one connection, in order, as much as has come together in one message.
+
 While Redis is away each gateway keeps serving and holds every key to its limits by itself, with what this gateway has
 let in before counted: a key cannot start anew, but may get its limits from each of the gateways. That Redis is away is
-known from the first command that fails or takes longer than `TIMEOUT_S`, and at the latest after `LOOK_S`; from then
-on nobody waits for it, until it answers again.
+known from the first message that fails or takes longer than `TIMEOUT_S`, and it is looked every `LOOK_S`; from then on
+nobody waits for it, until it answers again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from headrace.gateway.limits import Answer, Entry, KeyLimits, LocalLimits, Standing
 from headrace.gateway.redis_link import connect, failures
@@ -26,15 +30,17 @@ from headrace.gateway.redis_link import connect, failures
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 1.0
 LOOK_S = 0.5
 LEASE_S = 30.0
-MAX_PENDING = 10_000
-"""Ended requests and settlements that wait to be told to Redis; beyond that, the oldest are left to their leases."""
+MAX_NOTES = 10_000
+"""Ended requests and settlements that wait to be told to Redis; what is more is left to leases, or lost."""
 _BATCH = 256
+# A wait that ends this late says that the gateway itself stood still, and nothing about Redis.
+_STALL_S = 0.25
+_SOCKET_TIMEOUT_S = 5.0
 _LOOKED_KEY = "headrace:quota:looked"
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 # Arguments: time in microseconds, or "" for that of Redis. Numbers are written out, since Lua would round long ones.
 _PRELUDE = """
@@ -107,6 +113,9 @@ return {0, 0, remaining, reset}
 """
 )
 
+# Argument: a request's name.
+LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
+
 # Further arguments: lease in us, names of requests. Those that are still inside stay for another lease; one that came
 # in while Redis was away is entered.
 RENEW = (
@@ -122,21 +131,28 @@ redis.call('PEXPIRE', KEYS[1], string.format('%.0f', math.ceil(tonumber(ARGV[2])
 _LEASE_US = round(LEASE_S * 1e6)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Script:
+    """A script to be run. Somebody waits for the `answer`, or nobody does."""
+
+    text: str
+    keys: Sequence[str]
+    arguments: Sequence[Any]
+    answer: asyncio.Future[list[int] | None] | None = None
+
+
 class SharedLimits:
     """The limits of all gateways at one Redis. `local` holds while it is away, and follows along while it is not."""
 
     def __init__(self, url: str, local: LocalLimits) -> None:
         """Raises ValueError for what is no URL of Redis."""
-        self._redis: Redis = connect(url, TIMEOUT_S)
+        self._redis: Redis = connect(url, _SOCKET_TIMEOUT_S)
         self._local = local
         self.is_shared = False
         """Whether Redis answers."""
-        self._take = self._redis.register_script(TAKE)
-        self._enter = self._redis.register_script(ENTER)
-        self._renew = self._redis.register_script(RENEW)
         self._inside: dict[str, KeyLimits] = {}
-        self._pending: dict[object, tuple[KeyLimits, str, int]] = {}
-        self._told = asyncio.Event()
+        self._queue: deque[_Script] = deque()
+        self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -146,7 +162,7 @@ class SharedLimits:
             _LOG.warning("Redis does not answer: keys are held to their limits by each gateway for itself")
         self._tasks = [
             asyncio.create_task(self._keep_looking(), name="Redis"),
-            asyncio.create_task(self._keep_telling(), name="limits to Redis"),
+            asyncio.create_task(self._keep_telling(), name="limits in Redis"),
         ]
 
     async def close(self) -> None:
@@ -154,28 +170,26 @@ class SharedLimits:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.is_shared:
+        while self.is_shared and self._queue:
             await self._tell()
         await self._redis.aclose()
 
     async def enter(self, key: KeyLimits, visit: str) -> Entry:
         """Let a request in, if its key has room; a refused one counts for nothing. `visit` is a name of its own."""
-        if not self.is_shared:
-            return self._enter_here(key, visit)
         limit, most = key.requests_per_minute or 0, key.max_concurrent or 0
         names = [_name(key, "requests"), _name(key, "inside")]
-        told = await self._ask(self._enter(names, ["", limit, most, visit, _LEASE_US]))
+        try:
+            told = await self._ask(ENTER, names, ["", limit, most, visit, _LEASE_US])
+        except asyncio.CancelledError:
+            self.leave(key, visit)  # Redis may let it in, or have done so
+            raise
         if told is None:
-            return self._enter_here(key, visit)
-        wait_us, is_crowded, remaining, reset_us = told
-        entry = Entry(wait_us, bool(is_crowded), Standing(limit, remaining, reset_us) if limit else None)
-        if entry.is_in:
-            self._local.enter(key, visit, anyway=True)
-            self._inside[visit] = key
-        return entry
-
-    def _enter_here(self, key: KeyLimits, visit: str) -> Entry:
-        entry = self._local.enter(key, visit)
+            entry = self._local.enter(key, visit)
+        else:
+            wait_us, is_crowded, remaining, reset_us = told
+            entry = Entry(wait_us, bool(is_crowded), Standing(limit, remaining, reset_us) if limit else None)
+            if entry.is_in:
+                self._local.enter(key, visit, anyway=True)
         if entry.is_in:
             self._inside[visit] = key
         return entry
@@ -184,7 +198,7 @@ class SharedLimits:
         """Count tokens, if there is room. The key has such a limit."""
         limit = key.tokens_per_minute
         assert limit is not None
-        told = await self._ask(self._take([_name(key, "tokens")], ["", cost, limit, 0])) if self.is_shared else None
+        told = await self._ask(TAKE, [_name(key, "tokens")], ["", cost, limit, 0])
         if told is None:
             return self._local.take_tokens(key, cost)
         wait_us, remaining, reset_us = told
@@ -196,14 +210,14 @@ class SharedLimits:
         """So many tokens more (or fewer, if negative) were used than taken. Redis is told in a moment."""
         if key.tokens_per_minute is not None and delta:
             self._local.take_tokens(key, delta, anyway=True)
-            self._later(key, "", delta)
+            self._note(_Script(TAKE, [_name(key, "tokens")], ["", delta, key.tokens_per_minute, 1]))
 
     def leave(self, key: KeyLimits, visit: str) -> None:
         """A request that was let in has ended. Redis is told in a moment."""
         self._local.leave(key, visit)
         self._inside.pop(visit, None)
         if key.max_concurrent is not None:
-            self._later(key, visit, 0)
+            self._note(_Script(LEAVE, [_name(key, "inside")], [visit]))
 
     def retain(self, key_ids: Collection[str]) -> None:
         """Forget all other keys, where nothing of them is inside."""
@@ -211,92 +225,107 @@ class SharedLimits:
 
     # --- Redis ------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, command: Awaitable[_T]) -> _T | None:
-        """The answer; None, and nobody asks again for now, if there is none in time."""
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                return await command
-        except failures() as error:
-            if self.is_shared:
-                what = str(error) or type(error).__name__
-                _LOG.warning("Redis is away (%s): each gateway holds keys to their limits for itself", what[:200])
-            self.is_shared = False
+    async def _ask(self, text: str, keys: Sequence[str], arguments: Sequence[Any]) -> list[int] | None:
+        """What a script says; None if Redis is away."""
+        if not self.is_shared:
             return None
+        script = _Script(text, keys, arguments, asyncio.get_running_loop().create_future())
+        self._queue.append(script)
+        self._wake.set()
+        assert script.answer is not None
+        return await script.answer
+
+    def _note(self, script: _Script) -> None:
+        if len(self._queue) < MAX_NOTES:
+            self._queue.append(script)
+            self._wake.set()
+
+    async def _keep_telling(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self.is_shared and self._queue:
+                await self._tell()
+
+    async def _tell(self) -> None:
+        """Run the next scripts, all of them in one message."""
+        batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+        answers: list[Any] | None = None
+        try:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for script in batch:
+                    pipeline.eval(script.text, len(script.keys), *script.keys, *script.arguments)
+                answers = await self._in_time(asyncio.ensure_future(pipeline.execute()))
+        except failures():
+            _LOG.debug("a broken connection to Redis could not be given back")
+        finally:
+            for script, answer in zip(batch, answers or [None] * len(batch), strict=True):
+                if script.answer is not None and not script.answer.done():
+                    script.answer.set_result(answer)
+            if answers is None:
+                # What was only told is not told again: it may have been heard, and would count twice.
+                self._is_away()
+
+    async def _in_time(self, command: asyncio.Future[Any]) -> Any:
+        """The outcome; None if there is none in time, or it is a failure."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        try:
+            await asyncio.wait({command}, timeout=TIMEOUT_S)
+            if not command.done() and loop.time() - begun_s > TIMEOUT_S + _STALL_S:
+                await asyncio.wait({command}, timeout=TIMEOUT_S)
+            if command.done():
+                return command.result()
+            problem = f"no answer within {TIMEOUT_S:g} s"
+        except failures() as error:
+            problem = str(error) or type(error).__name__
+        finally:
+            command.cancel()
+        if self.is_shared:
+            _LOG.warning("Redis is away (%s): each gateway holds keys to their limits for itself", problem[:200])
+        return None
+
+    def _is_away(self) -> None:
+        """Nobody waits for Redis from now on; what it is only told waits until it is back."""
+        self.is_shared = False
+        waiting = [script for script in self._queue if script.answer is not None]
+        self._queue = deque(script for script in self._queue if script.answer is None)
+        for script in waiting:
+            assert script.answer is not None
+            if not script.answer.done():
+                script.answer.set_result(None)
 
     async def _look(self) -> None:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                # A replica and a server without memory would answer a ping, too.
-                await self._redis.set(_LOOKED_KEY, b"1", px=1000)
-        except failures() as error:
-            if self.is_shared:
-                what = str(error) or type(error).__name__
-                _LOG.warning("Redis is away (%s): each gateway holds keys to their limits for itself", what[:200])
-            self.is_shared = False
+        # A replica and a server without memory would answer a ping, too.
+        looking = asyncio.ensure_future(self._redis.set(_LOOKED_KEY, b"1", px=1000))
+        if await self._in_time(looking) is None:
+            self._is_away()
         else:
             self.is_shared = True
 
     async def _keep_looking(self) -> None:
-        renewed_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        renewed_s = loop.time()
         while True:
             was_shared = self.is_shared
             await self._look()
-            now_s = asyncio.get_running_loop().time()
-            if self.is_shared and (not was_shared or now_s - renewed_s > LEASE_S / 3):
+            if self.is_shared and (not was_shared or loop.time() - renewed_s > LEASE_S / 3):
                 if not was_shared:
                     _LOG.info("Redis is back: gateways share the limits of keys again")
-                renewed_s = now_s
-                await self._renew_leases()
-                self._told.set()
+                renewed_s = loop.time()
+                self._renew_leases()
+                self._wake.set()
             await asyncio.sleep(LOOK_S)
 
-    async def _renew_leases(self) -> None:
+    def _renew_leases(self) -> None:
         by_key: dict[KeyLimits, list[str]] = {}
         for visit, key in self._inside.items():
             if key.max_concurrent is not None:
                 by_key.setdefault(key, []).append(visit)
         for key, visits in by_key.items():
             for start in range(0, len(visits), _BATCH):
-                batch = [visit for visit in visits[start : start + _BATCH] if visit in self._inside]
-                if batch:
-                    await self._ask(self._renew([_name(key, "inside")], ["", _LEASE_US, *batch]))
-
-    def _later(self, key: KeyLimits, visit: str, delta: int) -> None:
-        while len(self._pending) >= MAX_PENDING:
-            del self._pending[next(iter(self._pending))]
-        if visit:
-            self._pending[visit] = (key, visit, 0)
-        else:
-            _, _, before = self._pending.get(key, (key, "", 0))
-            self._pending[key] = (key, "", before + delta)
-        self._told.set()
-
-    async def _keep_telling(self) -> None:
-        while True:
-            await self._told.wait()
-            self._told.clear()
-            while self.is_shared and self._pending:
-                await self._tell()
-
-    async def _tell(self) -> None:
-        """Tell Redis of one batch of ended requests and settlements; what it did not take stays to be told."""
-        names = list(self._pending)[:_BATCH]
-        batch = {name: self._pending.pop(name) for name in names}
-        if not batch:
-            return
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for key, visit, delta in batch.values():
-                if visit:
-                    pipeline.zrem(_name(key, "inside"), visit)
-                else:
-                    arguments: list[Any] = ["", delta, key.tokens_per_minute, 1]
-                    await self._take([_name(key, "tokens")], arguments, client=pipeline)
-            told = await self._ask(pipeline.execute())
-        if told is None:
-            # Settlements might count twice if Redis had taken them before it failed; ended requests cannot.
-            for name, (key, visit, delta) in batch.items():
-                if visit:
-                    self._pending.setdefault(name, (key, visit, delta))
+                batch = visits[start : start + _BATCH]
+                self._note(_Script(RENEW, [_name(key, "inside")], ["", _LEASE_US, *batch]))
 
 
 def _name(key: KeyLimits, kind: str) -> str:

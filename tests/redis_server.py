@@ -43,8 +43,12 @@ def until(condition: Callable[[], bool], what: str, bound_s: float = BOUND_S) ->
 class RedisServer:
     """A server that keeps nothing on disk, so each start finds it empty. `start` again after `kill` is a restart."""
 
-    def __init__(self, directory: Path, *config: str, sentinel_config: str | None = None) -> None:
-        """With `sentinel_config` it is a sentinel; `config` are further arguments otherwise."""
+    def __init__(
+        self, directory: Path, *config: str, sentinel_config: str | None = None, address: str = "127.0.0.1"
+    ) -> None:
+        """With `sentinel_config` it is a sentinel; `config` are further arguments otherwise. Others find it at
+        `address`."""
+        self.address = address
         self.port = free_port()
         self._directory = directory / f"redis-{self.port}"
         self._directory.mkdir()
@@ -55,7 +59,7 @@ class RedisServer:
     @property
     def url(self) -> str:
         """Of database 0."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self.address}:{self.port}/0"
 
     def client(self) -> redis.Redis:
         """A client for this server alone."""
@@ -63,7 +67,9 @@ class RedisServer:
 
     def start(self) -> RedisServer:
         """Listen."""
-        command = [binary(), "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", *self._config]
+        listen = ["--bind", "127.0.0.1", *([self.address] if self.address != "127.0.0.1" else [])]
+        open_to_others = ["--protected-mode", "no"]  # or it would refuse whoever comes from elsewhere
+        command = [binary(), *listen, *open_to_others, "--port", str(self.port), "--save", "", *self._config]
         if self._sentinel_config is not None:
             path = self._directory / "sentinel.conf"
             path.write_text(f"port {self.port}\nbind 127.0.0.1\n{self._sentinel_config}\n")

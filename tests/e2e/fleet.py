@@ -19,6 +19,7 @@ import httpx
 from headrace.cli import launch
 from headrace.cli.model_cache import model_directory
 from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos.transport import PLAIN, Transport
 from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, headrace, until
 
 _TAIL_LINES = 40
@@ -124,8 +125,10 @@ class Fleet:
         worker_flags: Iterable[str] = (),
         router_flags: Iterable[str] = (),
         gateway_flags: Iterable[str] = (),
+        transport: Transport = PLAIN,
     ) -> None:
         self._directory = directory
+        self._transport = transport
         self.router_addresses = [f"unix:{directory}/router-{index}.sock" for index in range(num_routers)]
         known = [flag for address in self.router_addresses for flag in ("--router", address)]
         shared = [] if redis_url is None else ["--redis", redis_url]
@@ -198,7 +201,7 @@ class Fleet:
 
     def list_workers(self, router_index: int = 0) -> list[router_pb2.WorkerInfo]:
         """As a router sees them; none while it does not answer."""
-        with grpc.insecure_channel(self.router_addresses[router_index]) as channel:
+        with self._transport.blocking_channel(self.router_addresses[router_index]) as channel:
             try:
                 answer = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)
             except grpc.RpcError:
@@ -233,10 +236,12 @@ def fleet(
     num_workers: int = 2,
     num_routers: int = 1,
     redis_url: str | None = None,
+    transport: Transport = PLAIN,
     **flags: Iterable[str],
 ) -> Iterator[Fleet]:
     """A fleet that answers, ended with the block."""
-    made = Fleet(directory, num_workers=num_workers, num_routers=num_routers, redis_url=redis_url, **flags)
+    sizes = {"num_workers": num_workers, "num_routers": num_routers}
+    made = Fleet(directory, **sizes, redis_url=redis_url, transport=transport, **flags)
     try:
         made.start()
         yield made
