@@ -29,9 +29,9 @@ request_id_var: contextvars.ContextVar[str] = contextvars.ContextVar("request_id
 """Id of the request that the running task answers."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# Passwords in URLs, tokens of Authorization headers, and what looks like a key of an API.
+# Passwords in URLs, tokens of Authorization headers, and keys: ours begin with hr-, those of others with sk-.
 _SECRETS = re.compile(
-    r"(?P<url>://[^/\s:@]*:)[^@\s/]+(?=@)|(?P<scheme>\b[Bb]earer\s+)[^\s'\",]+|(?P<key>\bsk-)[\w-]{8,}"
+    r"(?P<url>://[^/\s:@]*:)[^@\s/]+(?=@)|(?P<scheme>\b[Bb]earer\s+)[^\s'\",]+|(?P<key>\b(?:sk|hr)-)[\w-]{16,}"
 )
 
 

@@ -83,6 +83,7 @@ def test_a_text_record_is_one_line_and_a_traceback_follows_it() -> None:
         ("cannot reach redis://:hunter2@host:6379: refused", "cannot reach redis://:***@host:6379: refused"),
         ("authorization: Bearer abc.def-123", "authorization: Bearer ***"),
         ("key sk-0123456789abcdef is unknown", "key sk-*** is unknown"),
+        ("key hr-pX0_9-zzzzzzzzzzzzzz is over its quota", "key hr-*** is over its quota"),
         ("nothing to hide: http://127.0.0.1:8000/v1", "nothing to hide: http://127.0.0.1:8000/v1"),
     ],
 )
