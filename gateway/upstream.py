@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import grpc
@@ -23,9 +24,9 @@ import grpc
 from headrace.gateway.bundle import MAX_BUNDLE_BYTES, BundleError
 from headrace.gateway.spans import begin_attempt
 from headrace.protos.inference_pb2 import FINISH_REASON_LENGTH, Finish, GenerateRequest, GenerateResponse
-from headrace.protos.inference_pb2_grpc import InferenceStub
 from headrace.protos.router_pb2 import ListModelsRequest, ListWorkersRequest, RouterGetTokenizerRequest, WorkerInfo
 from headrace.protos.router_pb2_grpc import RouterStub
+from headrace.protos.sessions import SessionClient
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Options, Transport
 from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest, ModelCard
@@ -45,6 +46,8 @@ _CHANNEL_OPTIONS: Options = (
 LIST_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
 GENERATE_TIMEOUT_S = 3600.0
+# Sessions with the routers behind one name.
+NAMED_SESSIONS = 4
 
 # Attempts that bring no token, before a generation is given up, and all attempts of one generation.
 MAX_FRUITLESS_ATTEMPTS = 12
@@ -68,7 +71,7 @@ class _Endpoint:
 
     address: str
     channel: grpc.aio.Channel
-    inference: Any
+    sessions: SessionClient
     router: Any
     worker: Any
     is_worker: bool = field(default=False)
@@ -198,11 +201,16 @@ class Upstream:
             num_before = len(delivered)
             endpoint = self._next_endpoint()
             span = begin_attempt(request, endpoint.address)
-            call = endpoint.inference.Generate(request, metadata=span.onto(metadata), timeout=GENERATE_TIMEOUT_S)
+            call = endpoint.sessions.generate(
+                request.SerializeToString(), metadata=span.onto(metadata), timeout=GENERATE_TIMEOUT_S
+            )
             try:
                 while True:
-                    message = await call.read()
-                    if message is grpc.aio.EOF or not _fits(message, len(delivered)):
+                    raw = await call.read()
+                    if raw is grpc.aio.EOF:
+                        break
+                    message = GenerateResponse.FromString(raw)
+                    if not _fits(message, len(delivered)):
                         break
                     delivered.extend(message.token_ids)
                     yield message
@@ -282,7 +290,19 @@ class Upstream:
 
 def _endpoint(address: str, transport: Transport) -> _Endpoint:
     channel = transport.channel(address, _CHANNEL_OPTIONS)
-    return _Endpoint(address, channel, InferenceStub(channel), RouterStub(channel), WorkerStub(channel))
+    num_sessions = NAMED_SESSIONS if _may_be_several(address) else 1
+    return _Endpoint(address, channel, SessionClient(channel, num_sessions), RouterStub(channel), WorkerStub(channel))
+
+
+def _may_be_several(address: str) -> bool:
+    """Whether the address may stand for several routers, each of which a session is with one of."""
+    if address.startswith("unix:"):
+        return False
+    try:
+        ip_address(address.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return True
+    return False
 
 
 async def _joined(call: Any) -> bytes:

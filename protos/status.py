@@ -10,13 +10,16 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+
+if TYPE_CHECKING:
+    from headrace.protos.sessions import CallContext
 
 DOMAIN = "headrace"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -137,7 +140,7 @@ def _packed(message: Message) -> AnyMessage:
     return box
 
 
-async def abort(context: grpc.aio.ServicerContext, error: StatusError) -> NoReturn:  # type: ignore[type-arg]
+async def abort(context: grpc.aio.ServicerContext[Any, Any] | CallContext, error: StatusError) -> NoReturn:
     """End the call with the error's status and details."""
     await context.abort(error.row.grpc_code, error.message, error.trailing_metadata())
     raise AssertionError("abort returned")

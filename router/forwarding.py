@@ -21,6 +21,7 @@ from typing import cast
 import grpc
 
 from headrace.protos import worker_pb2
+from headrace.protos.sessions import Call
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.protos.tracing import Span, SpanKind, current_span
 from headrace.router.admission import Admission, has_begun
@@ -99,7 +100,7 @@ class _AttemptFailedError(Exception):
 class _Call:
     """A running call to a worker, which its link may abandon."""
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[bytes, bytes]) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
         self.abandoned_because: str | None = None
 
@@ -255,7 +256,7 @@ class Forwarding:
         finally:
             call.cancel()
 
-    async def _pass_on(self, placed: PlacedRequest, call: grpc.aio.UnaryStreamCall[bytes, bytes]) -> None:
+    async def _pass_on(self, placed: PlacedRequest, call: Call) -> None:
         delivery, read, write = self._delivery, call.read, self._write
         delivery.max_tokens = placed.card.max_context_tokens
         while (message := await read()) is not grpc.aio.EOF:

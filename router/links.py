@@ -26,6 +26,7 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
+from headrace.protos.sessions import SessionClient
 from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Transport
 from headrace.router.bookings import Booking, Bookings
 from headrace.router.policy import Candidate, LoadReport
@@ -134,10 +135,8 @@ class WorkerLink:
         self._version = self._transport.version
         self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self.generate = SessionClient(self._channel).generate
         # Without serializers, requests and responses are the bytes as they are on the wire.
-        self.generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
-            "/headrace.v1.Inference/Generate"
-        )
         self.get_tokenizer: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             "/headrace.v1.Worker/GetTokenizer"
         )

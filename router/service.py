@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2
 from headrace.protos import router_pb2
 from headrace.protos.introspection import add_introspection, set_serving, start_probe
 from headrace.protos.logs import NO_REQUEST, request_id_of, request_id_var
+from headrace.protos.sessions import CallContext, SessionServer
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.protos.tracing import Span, serving_span, traceparent_of
 from headrace.protos.transport import PLAIN, SERVER_OPTIONS, Transport
@@ -41,6 +42,7 @@ _OTHER_CALLS = 2048
 
 _Methods: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_GenerateContext: TypeAlias = "_Context | CallContext"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class RequestBounds:
     max_request_bytes: int = 256 << 20
 
 
-def passed_on(context: _Context) -> Metadata:
+def passed_on(context: _GenerateContext) -> Metadata:
     """The caller's metadata that goes along to the worker."""
     received = cast("Metadata", tuple(context.invocation_metadata() or ()))
     return tuple((key, value) for key, value in received if key in PASSED_ON_METADATA)
@@ -74,10 +76,11 @@ class InferenceService:
         self._metrics = metrics
         self._config = config
         self.bounds = bounds
+        self.sessions = SessionServer(self.generate)
         self.num_in_flight = 0
         self.num_bytes = 0
 
-    async def generate(self, raw: bytes, context: _Context) -> None:
+    async def generate(self, raw: bytes, context: _GenerateContext) -> None:
         """Serve one call; its end is counted by status."""
         metadata = cast("Metadata", tuple(context.invocation_metadata() or ()))
         request_id_var.set(request_id_of(metadata) or NO_REQUEST)
@@ -108,7 +111,9 @@ class InferenceService:
             self._metrics.requests.labels(code.name).inc()
             _end(span, code)
 
-    async def _forward(self, raw: bytes, context: _Context) -> None:
+    async def _forward(self, raw: bytes, context: _GenerateContext) -> None:
+        if self.sessions.is_ending:
+            raise StatusError(Reason.DRAINING, "this router ends its work", retry_after_s=1.0)
         if self.num_in_flight > self.bounds.max_in_flight:
             problem = f"this router has {self.bounds.max_in_flight} requests in flight, as many as it takes"
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
@@ -131,7 +136,10 @@ class InferenceService:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The service for a server."""
-        methods: _Methods = {"Generate": grpc.unary_stream_rpc_method_handler(self.generate)}
+        methods: _Methods = {
+            "Generate": grpc.unary_stream_rpc_method_handler(self.generate),
+            "Session": self.sessions.method(),
+        }
         return grpc.method_handlers_generic_handler(INFERENCE, methods)
 
 
@@ -300,6 +308,7 @@ class RouterServer:
             await asyncio.gather(self._health_task, return_exceptions=True)
         await self._health.enter_graceful_shutdown()
         self.admission.drain()
+        self.inference.sessions.end_when_idle()
         await self._server.stop(grace_s)
         if self._probe is not None:
             await self._probe.stop(None)

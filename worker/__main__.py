@@ -22,6 +22,7 @@ from grpc_health.v1 import health
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.introspection import add_introspection, set_serving, start_probe
 from headrace.protos.logs import FORMATS, LEVELS, configure_logging, without_secrets
+from headrace.protos.sessions import SessionServer
 from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.protos.transport import SERVER_OPTIONS, Transport
 from headrace.worker.admission import ModelLimits
@@ -165,7 +166,7 @@ async def serve(config: WorkerConfig) -> None:
 
     mailbox = Mailbox(config.max_num_seqs + config.max_num_waiting, publish)
     observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
-    health = add_services(server, config, model, mailbox, hub, forecast, observer)
+    health, sessions = add_services(server, config, model, mailbox, hub, forecast, observer)
     thread = EngineThread(model.engine, mailbox)
     thread.start()
     binding = asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind))
@@ -187,6 +188,7 @@ async def serve(config: WorkerConfig) -> None:
     await set_serving(health, SERVICE_NAMES, False)
     await asyncio.gather(*(registration.close() for registration in registrations))
     await mailbox.wait_until_empty(config.drain_timeout_s)
+    sessions.end_when_idle()
     await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
     mailbox.stop()
     thread.join(1.0)
@@ -215,8 +217,8 @@ def add_services(
     hub: WatchHub,
     forecast: Forecast,
     observer: RequestObserver,
-) -> health.aio.HealthServicer:
-    """Let the server answer for the model; gives the health to be set."""
+) -> tuple[health.aio.HealthServicer, SessionServer]:
+    """Let the server answer for the model; gives the health to be set, and the sessions to be ended."""
     card = model.card
     limits = ModelLimits(
         card.name, card.fingerprint, card.vocab_size, card.max_context_tokens, frozenset(card.eos_token_ids)
@@ -227,7 +229,7 @@ def add_services(
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
     worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
-    return add_introspection(server, SERVICE_NAMES)
+    return add_introspection(server, SERVICE_NAMES), inference.sessions
 
 
 def _vocabulary_of(model_dir: Path) -> Vocabulary:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.sessions import CallContext, SessionServer, handler_of
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.admission import ModelLimits, admit, already_finished, constraint_of
 from headrace.worker.forecast import Forecast
@@ -50,6 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         grammars: Grammars,
         observer: RequestObserver | None = None,
     ) -> None:
+        self.sessions = SessionServer(handler_of(self.Generate))
         self._observer = observer or RequestObserver()
         self._mailbox = mailbox
         self._forecast = forecast
@@ -59,8 +61,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._unnamed = itertools.count()
 
     async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self, request: inference_pb2.GenerateRequest, context: Context | CallContext
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """See the proto."""
         span = self._observer.arrived(request, context.invocation_metadata())
         try:
@@ -88,6 +90,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         finally:
             stream.close()
             self._observer.ended(span, admitted, failure, is_whole=stream.has_ended)
+
+    async def Session(self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Context) -> None:
+        """See the proto."""
+        await self.sessions.serve(request_iterator, context)
 
     def _admit(self, message: inference_pb2.GenerateRequest, deadline_s: float | None) -> Request:
         if self._hub.draining:

@@ -44,6 +44,7 @@ from headrace.protos import (
     worker_pb2_grpc,
 )
 from headrace.protos.introspection import add_introspection, set_serving
+from headrace.protos.sessions import CallContext, SessionServer
 from headrace.protos.status import Reason, StatusError, abort  # noqa: F401  # Reason is for tests
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
@@ -156,6 +157,18 @@ async def speak(router: FakeRouter, stream: Stream, send: Send) -> None:
         await send([token], position, reason if last else None, request)
 
 
+class _Writing:
+    """The context of a call in a session, for a handler that writes messages rather than bytes."""
+
+    def __init__(self, call: CallContext) -> None:
+        self._call = call
+        self.invocation_metadata, self.time_remaining = call.invocation_metadata, call.time_remaining
+        self.abort = call.abort
+
+    async def write(self, message: inference_pb2.GenerateResponse) -> None:
+        await self._call.write(message.SerializeToString())
+
+
 class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterServicer, worker_pb2_grpc.WorkerServicer):
     """Speaks Inference and Router (or, with `is_worker`, Inference and Worker); a script makes the tokens."""
 
@@ -229,6 +242,12 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
             raise
         except StatusError as error:
             await abort(context, error)
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        async def handle(raw: bytes, call: CallContext) -> None:
+            await self.Generate(inference_pb2.GenerateRequest.FromString(raw), _Writing(call))
+
+        await SessionServer(handle).serve(request_iterator, context)
 
     async def ListModels(self, request: Any, context: Any) -> Any:
         self.num_lists += 1

@@ -12,6 +12,7 @@ import grpc
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.sessions import SessionServer, handler_of
 from headrace.protos.status import StatusError, abort
 
 BLOCK_SIZE = 4
@@ -77,6 +78,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self._server: grpc.aio.Server | None = None
         self._watchers: list[asyncio.Queue[worker_pb2.WatchResponse]] = []
         self.is_silent = False
+        self.has_sessions = True
         self.skip_sequence = False
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -157,6 +159,11 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.report(stored=block_hashes(root_hash(self.card.fingerprint), tokens, BLOCK_SIZE))
 
     # -- Inference --------------------------------------------------------------------------------------------------
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        if not self.has_sessions:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
+        await SessionServer(handler_of(self.Generate)).serve(request_iterator, context)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Any:
         self.requests.append(request.SerializeToString())

@@ -1,0 +1,547 @@
+"""Many Generate calls over one stream between two processes (`Inference.Session`), for both ends.
+
+A message costs grpc.aio some 30 us at each end, whatever is in it. A worker's step gives a token to each of its streams
+at the same time, so what all of them write in one turn of the event loop goes out as one message:
+
+    call 1: write --+                                        +--> call 1: read
+    call 2: write --+--> parts, sent by one task --> parts --+--> call 2: read
+    call 3: write --+                                        +--> call 3: read
+
+`SessionClient.generate` gives what grpc.aio's call would be, and a server's handler gets what its context would be, so
+both are written as for single calls. Servers that have no sessions are called with Generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
+from typing import Any, NoReturn, Protocol, TypeAlias, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from headrace.protos.inference_pb2 import (
+    BeginCall,
+    CallEnd,
+    CallPart,
+    GenerateRequest,
+    GenerateResponse,
+    SessionRequest,
+    SessionResponse,
+)
+from headrace.protos.status import Reason, StatusError, abort
+
+GENERATE = "/headrace.v1.Inference/Generate"
+SESSION = "/headrace.v1.Inference/Session"
+# Bytes that wait to be sent, beyond which writers wait; and so many go into one message.
+MAX_UNSENT_BYTES = 4 << 20
+MAX_MESSAGE_BYTES = 1 << 20
+# Calls that are open on one session at a time; more are refused.
+MAX_OPEN_CALLS = 16_384
+# New calls go to a new session after this time, so that routers behind one name that have joined get their share.
+MAX_AGE_S = 60.0
+# How long a peer that has no sessions is called without.
+_WITHOUT_S = 60.0
+
+Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
+_DETAILS_KEY = "grpc-status-details-bin"
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_LOG = logging.getLogger(__name__)
+
+
+class CallContext(Protocol):
+    """What a handler needs of grpc.aio's ServicerContext."""
+
+    def invocation_metadata(self) -> Metadata:
+        """The caller's metadata."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds to the deadline; None without one."""
+
+    async def write(self, message: bytes) -> None:
+        """Send a message of the answer."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """End the call with an error. Does not return."""
+
+
+Handler: TypeAlias = Callable[[bytes, CallContext], Awaitable[None]]
+
+
+class Call(Protocol):
+    """What a caller needs of grpc.aio's UnaryStreamCall."""
+
+    async def read(self) -> Any:
+        """The next message, or grpc.aio.EOF. Raises AioRpcError, or CancelledError behind `cancel`."""
+
+    def cancel(self) -> bool:
+        """End the call; whether it was still running."""
+
+
+class _Turns:
+    """Collects what is to be sent, and sends all of one turn of the event loop together."""
+
+    def __init__(self, send: Callable[[list[Any]], Awaitable[None]]) -> None:
+        self._send = send
+        self._unsent: list[Any] = []
+        self._num_bytes = 0
+        self._sending = asyncio.Lock()
+        self._something = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def put(self, item: Any, num_bytes: int) -> None:
+        """Send it soon."""
+        self._unsent.append(item)
+        self._num_bytes += num_bytes
+        self._something.set()
+
+    async def room(self) -> None:
+        """Wait while too much is unsent."""
+        while self._num_bytes >= MAX_UNSENT_BYTES:
+            self._room.clear()
+            await self._room.wait()
+
+    async def run(self) -> None:
+        """Send until cancelled, or until sending fails."""
+        while True:
+            await self._something.wait()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send what there is."""
+        async with self._sending:
+            self._something.clear()
+            items, self._unsent, self._num_bytes = self._unsent, [], 0
+            self._room.set()
+            if items:
+                await self._send(items)
+
+
+# -- the caller's end -------------------------------------------------------------------------------------------------
+
+
+class SessionClient:
+    """Generate calls through one channel, over `num_sessions` sessions in turn. Made and used in one event loop."""
+
+    def __init__(self, channel: grpc.aio.Channel, num_sessions: int = 1) -> None:
+        """Where a channel balances over several servers, each session is with one of them."""
+        self._begin_single: Any = channel.unary_stream(GENERATE)
+        self._begin_session: Any = channel.stream_stream(
+            SESSION,
+            request_serializer=SessionRequest.SerializeToString,
+            response_deserializer=SessionResponse.FromString,
+        )
+        self._sessions: list[_ClientSession | None] = [None] * num_sessions
+        self._turn = 0
+        self._without_until_s = 0.0
+
+    def generate(self, request: bytes, *, timeout: float | None = None, metadata: Metadata = ()) -> Call:
+        """Begin a call: `request` is a GenerateRequest on the wire, and so is each message that is read."""
+        now_s = time.monotonic()
+        if now_s < self._without_until_s:
+            return cast("Call", self._begin_single(request, timeout=timeout, metadata=tuple(metadata)))
+        self._turn = (self._turn + 1) % len(self._sessions)
+        session = self._sessions[self._turn]
+        if session is None or session.is_over or now_s - session.born_s > MAX_AGE_S:
+            if session is not None:
+                session.retire()
+            session = self._sessions[self._turn] = _ClientSession(self._begin_session(), self._begin_alone)
+        return session.begin(request, timeout, metadata)
+
+    def _begin_alone(self, request: bytes, timeout: float | None, metadata: Metadata) -> Call:
+        """Begin a call that was begun in a session which the server does not have."""
+        self._without_until_s = time.monotonic() + _WITHOUT_S
+        return cast("Call", self._begin_single(request, timeout=timeout, metadata=tuple(metadata)))
+
+
+class _ClientSession:
+    """One stream of SessionRequests and SessionResponses."""
+
+    def __init__(self, stream: Any, begin_alone: Callable[[bytes, float | None, Metadata], Call]) -> None:
+        self.born_s = time.monotonic()
+        self.is_over = False
+        self._stream = stream
+        self._begin_alone = begin_alone
+        self._calls: dict[int, _ClientCall] = {}
+        self._num_begun = 0
+        self._is_retired = False
+        self._turns = _Turns(self._send)
+        self._sender = asyncio.create_task(self._run_sender())
+        self._receiver = asyncio.create_task(self._receive())
+
+    def begin(self, request: bytes, timeout: float | None, metadata: Metadata) -> _ClientCall:
+        """Open a call."""
+        self._num_begun += 1
+        call_id = self._num_begun
+        begin = BeginCall(call_id=call_id, request=request)
+        for key, value in metadata:
+            assert isinstance(value, str), f"the metadata {key} of a call is no text"
+            begin.metadata[key] = value
+        if timeout is not None:
+            begin.timeout_ms = max(0, round(1000 * timeout))
+        call = self._calls[call_id] = _ClientCall(self, call_id, request, timeout, metadata)
+        self._turns.put(begin, len(request))
+        return call
+
+    def cancel(self, call_id: int) -> None:
+        """Tell the server that nobody reads the call any more."""
+        if self._calls.pop(call_id, None) is not None:
+            self._turns.put(call_id, 0)
+            self._end_if_idle()
+
+    def retire(self) -> None:
+        """Begin no more; end with the last call."""
+        self._is_retired = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._is_retired and not self._calls and not self.is_over:
+            self.is_over = True
+            asyncio.get_running_loop().call_later(1.0, self._stream.cancel)  # behind the last cancellations
+
+    async def _run_sender(self) -> None:
+        # What ends sending ends receiving too, and that is where it is told why.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            await self._turns.run()
+
+    async def _send(self, items: list[Any]) -> None:
+        message = SessionRequest()
+        for item in items:
+            if isinstance(item, int):
+                message.cancelled_call_ids.append(item)
+            else:
+                message.begins.append(item)
+        await self._stream.write(message)
+
+    async def _receive(self) -> None:
+        failure: grpc.aio.AioRpcError | None = None
+        try:
+            while (message := await self._stream.read()) is not grpc.aio.EOF:
+                for part in message.parts:
+                    self._take(part)
+        except grpc.aio.AioRpcError as error:
+            failure = error
+        except asyncio.CancelledError:
+            pass  # the stream's, whose channel was closed, or the event loop's end
+        finally:
+            self.is_over = True
+            self._sender.cancel()
+            self._stream.cancel()
+            calls, self._calls = self._calls, {}
+            for call in calls.values():
+                if failure is not None and failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    call.begin_alone(self._begin_alone)
+                else:
+                    call.finish(_of_call(failure))
+
+    def _take(self, part: CallPart) -> None:
+        call = self._calls.get(part.call_id)
+        if call is None:
+            return  # cancelled a moment ago
+        if part.HasField("end"):
+            del self._calls[part.call_id]
+            end = part.end
+            call.finish(None if end.code == 0 else _error(_code(end.code), end.message, end.details))
+            self._end_if_idle()
+        else:
+            call.push(part.response)
+
+
+class _ClientCall:
+    """One call of a session, for one reader."""
+
+    __slots__ = ("_call_id", "_end", "_is_cancelled", "_pending", "_retry", "_session", "_single", "_timer", "_waiter")
+
+    def __init__(
+        self, session: _ClientSession, call_id: int, request: bytes, timeout: float | None, metadata: Metadata
+    ) -> None:
+        self._session = session
+        self._call_id = call_id
+        self._retry: tuple[bytes, float | None, Metadata] | None = (request, timeout, metadata)
+        self._pending: deque[bytes] = deque()
+        self._end: Any = None  # grpc.aio.EOF or an AioRpcError
+        self._is_cancelled = False
+        self._single: Call | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._expire)
+
+    async def read(self) -> Any:
+        """See `Call`."""
+        while not self._pending:
+            if self._single is not None:
+                return await self._single.read()
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+            if self._end is not None:
+                if self._end is grpc.aio.EOF:
+                    return self._end
+                raise self._end
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._pending.popleft()
+
+    def cancel(self) -> bool:
+        """See `Call`."""
+        if self._single is not None:
+            return self._single.cancel()
+        if self._end is not None or self._is_cancelled:
+            return False
+        self._is_cancelled = True
+        self._session.cancel(self._call_id)
+        self._close()
+        return True
+
+    def push(self, message: bytes) -> None:
+        """A message came."""
+        self._retry = None
+        self._pending.append(message)
+        self._wake()
+
+    def finish(self, error: grpc.aio.AioRpcError | None) -> None:
+        """Nothing follows."""
+        self._end = error or grpc.aio.EOF
+        self._close()
+
+    def begin_alone(self, begin: Callable[[bytes, float | None, Metadata], Call]) -> None:
+        """Go on as a call of its own, if nothing came yet."""
+        if self._retry is None:
+            self.finish(_error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did"))
+            return
+        self._single = begin(*self._retry)
+        self._close()
+
+    def _expire(self) -> None:
+        self._session.cancel(self._call_id)
+        self.finish(_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+
+    def _close(self) -> None:
+        self._retry = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+# -- the server's end -------------------------------------------------------------------------------------------------
+
+
+class SessionServer:
+    """Serves sessions: each call of one is handed to `handler`, in a task of its own."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.is_ending = False
+        self._sessions: set[_ServerSession] = set()
+
+    def method(self) -> grpc.RpcMethodHandler[Any, Any]:
+        """For a generic handler of the service."""
+        return grpc.stream_stream_rpc_method_handler(
+            self.serve,
+            request_deserializer=SessionRequest.FromString,
+            response_serializer=SessionResponse.SerializeToString,
+        )
+
+    async def serve(self, requests: AsyncIterable[SessionRequest], context: Any) -> None:
+        """Serve one session."""
+        session = _ServerSession(self, context)
+        self._sessions.add(session)
+        try:
+            await session.run(requests)
+        finally:
+            self._sessions.discard(session)
+
+    def end_when_idle(self) -> None:
+        """End each session when no call is open on it, so that a server that stops waits for calls alone."""
+        self.is_ending = True
+        for session in self._sessions:
+            session.end_if_idle()
+
+
+def handler_of(generate: Callable[[GenerateRequest, CallContext], AsyncGenerator[GenerateResponse, None]]) -> Handler:
+    """The handler that speaks in messages rather than bytes. INVALID_FIELD for bytes that are no request."""
+
+    async def handle(raw: bytes, context: CallContext) -> None:
+        try:
+            request = GenerateRequest.FromString(raw)
+        except DecodeError:
+            problem = "the request of the call is not a GenerateRequest of headrace.v1"
+            await abort(context, StatusError(Reason.INVALID_FIELD, problem, field="request"))
+        async with contextlib.aclosing(generate(request, context)) as responses:
+            async for response in responses:
+                await context.write(response.SerializeToString())
+
+    return handle
+
+
+class _ServerSession:
+    def __init__(self, server: SessionServer, context: Any) -> None:
+        self._server = server
+        self._context = context
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._turns = _Turns(self._send)
+        self._idle = asyncio.Event()
+
+    async def run(self, requests: AsyncIterable[SessionRequest]) -> None:
+        """Until the caller goes, or the server ends and no call is open."""
+        self.end_if_idle()
+        parts = [asyncio.create_task(part) for part in (self._read(requests), self._turns.run(), self._idle.wait())]
+        try:
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            if self._idle.is_set():
+                await self._turns.flush()
+        finally:
+            tasks = [*parts, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end_if_idle(self) -> None:
+        """See `SessionServer.end_when_idle`."""
+        if self._server.is_ending and not self._tasks:
+            self._idle.set()
+
+    def put(self, part: CallPart, num_bytes: int) -> None:
+        """Send a part soon."""
+        self._turns.put(part, num_bytes)
+
+    async def room(self) -> None:
+        """Wait while too much is unsent."""
+        await self._turns.room()
+
+    async def _read(self, requests: AsyncIterable[SessionRequest]) -> None:
+        async for message in requests:
+            for begin in message.begins:
+                self._begin(begin)
+            for call_id in message.cancelled_call_ids:
+                task = self._tasks.get(call_id)
+                if task is not None:
+                    task.cancel()
+
+    def _begin(self, begin: BeginCall) -> None:
+        if begin.call_id in self._tasks:
+            raise ValueError(f"the call id {begin.call_id} is in use")
+        if len(self._tasks) >= MAX_OPEN_CALLS:
+            end = CallEnd(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="too many calls on one session")
+            self.put(CallPart(call_id=begin.call_id, end=end), 0)
+            return
+        context = _ServerContext(self, begin)
+        task = self._tasks[begin.call_id] = asyncio.create_task(self._serve(begin.request, context))
+        context.arm(task)
+
+    async def _serve(self, request: bytes, context: _ServerContext) -> None:
+        end = CallEnd()
+        try:
+            await self._server.handler(request, context)
+        except _AbortedError as aborted:
+            end = aborted.end
+        except asyncio.CancelledError:
+            late = context.is_late
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+            end = CallEnd(code=code.value[0], message="Deadline Exceeded" if late else "cancelled")
+        except Exception as error:
+            _LOG.exception("a call of a session failed")
+            end = CallEnd(code=grpc.StatusCode.UNKNOWN.value[0], message=f"Unexpected {type(error).__name__}")
+        finally:
+            context.disarm()
+            del self._tasks[context.call_id]
+            self.put(CallPart(call_id=context.call_id, end=end), 0)
+            self.end_if_idle()
+
+    async def _send(self, parts: list[CallPart]) -> None:
+        start, num_bytes = 0, 0
+        for index, part in enumerate(parts):
+            num_bytes += len(part.response)
+            if num_bytes >= MAX_MESSAGE_BYTES:
+                await self._context.write(SessionResponse(parts=parts[start : index + 1]))
+                start, num_bytes = index + 1, 0
+        if start < len(parts):
+            await self._context.write(SessionResponse(parts=parts[start:]))
+
+
+class _AbortedError(Exception):
+    """A handler ended its call."""
+
+    def __init__(self, end: CallEnd) -> None:
+        super().__init__(end.message)
+        self.end = end
+
+
+class _ServerContext:
+    """A `CallContext` of a session."""
+
+    __slots__ = ("_deadline_s", "_metadata", "_session", "_timer", "call_id", "is_late")
+
+    def __init__(self, session: _ServerSession, begin: BeginCall) -> None:
+        self.call_id = begin.call_id
+        self.is_late = False
+        self._session = session
+        self._metadata = tuple(begin.metadata.items())
+        self._deadline_s = time.monotonic() + begin.timeout_ms / 1000 if begin.HasField("timeout_ms") else None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def arm(self, task: asyncio.Task[None]) -> None:
+        """Cancel the call's task at its deadline."""
+        left_s = self.time_remaining()
+        if left_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._expire, task)
+
+    def disarm(self) -> None:
+        """The call has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self, task: asyncio.Task[None]) -> None:
+        self.is_late = True
+        task.cancel()
+
+    def invocation_metadata(self) -> Metadata:
+        """See `CallContext`."""
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        """See `CallContext`."""
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+
+    async def write(self, message: bytes) -> None:
+        """See `CallContext`."""
+        session = self._session
+        session.put(CallPart(call_id=self.call_id, response=message), len(message))
+        await session.room()
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """See `CallContext`."""
+        end = CallEnd(code=code.value[0], message=details)
+        for key, value in trailing_metadata:
+            if key == _DETAILS_KEY and isinstance(value, bytes):
+                end.details = value
+        raise _AbortedError(end)
+
+
+def _of_call(failure: grpc.aio.AioRpcError | None) -> grpc.aio.AioRpcError:
+    """What the failure of a session is for its calls: a server's own answer, such as to a missing join token, or a
+    transport that broke, whatever gRPC calls it."""
+    if failure is None:
+        return _error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did")
+    for key, value in cast("Metadata", tuple(failure.trailing_metadata() or ())):
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            return _error(failure.code(), failure.details() or "", value)
+    return _error(
+        grpc.StatusCode.UNAVAILABLE, f"the session was lost: {failure.code().name}: {failure.details() or ''}"
+    )
+
+
+def _code(number: int) -> grpc.StatusCode:
+    return _CODES.get(number, grpc.StatusCode.UNKNOWN)
+
+
+def _error(code: grpc.StatusCode, message: str, details: bytes = b"") -> grpc.aio.AioRpcError:
+    trailing = grpc.aio.Metadata(*([(_DETAILS_KEY, details)] if details else []))
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message)

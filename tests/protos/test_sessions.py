@@ -1,0 +1,288 @@
+"""Sessions over a real channel: each call behaves as one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.protos import sessions
+from headrace.protos.sessions import Call, CallContext, SessionClient, SessionServer
+from headrace.protos.status import Reason, StatusError, abort, error_of
+
+INFERENCE = "headrace.v1.Inference"
+
+
+class Server:
+    """What handlers of the tests do: the request says it, as `verb:argument`."""
+
+    def __init__(self) -> None:
+        self.sessions = SessionServer(self.handle)
+        self.num_sessions = 0
+        self.num_messages = 0
+        self.num_single = 0
+        self.cancelled: list[bytes] = []
+        self.metadata: list[dict[str, Any]] = []
+        self.going = asyncio.Event()
+
+    async def handle(self, raw: bytes, context: CallContext) -> None:
+        verb, _, argument = raw.decode().partition(":")
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            if verb == "count":
+                for number in range(int(argument)):
+                    await context.write(b"%d" % number)
+                    await asyncio.sleep(0)
+            elif verb == "together":
+                await self.going.wait()
+                await context.write(raw)
+            elif verb == "refuse":
+                error = StatusError(Reason.QUEUE_FULL, argument, retry_after_s=2.0)
+                await abort(context, error)
+            elif verb == "break":
+                raise RuntimeError(argument)
+            elif verb == "remaining":
+                await context.write(str(context.time_remaining()).encode())
+            elif verb == "large":
+                for _ in range(8):
+                    await context.write(b"x" * int(argument))
+            elif verb == "hang":
+                await context.write(b"begun")
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(raw)
+            raise
+
+    async def session(self, requests: Any, context: Any) -> None:
+        self.num_sessions += 1
+        server = self
+
+        class Counting:
+            async def write(self, message: Any) -> None:
+                server.num_messages += 1
+                await context.write(message)
+
+        await self.sessions.serve(requests, Counting())
+
+    async def single(self, raw: bytes, context: Any) -> None:
+        self.num_single += 1
+        await self.handle(raw, context)
+
+
+@asynccontextmanager
+async def serving(server: Server, *, has_sessions: bool = True) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+    method = server.sessions.method()
+    methods: dict[str, Any] = {"Generate": grpc.unary_stream_rpc_method_handler(server.single)}
+    if has_sessions:
+        methods["Session"] = grpc.stream_stream_rpc_method_handler(
+            server.session, method.request_deserializer, method.response_serializer
+        )
+    grpc_server = grpc.aio.server()
+    grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, methods),))
+    port = grpc_server.add_insecure_port("127.0.0.1:0")
+    await grpc_server.start()
+    try:
+        yield f"127.0.0.1:{port}", grpc_server
+    finally:
+        await grpc_server.stop(None)
+
+
+async def all_of(call: Call) -> list[bytes]:
+    messages = []
+    async with asyncio.timeout(10):
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+    return messages
+
+
+async def failure_of(call: Call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await all_of(call)
+    return raised.value
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_calls_of_one_session_keep_their_messages_apart_and_in_order() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        answers = await asyncio.gather(*(all_of(client.generate(b"count:%d" % n)) for n in range(50)))
+    assert answers == [[b"%d" % number for number in range(n)] for n in range(50)]
+    assert server.num_sessions == 1
+    assert server.num_single == 0
+
+
+async def test_what_is_written_in_one_turn_travels_in_one_message() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        calls = [client.generate(b"together:%d" % n) for n in range(64)]
+        await until(lambda: len(server.metadata) == 64)
+        server.going.set()
+        answers = await asyncio.gather(*(all_of(call) for call in calls))
+    assert answers == [[b"together:%d" % n] for n in range(64)]
+    assert server.num_messages == 1
+
+
+async def test_an_error_comes_with_its_details_and_harms_no_other_call() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        other = client.generate(b"hang:1")
+        assert await other.read() == b"begun"
+        refused = await failure_of(client.generate(b"refuse:no room"))
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = error_of(refused)
+        assert (error.reason, error.message, error.retry_after_s) == (Reason.QUEUE_FULL, "no room", 2.0)
+        broken = await failure_of(client.generate(b"break:secret"))
+        assert broken.code() is grpc.StatusCode.UNKNOWN
+        assert "secret" not in (broken.details() or "")
+        assert await all_of(client.generate(b"count:2")) == [b"0", b"1"]
+        assert not server.cancelled
+        other.cancel()
+
+
+async def test_a_cancelled_call_is_cancelled_at_the_server_and_its_reader_is_told() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        call = client.generate(b"hang:1")
+        assert await call.read() == b"begun"
+        reading = asyncio.create_task(call.read())
+        await asyncio.sleep(0)
+        assert call.cancel()
+        assert not call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(lambda: server.cancelled == [b"hang:1"])
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        assert server.num_sessions == 1
+
+
+async def test_metadata_and_deadline_are_the_calls_own() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        assert await all_of(client.generate(b"remaining:", metadata=(("x-request-id", "r1"),))) == [b"None"]
+        (left,) = await all_of(client.generate(b"remaining:", timeout=60))
+        assert 50 < float(left) <= 60
+        assert server.metadata == [{"x-request-id": "r1"}, {}]
+        late = await failure_of(client.generate(b"hang:1", timeout=0.05))
+        assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: server.cancelled == [b"hang:1"])
+
+
+async def test_the_loss_of_a_session_fails_its_calls_and_the_next_call_begins_another() -> None:
+    server = Server()
+    async with serving(server) as (address, grpc_server):
+        port = address.rpartition(":")[2]
+        async with grpc.aio.insecure_channel(address) as channel:
+            client = SessionClient(channel)
+            calls = [client.generate(b"hang:%d" % n) for n in range(3)]
+            for call in calls:
+                assert await call.read() == b"begun"
+            await grpc_server.stop(None)
+            for call in calls:
+                assert (await failure_of(call)).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            assert len(server.cancelled) == 3
+            assert (await failure_of(client.generate(b"count:1"))).code() is grpc.StatusCode.UNAVAILABLE
+            again = Server()
+            second = grpc.aio.server()
+            methods = {"Session": again.sessions.method()}
+            second.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, methods),))
+            assert second.add_insecure_port(f"127.0.0.1:{port}") == int(port)
+            await second.start()
+            await channel.channel_ready()
+            assert await all_of(client.generate(b"count:2")) == [b"0", b"1"]
+            await second.stop(None)
+
+
+async def test_the_loss_of_the_caller_cancels_its_calls() -> None:
+    server = Server()
+    async with serving(server) as (address, _):
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = SessionClient(channel).generate(b"hang:1")
+            assert await call.read() == b"begun"
+        await until(lambda: server.cancelled == [b"hang:1"])
+
+
+async def test_a_server_without_sessions_is_called_one_by_one() -> None:
+    server = Server()
+    async with (
+        serving(server, has_sessions=False) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        client = SessionClient(channel)
+        first = await asyncio.gather(*(all_of(client.generate(b"count:%d" % n)) for n in range(5)))
+        assert first == [[b"%d" % number for number in range(n)] for n in range(5)]
+        call = client.generate(b"hang:1", metadata=(("x-request-id", "r1"),))
+        assert await call.read() == b"begun"
+        call.cancel()
+        await until(lambda: server.cancelled == [b"hang:1"])
+        assert (await failure_of(client.generate(b"refuse:x"))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert server.num_single == 7
+    assert server.metadata[5]["x-request-id"] == "r1"
+
+
+async def test_a_server_that_ends_lets_calls_end_and_does_not_wait_for_sessions() -> None:
+    server = Server()
+    async with serving(server) as (address, grpc_server), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        call = client.generate(b"together:1")
+        await until(lambda: server.metadata)
+        server.sessions.end_when_idle()
+        stopping = asyncio.create_task(grpc_server.stop(60))
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        server.going.set()
+        assert await all_of(call) == [b"together:1"]
+        async with asyncio.timeout(10):
+            await stopping
+
+
+async def test_an_old_session_takes_no_new_calls_and_ends_with_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_AGE_S", 0.0)
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        first = client.generate(b"together:1")
+        await until(lambda: server.metadata)
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        assert server.num_sessions == 2
+        server.going.set()
+        assert await all_of(first) == [b"together:1"]
+
+
+async def test_writers_wait_while_too_much_is_unsent_and_messages_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_UNSENT_BYTES", 100_000)
+    monkeypatch.setattr(sessions, "MAX_MESSAGE_BYTES", 50_000)
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        answers = await asyncio.gather(*(all_of(client.generate(b"large:60000")) for _ in range(4)))
+    assert [len(b"".join(answer)) for answer in answers] == [480_000] * 4
+    assert server.num_messages >= 32
+
+
+async def test_more_calls_than_a_session_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_OPEN_CALLS", 2)
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        calls = [client.generate(b"hang:%d" % n) for n in range(2)]
+        for call in calls:
+            assert await call.read() == b"begun"
+        assert (await failure_of(client.generate(b"count:1"))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls[0].cancel()
+        await until(lambda: server.cancelled)
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        calls[1].cancel()
