@@ -22,10 +22,15 @@ FILES = {
     "two-socket": ["compose.yaml", "deploy/compose/two-socket.yaml"],
     "host": ["deploy/compose/host.yaml"],
 }
-VARIABLES = {"HOST_ADDRESS": "10.0.0.7", "REDIS_URL": "redis://10.0.0.5:6379/0", "WORKER_1_CPUS": "4-5"}
+VARIABLES = {
+    "HOST_ADDRESS": "10.0.0.7",
+    "REDIS_URL": "redis://10.0.0.5:6379/0",
+    "WORKER_1_CPUS": "4-5",
+    "TLS_DIR": "/tls",
+}
 ALL_PROFILES = ["--profile", "front", "--profile", "redis", "--profile", "two-socket"]
 
-_INNERMOST = re.compile(r"\$\{(\w+)(?::([-?])([^${}]*))?\}")
+_INNERMOST = re.compile(r"\$\{(\w+)(?::([-?+])([^${}]*))?\}")
 
 
 def interpolated(text: str) -> str:
@@ -33,6 +38,8 @@ def interpolated(text: str) -> str:
     while found := _INNERMOST.search(text):
         name, operator, otherwise = found.groups()
         value = VARIABLES.get(name) or (otherwise if operator == "-" else None)
+        if operator == "+":
+            value = otherwise if name in VARIABLES else ""
         assert value is not None, f"{name} has no value"
         text = text[: found.start()] + value + text[found.end() :]
     return text

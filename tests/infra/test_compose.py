@@ -350,9 +350,18 @@ def test_a_server_with_two_nodes_has_a_worker_on_the_cores_of_each() -> None:
         assert "Paris" in capital()
 
 
-def test_a_host_of_a_fleet_comes_up_on_its_own_address() -> None:
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_a_host_of_a_fleet_comes_up_on_its_own_address(is_secure: bool, tmp_path: Path) -> None:
     files = str(ROOT / "deploy/compose/host.yaml")
-    address = {"HOST_ADDRESS": "127.0.0.1", "REDIS_URL": "redis://127.0.0.1:6379/0"}
-    with other_system("front,redis,two-socket", files, **address):
+    settings = {"HOST_ADDRESS": "127.0.0.1", "REDIS_URL": "redis://127.0.0.1:6379/0"}
+    if is_secure:
+        made = headrace("certs", "create", str(tmp_path / "certificates"))
+        assert made.returncode == 0, made.stderr
+        subprocess.run(["chown", "-R", "10001:10001", str(tmp_path / "certificates")], check=True)
+        settings["TLS_DIR"] = str(tmp_path / "certificates")
+    with other_system("front,redis,two-socket", files, **settings) as compose:
         until_workers_are_known(2)
         assert "Paris" in capital()
+        plain = ("exec", "-e", "HEADRACE_TLS_DIR=", "-e", "HEADRACE_JOIN_TOKEN_FILE=", container("router"))
+        asked = ("sh", "-c", "headrace health 127.0.0.1:50051 || true")
+        assert compose(*plain, *asked).strip() == ("not serving" if is_secure else "serving")
