@@ -11,14 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
-from headrace.gateway.redis_link import connect, failures
+from headrace.gateway.redis_link import RedisClient, connect, failures
 from headrace.protos.api_keys import REDIS_KEYS, REDIS_VERSION, ApiKey, checked, load_key, read_keys, sha256_of
 from headrace.protos.status import Reason, StatusError
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
 
 LOOK_S = 1.0
 MAX_SECRET_BYTES = 512
@@ -75,7 +72,7 @@ class KeyTable:
 
     def __init__(self, url: str) -> None:
         """Raises ValueError for what is no URL of Redis."""
-        self._redis: Redis = connect(url, _REDIS_TIMEOUT_S)
+        self._redis: RedisClient = connect(url, _REDIS_TIMEOUT_S)
         self._version: bytes | None = None
         self._was_read = False
 

@@ -22,13 +22,10 @@ import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.gateway.limits import Answer, Entry, KeyLimits, LocalLimits, Standing
-from headrace.gateway.redis_link import connect, failures
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from headrace.gateway.redis_link import RedisClient, connect, failures
 
 TIMEOUT_S = 1.0
 LOOK_S = 0.5
@@ -146,7 +143,7 @@ class SharedLimits:
 
     def __init__(self, url: str, local: LocalLimits) -> None:
         """Raises ValueError for what is no URL of Redis."""
-        self._redis: Redis = connect(url, _SOCKET_TIMEOUT_S)
+        self._redis: RedisClient = connect(url, _SOCKET_TIMEOUT_S)
         self._local = local
         self.is_shared = False
         """Whether Redis answers."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+RedisClient: TypeAlias = "Redis"
+"""For those who use a client and import nothing of it."""
 
 MAX_CONNECTIONS = 32
 _SENTINEL_PORT = 26379
