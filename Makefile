@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock test test-clients test-numa soak soak-gateway check protos release-protos screenshots bench bench-router dev clean
+.PHONY: help serve lock test test-clients test-numa soak soak-gateway check protos release-protos screenshots bench bench-router bench-gateway dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
 	@echo 'make bench-router                             placement and forwarding, beside peers'
+	@echo 'make bench-gateway                            CPU per streamed token, idle streams, open connections'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
 	@echo 'make screenshots                              the pictures of console and dashboard, in docs/images'
@@ -125,6 +126,9 @@ bench: .venv/.dev
 bench-router: .venv/.bench
 	DYN_LOG=error $(BIN)/python -m benchmarks.router_decision
 	$(BIN)/python -m benchmarks.router_overhead
+
+bench-gateway: .venv/.dev
+	$(BIN)/python -m benchmarks.gateway
 
 dev: .venv/.dev .links/headrace
 
