@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import logging
 import math
+import resource
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ DRAIN_TIMEOUT_S = 2.0
 # Beyond the drain timeout, for the last words of streams that are interrupted then.
 STOP_S = 1.0
 EXIT_USAGE = 2
+MAX_FILES = 65_536
 # gRPC calls at a time besides those that the door lets in, such as health and reflection.
 OTHER_CALLS = 256
 
@@ -283,6 +285,7 @@ def command(
     configure_logging(log_level, log_format)
     ACCESS.disabled = not access_log
     start_tracing("gateway", otlp_endpoint)
+    _raise_file_limit()
     uvloop.run(serve(Settings(drain_timeout_s=drain_timeout, **options)))
 
 
@@ -291,6 +294,14 @@ def _parsers(values: tuple[str, ...], known: Sequence[str]) -> dict[str, str]:
         return parse_parsers(values, known)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def _raise_file_limit() -> None:
+    """Let there be as many connections as the system lets this process have: shells give it few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main() -> None:
