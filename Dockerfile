@@ -20,7 +20,6 @@ ENV PATH=/opt/headrace/bin:$PATH \
     PYTHONUNBUFFERED=1
 # By number, so that others can tell that it is not root.
 USER 10001:10001
-VOLUME /models
 # What a container is asked depends on what it runs: set the variable to HOST:PORT for a router or worker.
 ENV HEADRACE_HEALTH_TARGET=http://127.0.0.1:8000
 HEALTHCHECK --interval=5s --timeout=3s --start-period=120s CMD ["sh", "-c", "exec headrace health \"$HEADRACE_HEALTH_TARGET\""]
