@@ -1,9 +1,10 @@
 """What a router costs a stream: `python -m benchmarks.router_overhead [--streams 64] [--rounds 8]`.
 
 Streams of 40 tokens from a scripted worker (a process of its own, see router_processes) are read in three ways by
-turns: straight from the worker, through a bare grpc.aio pass-through, through `python -m headrace.router`. So many
-streams are open all the time; each is followed by another. Reported: TTFT and what it is more than straight, and the
-processor time of the process in between for each message, from /proc/PID/stat.
+turns: straight from the worker and through `python -m headrace.router`, both in one session as a gateway reads, and as
+calls of their own through a bare grpc.aio pass-through. So many streams are open all the time; each is followed by
+another. Reported: TTFT and what it is more than straight, and the processor time of the process in between for each
+message, from /proc/PID/stat.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
 import uvloop
 
-from benchmarks.router_processes import GENERATE, NUM_TOKENS
+from benchmarks.router_processes import NUM_TOKENS
 from headrace.protos import inference_pb2
+from headrace.protos.sessions import GENERATE, Call, SessionClient
 
 WAYS = ("straight", "pass-through", "router")
 # Streams that one place reads one after the other in a round.
@@ -59,10 +61,12 @@ def cpu_s(pid: int) -> float:
 class Way:
     """One way to the worker: a channel, and the process in between if there is one."""
 
-    def __init__(self, address: str, pid: int | None) -> None:
+    def __init__(self, address: str, pid: int | None, *, in_session: bool) -> None:
         self.pid = pid
         self._channel = grpc.aio.insecure_channel(address)
-        self._call = self._channel.unary_stream(GENERATE)
+        self._call: Callable[[bytes], Call] = (
+            SessionClient(self._channel).generate if in_session else self._channel.unary_stream(GENERATE)
+        )
         self.ttft_ms: list[float] = []
         self.cpu_us: list[float] = []
 
@@ -104,7 +108,6 @@ class Way:
                 ttft_ms = 1000 * (time.perf_counter() - began)
             num_messages += 1
         if num_messages != MESSAGES_OF_A_STREAM:
-            await call.code()
             raise AssertionError(f"{num_messages} messages came instead of {MESSAGES_OF_A_STREAM}")
         return ttft_ms
 
@@ -133,7 +136,7 @@ def report(ways: dict[str, Way], streams: int) -> None:
 
 async def measure(addresses: dict[str, str], pids: dict[str, int | None], streams: int, rounds: int) -> None:
     """All rounds, the ways in turn."""
-    ways = {name: Way(addresses[name], pids[name]) for name in WAYS}
+    ways = {name: Way(addresses[name], pids[name], in_session=name != "pass-through") for name in WAYS}
     for way in ways.values():
         await way.until_ready()
         await way.round(streams, 0)

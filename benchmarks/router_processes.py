@@ -19,10 +19,10 @@ import grpc
 import uvloop
 
 from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from headrace.protos.sessions import GENERATE, SessionServer
 
 TICK_S = 0.025
 NUM_TOKENS = 40
-GENERATE = "/headrace.v1.Inference/Generate"
 
 
 def scripted_messages() -> list[bytes]:
@@ -85,7 +85,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 async def serve_worker(address: str) -> None:
     """The worker on this address."""
     worker = ScriptedWorker()
-    server = _server({"Generate": grpc.unary_stream_rpc_method_handler(worker.generate)})
+    generate = grpc.unary_stream_rpc_method_handler(worker.generate)
+    server = _server({"Generate": generate, "Session": SessionServer(worker.generate).method()})
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     server.add_insecure_port(address)
     await server.start()
