@@ -43,12 +43,12 @@ def part(heading: str) -> str:
     return whole[whole.index(f"\n{heading}\n") :].split("\n## ")[1]
 
 
-def tests_of_the_gateway() -> str:
+def text_of_all_tests() -> str:
     own = Path(__file__)
     return "".join(path.read_text() for path in sorted(own.parent.glob("test_*.py")) if path != own)
 
 
-TESTS = tests_of_the_gateway()
+TESTS = text_of_all_tests()
 
 
 @pytest.mark.parametrize(("kind", "name"), fields(), ids=lambda value: getattr(value, "__name__", value))
