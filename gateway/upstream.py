@@ -79,8 +79,9 @@ class _Endpoint:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection; if not, one is made."""
-        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+        """Whether there is a connection, and somebody answers; if not, one is made."""
+        is_ready = self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+        return is_ready and not self.sessions.is_silent
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/protos/inference.proto\x12\x0bheadrace.v1\"T\n\x0eSessionRequest\x12&\n\x06\x62\x65gins\x18\x01 \x03(\x0b\x32\x16.headrace.v1.BeginCall\x12\x1a\n\x12\x63\x61ncelled_call_ids\x18\x02 \x03(\x04\"\xbe\x01\n\tBeginCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x36\n\x08metadata\x18\x03 \x03(\x0b\x32$.headrace.v1.BeginCall.MetadataEntry\x12\x17\n\ntimeout_ms\x18\x04 \x01(\x04H\x00\x88\x01\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_timeout_ms\"7\n\x0fSessionResponse\x12$\n\x05parts\x18\x01 \x03(\x0b\x32\x15.headrace.v1.CallPart\"\\\n\x08\x43\x61llPart\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x12\n\x08response\x18\x02 \x01(\x0cH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.headrace.v1.CallEndH\x00\x42\x06\n\x04part\"9\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\x0c\"\xfd\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x18\n\x10resume_token_ids\x18\x06 \x03(\r\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x13\n\x0bsession_key\x18\t \x01(\t\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\"\xa1\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\n\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.headrace.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12-\n\tbad_words\x18\x10 \x03(\x0b\x32\x1a.headrace.v1.TokenSequence\x12+\n\nconstraint\x18\x11 \x01(\x0b\x32\x17.headrace.v1.Constraint\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xa7\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12.\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x17.headrace.v1.JsonObjectH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.headrace.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x0c\n\nJsonObject\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf6\x01\n\x10GenerateResponse\x12\x11\n\tstart_pos\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x1e\n\x11num_cached_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.headrace.v1.Finish\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobsB\x14\n\x12_num_cached_tokens\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xdc\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x05 \x01(\r\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.headrace.v1.TimingsB\x10\n\x0e_stop_token_id\"B\n\x07Timings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x11\n\tdecode_us\x18\x03 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa0\x01\n\tInference\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.headrace.v1.SessionRequest\x1a\x1c.headrace.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/protos/inference.proto\x12\x0bheadrace.v1\"T\n\x0eSessionRequest\x12&\n\x06\x62\x65gins\x18\x01 \x03(\x0b\x32\x16.headrace.v1.BeginCall\x12\x1a\n\x12\x63\x61ncelled_call_ids\x18\x02 \x03(\x04\"\xbe\x01\n\tBeginCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x36\n\x08metadata\x18\x03 \x03(\x0b\x32$.headrace.v1.BeginCall.MetadataEntry\x12\x17\n\ntimeout_ms\x18\x04 \x01(\x04H\x00\x88\x01\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_timeout_ms\"M\n\x0fSessionResponse\x12$\n\x05parts\x18\x01 \x03(\x0b\x32\x15.headrace.v1.CallPart\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\"\\\n\x08\x43\x61llPart\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x12\n\x08response\x18\x02 \x01(\x0cH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.headrace.v1.CallEndH\x00\x42\x06\n\x04part\"9\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\x0c\"\xfd\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x18\n\x10resume_token_ids\x18\x06 \x03(\r\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x13\n\x0bsession_key\x18\t \x01(\t\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\"\xa1\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\n\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.headrace.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12-\n\tbad_words\x18\x10 \x03(\x0b\x32\x1a.headrace.v1.TokenSequence\x12+\n\nconstraint\x18\x11 \x01(\x0b\x32\x17.headrace.v1.Constraint\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xa7\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12.\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x17.headrace.v1.JsonObjectH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.headrace.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x0c\n\nJsonObject\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf6\x01\n\x10GenerateResponse\x12\x11\n\tstart_pos\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x1e\n\x11num_cached_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.headrace.v1.Finish\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobsB\x14\n\x12_num_cached_tokens\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xdc\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x05 \x01(\r\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.headrace.v1.TimingsB\x10\n\x0e_stop_token_id\"B\n\x07Timings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x11\n\tdecode_us\x18\x03 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa0\x01\n\tInference\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.headrace.v1.SessionRequest\x1a\x1c.headrace.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEGINCALL_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2476
-  _globals['_FINISHREASON']._serialized_end=2571
+  _globals['_FINISHREASON']._serialized_start=2498
+  _globals['_FINISHREASON']._serialized_end=2593
   _globals['_SESSIONREQUEST']._serialized_start=48
   _globals['_SESSIONREQUEST']._serialized_end=132
   _globals['_BEGINCALL']._serialized_start=135
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEGINCALL_METADATAENTRY']._serialized_start=263
   _globals['_BEGINCALL_METADATAENTRY']._serialized_end=310
   _globals['_SESSIONRESPONSE']._serialized_start=327
-  _globals['_SESSIONRESPONSE']._serialized_end=382
-  _globals['_CALLPART']._serialized_start=384
-  _globals['_CALLPART']._serialized_end=476
-  _globals['_CALLEND']._serialized_start=478
-  _globals['_CALLEND']._serialized_end=535
-  _globals['_GENERATEREQUEST']._serialized_start=538
-  _globals['_GENERATEREQUEST']._serialized_end=791
-  _globals['_SAMPLINGPARAMS']._serialized_start=794
-  _globals['_SAMPLINGPARAMS']._serialized_end=1595
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1348
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1396
-  _globals['_CONSTRAINT']._serialized_start=1598
-  _globals['_CONSTRAINT']._serialized_end=1765
-  _globals['_JSONOBJECT']._serialized_start=1767
-  _globals['_JSONOBJECT']._serialized_end=1779
-  _globals['_CHOICES']._serialized_start=1781
-  _globals['_CHOICES']._serialized_end=1805
-  _globals['_TOKENSEQUENCE']._serialized_start=1807
-  _globals['_TOKENSEQUENCE']._serialized_end=1841
-  _globals['_GENERATERESPONSE']._serialized_start=1844
-  _globals['_GENERATERESPONSE']._serialized_end=2090
-  _globals['_TOKENLOGPROBS']._serialized_start=2092
-  _globals['_TOKENLOGPROBS']._serialized_end=2183
-  _globals['_FINISH']._serialized_start=2186
-  _globals['_FINISH']._serialized_end=2406
-  _globals['_TIMINGS']._serialized_start=2408
-  _globals['_TIMINGS']._serialized_end=2474
-  _globals['_INFERENCE']._serialized_start=2574
-  _globals['_INFERENCE']._serialized_end=2734
+  _globals['_SESSIONRESPONSE']._serialized_end=404
+  _globals['_CALLPART']._serialized_start=406
+  _globals['_CALLPART']._serialized_end=498
+  _globals['_CALLEND']._serialized_start=500
+  _globals['_CALLEND']._serialized_end=557
+  _globals['_GENERATEREQUEST']._serialized_start=560
+  _globals['_GENERATEREQUEST']._serialized_end=813
+  _globals['_SAMPLINGPARAMS']._serialized_start=816
+  _globals['_SAMPLINGPARAMS']._serialized_end=1617
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1370
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1418
+  _globals['_CONSTRAINT']._serialized_start=1620
+  _globals['_CONSTRAINT']._serialized_end=1787
+  _globals['_JSONOBJECT']._serialized_start=1789
+  _globals['_JSONOBJECT']._serialized_end=1801
+  _globals['_CHOICES']._serialized_start=1803
+  _globals['_CHOICES']._serialized_end=1827
+  _globals['_TOKENSEQUENCE']._serialized_start=1829
+  _globals['_TOKENSEQUENCE']._serialized_end=1863
+  _globals['_GENERATERESPONSE']._serialized_start=1866
+  _globals['_GENERATERESPONSE']._serialized_end=2112
+  _globals['_TOKENLOGPROBS']._serialized_start=2114
+  _globals['_TOKENLOGPROBS']._serialized_end=2205
+  _globals['_FINISH']._serialized_start=2208
+  _globals['_FINISH']._serialized_end=2428
+  _globals['_TIMINGS']._serialized_start=2430
+  _globals['_TIMINGS']._serialized_end=2496
+  _globals['_INFERENCE']._serialized_start=2596
+  _globals['_INFERENCE']._serialized_end=2756
 # @@protoc_insertion_point(module_scope)

@@ -44,10 +44,12 @@ class BeginCall(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., request: _Optional[bytes] = ..., metadata: _Optional[_Mapping[str, str]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "heartbeat_ms")
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedCompositeFieldContainer[CallPart]
-    def __init__(self, parts: _Optional[_Iterable[_Union[CallPart, _Mapping]]] = ...) -> None: ...
+    heartbeat_ms: int
+    def __init__(self, parts: _Optional[_Iterable[_Union[CallPart, _Mapping]]] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class CallPart(_message.Message):
     __slots__ = ("call_id", "response", "end")

@@ -7,6 +7,9 @@ at the same time, so what all of them write in one turn of the event loop goes o
     call 2: write --+--> parts, sent by one task --> parts --+--> call 2: read
     call 3: write --+                                        +--> call 3: read
 
+While calls are open the server is never silent for long, so a server that hangs is noticed by its silence, long before
+gRPC's own keepalive would.
+
 `SessionClient.generate` gives what grpc.aio's call would be, and a server's handler gets what its context would be, so
 both are written as for single calls. Servers that have no sessions are called with Generate.
 """
@@ -46,6 +49,11 @@ MAX_OPEN_CALLS = 16_384
 MAX_AGE_S = 60.0
 # How long a peer that has no sessions is called without.
 _WITHOUT_S = 60.0
+# What a server promises: a message at least this often while calls are open. After so many of them in silence it hangs.
+HEARTBEAT_MS = 500
+_LOST_HEARTBEATS = 5
+# A timer that fires this late says that this process stood still, and nothing about the server.
+_STALL_S = 0.25
 
 Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -89,10 +97,21 @@ class _Turns:
         self._send = send
         self._unsent: list[Any] = []
         self._num_bytes = 0
+        self.has_sent = False
         self._sending = asyncio.Lock()
         self._something = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is unsent."""
+        return self._num_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is unsent."""
+        return not self._unsent and not self._sending.locked()
 
     def put(self, item: Any, num_bytes: int) -> None:
         """Send it soon."""
@@ -120,6 +139,7 @@ class _Turns:
             self._room.set()
             if items:
                 await self._send(items)
+                self.has_sent = True
 
 
 # -- the caller's end -------------------------------------------------------------------------------------------------
@@ -139,21 +159,44 @@ class SessionClient:
         self._sessions: list[_ClientSession | None] = [None] * num_sessions
         self._turn = 0
         self._without_until_s = 0.0
+        self.heartbeat_s = 0.0  # as promised last; it holds for a new session too, whose server may hang already
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server was given up for its silence and has not been heard since. It is listened to; that it can
+        be called again is known without calling it."""
+        return all(session is not None and session.is_silent for session in self._sessions)
 
     def generate(self, request: bytes, *, timeout: float | None = None, metadata: Metadata = ()) -> Call:
         """Begin a call: `request` is a GenerateRequest on the wire, and so is each message that is read."""
         now_s = time.monotonic()
         if now_s < self._without_until_s:
             return cast("Call", self._begin_single(request, timeout=timeout, metadata=tuple(metadata)))
-        self._turn = (self._turn + 1) % len(self._sessions)
+        self._turn = self._next_turn()
         session = self._sessions[self._turn]
         if session is None or session.is_over or now_s - session.born_s > MAX_AGE_S:
             if session is not None:
                 session.retire()
-            session = self._sessions[self._turn] = _ClientSession(self._begin_session(), self._begin_alone)
+            session = self._sessions[self._turn] = _ClientSession(self, self._begin_session())
         return session.begin(request, timeout, metadata)
 
-    def _begin_alone(self, request: bytes, timeout: float | None, metadata: Metadata) -> Call:
+    def _next_turn(self) -> int:
+        """The next session in turn, of those whose server is heard if there are any."""
+        count = len(self._sessions)
+        turns = [(self._turn + step) % count for step in range(1, count + 1)]
+        for turn in turns:
+            session = self._sessions[turn]
+            if session is None or not session.is_silent:
+                return turn
+        return turns[0]
+
+    def listen(self, silent: _ClientSession) -> None:
+        """A session was given up for silence: begin one in its place, which is heard when the server goes on."""
+        if silent in self._sessions:
+            session = _ClientSession(self, self._begin_session(), is_silent=True)
+            self._sessions[self._sessions.index(silent)] = session
+
+    def begin_alone(self, request: bytes, timeout: float | None, metadata: Metadata) -> Call:
         """Begin a call that was begun in a session which the server does not have."""
         self._without_until_s = time.monotonic() + _WITHOUT_S
         return cast("Call", self._begin_single(request, timeout=timeout, metadata=tuple(metadata)))
@@ -162,11 +205,16 @@ class SessionClient:
 class _ClientSession:
     """One stream of SessionRequests and SessionResponses."""
 
-    def __init__(self, stream: Any, begin_alone: Callable[[bytes, float | None, Metadata], Call]) -> None:
+    def __init__(self, client: SessionClient, stream: Any, *, is_silent: bool = False) -> None:
+        """`is_silent` says that the server was given up; calls come here only if there is no other."""
         self.born_s = time.monotonic()
         self.is_over = False
+        self._client = client
         self._stream = stream
-        self._begin_alone = begin_alone
+        self._was_silent = is_silent
+        self._failure: grpc.aio.AioRpcError | None = None
+        self._heard_s = self.born_s
+        self._timer: asyncio.TimerHandle | None = None
         self._calls: dict[int, _ClientCall] = {}
         self._num_begun = 0
         self._is_retired = False
@@ -184,9 +232,18 @@ class _ClientSession:
             begin.metadata[key] = value
         if timeout is not None:
             begin.timeout_ms = max(0, round(1000 * timeout))
+        if not self._calls:
+            self._heard_s = time.monotonic()  # nothing had to be said until now
+            if self._timer is None:
+                self._arm(self._client.heartbeat_s * _LOST_HEARTBEATS or HEARTBEAT_MS / 1000)
         call = self._calls[call_id] = _ClientCall(self, call_id, request, timeout, metadata)
         self._turns.put(begin, len(request))
         return call
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server was given up before this session, and has not been heard in it."""
+        return self._was_silent and not self.is_over
 
     def cancel(self, call_id: int) -> None:
         """Tell the server that nobody reads the call any more."""
@@ -204,6 +261,31 @@ class _ClientSession:
             self.is_over = True
             asyncio.get_running_loop().call_later(1.0, self._stream.cancel)  # behind the last cancellations
 
+    def _arm(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(delay_s, self._look, loop.time() + delay_s)
+
+    def _look(self, due_s: float) -> None:
+        """See whether the server is there, for as long as calls are open."""
+        self._timer = None
+        if not self._calls or self.is_over:
+            return
+        silent_s = time.monotonic() - self._heard_s
+        bound_s = _LOST_HEARTBEATS * self._client.heartbeat_s
+        stood_still = asyncio.get_running_loop().time() - due_s > _STALL_S  # what was said meanwhile is unread
+        if bound_s == 0 or silent_s < bound_s or stood_still:
+            self._arm(max(bound_s - silent_s, HEARTBEAT_MS / 2000))
+            return
+        self._failure = _error(grpc.StatusCode.UNAVAILABLE, f"the server has been silent for {silent_s:.1f} s")
+        self.is_over = True
+        self._stream.cancel()
+        self._client.listen(self)
+
+    def _heard(self, message: SessionResponse) -> None:
+        self._heard_s = time.monotonic()
+        self._was_silent = False
+        self._client.heartbeat_s = message.heartbeat_ms / 1000
+
     async def _run_sender(self) -> None:
         # What ends sending ends receiving too, and that is where it is told why.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
@@ -219,23 +301,26 @@ class _ClientSession:
         await self._stream.write(message)
 
     async def _receive(self) -> None:
-        failure: grpc.aio.AioRpcError | None = None
         try:
             while (message := await self._stream.read()) is not grpc.aio.EOF:
+                self._heard(message)
                 for part in message.parts:
                     self._take(part)
         except grpc.aio.AioRpcError as error:
-            failure = error
+            self._failure = self._failure or error
         except asyncio.CancelledError:
-            pass  # the stream's, whose channel was closed, or the event loop's end
+            pass  # the stream's, given up or with its channel closed, or the event loop's end
         finally:
+            failure = self._failure
             self.is_over = True
+            if self._timer is not None:
+                self._timer.cancel()
             self._sender.cancel()
             self._stream.cancel()
             calls, self._calls = self._calls, {}
             for call in calls.values():
                 if failure is not None and failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    call.begin_alone(self._begin_alone)
+                    call.begin_alone(self._client.begin_alone)
                 else:
                     call.finish(_of_call(failure))
 
@@ -388,16 +473,20 @@ class _ServerSession:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns = _Turns(self._send)
         self._idle = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, requests: AsyncIterable[SessionRequest]) -> None:
         """Until the caller goes, or the server ends and no call is open."""
         self.end_if_idle()
+        self._turns.put(None, 0)
         parts = [asyncio.create_task(part) for part in (self._read(requests), self._turns.run(), self._idle.wait())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             if self._idle.is_set():
                 await self._turns.flush()
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             tasks = [*parts, *self._tasks.values()]
             for task in tasks:
                 task.cancel()
@@ -432,6 +521,8 @@ class _ServerSession:
             end = CallEnd(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="too many calls on one session")
             self.put(CallPart(call_id=begin.call_id, end=end), 0)
             return
+        if self._timer is None:
+            self._arm()
         context = _ServerContext(self, begin)
         task = self._tasks[begin.call_id] = asyncio.create_task(self._serve(begin.request, context))
         context.arm(task)
@@ -455,15 +546,32 @@ class _ServerSession:
             self.put(CallPart(call_id=context.call_id, end=end), 0)
             self.end_if_idle()
 
-    async def _send(self, parts: list[CallPart]) -> None:
+    def _arm(self) -> None:
+        # Twice within the time that is promised: what was said right behind a look may be the last for two of them.
+        self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_MS / 2000, self._beat)
+
+    def _beat(self) -> None:
+        """Say something if nothing was said, for as long as calls are open."""
+        self._timer = None
+        if not self._tasks:
+            return
+        if not self._turns.has_sent and self._turns.is_empty:
+            self._turns.put(None, 0)
+        self._turns.has_sent = False
+        self._arm()
+
+    async def _send(self, items: list[CallPart | None]) -> None:
+        parts = [part for part in items if part is not None]
+        if not parts:
+            await self._context.write(SessionResponse(heartbeat_ms=HEARTBEAT_MS))
         start, num_bytes = 0, 0
         for index, part in enumerate(parts):
             num_bytes += len(part.response)
             if num_bytes >= MAX_MESSAGE_BYTES:
-                await self._context.write(SessionResponse(parts=parts[start : index + 1]))
+                await self._context.write(SessionResponse(parts=parts[start : index + 1], heartbeat_ms=HEARTBEAT_MS))
                 start, num_bytes = index + 1, 0
         if start < len(parts):
-            await self._context.write(SessionResponse(parts=parts[start:]))
+            await self._context.write(SessionResponse(parts=parts[start:], heartbeat_ms=HEARTBEAT_MS))
 
 
 class _AbortedError(Exception):

@@ -180,6 +180,42 @@ async def test_a_router_that_dies_cuts_no_stream_and_fails_no_request(own_fleet:
     own_fleet.until_idle()
 
 
+def num_resumed(system: Fleet) -> int:
+    """Generations that the gateway has taken from a silent router so far, as of its log."""
+    return sum("silent for" in line for line in system.gateway.logs)
+
+
+@pytest.mark.timeout(120 + 60 * ROUNDS)
+async def test_a_router_that_hangs_cuts_no_stream_and_fails_no_request(own_fleet: Fleet) -> None:
+    undisturbed = await run_streams(own_fleet.base_url, bodies(GREEDY))
+    async with load(own_fleet.base_url) as requests:
+        for number in range(ROUNDS):
+            victim = own_fleet.routers[number % 2]
+
+            async def hang(router: Process = victim, num_before: int = num_resumed(own_fleet)) -> None:
+                router.signal(signal.SIGSTOP)
+                await asyncio.to_thread(
+                    until,
+                    lambda: num_resumed(own_fleet) > num_before,
+                    f"the gateway resumes what was with {router.name}",
+                    NOTICED_WITHIN_S,
+                )
+
+            try:
+                streams = await run_streams(
+                    own_fleet.base_url, bodies(GREEDY), disturb_behind=2 + 7 * number % 30, disturb=hang
+                )
+                # Nobody asks it while it hangs.
+                await requests.more(24)
+            finally:
+                victim.signal(signal.SIGCONT)
+            tell(f"round {number}", streams)
+            assert differences(streams, undisturbed) == []
+            assert [stream.error for stream in requests.failed] == []
+    assert requests.failed == []
+    own_fleet.until_idle()
+
+
 @pytest.mark.timeout(120 + 60 * RESTARTS)
 async def test_a_rolling_restart_of_every_tier_fails_no_request(own_fleet: Fleet) -> None:
     async with load(own_fleet.base_url, num_clients=12) as requests:

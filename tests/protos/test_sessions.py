@@ -28,6 +28,10 @@ class Server:
         self.cancelled: list[bytes] = []
         self.metadata: list[dict[str, Any]] = []
         self.going = asyncio.Event()
+        self.num_empty = 0
+        self.promises = True
+        self.lives = asyncio.Event()
+        self.lives.set()
 
     async def handle(self, raw: bytes, context: CallContext) -> None:
         verb, _, argument = raw.decode().partition(":")
@@ -63,7 +67,13 @@ class Server:
 
         class Counting:
             async def write(self, message: Any) -> None:
-                server.num_messages += 1
+                await server.lives.wait()
+                if message.parts:
+                    server.num_messages += 1
+                else:
+                    server.num_empty += 1
+                if not server.promises:
+                    message.heartbeat_ms = 0
                 await context.write(message)
 
         await self.sessions.serve(requests, Counting())
@@ -286,3 +296,89 @@ async def test_more_calls_than_a_session_holds_are_refused(monkeypatch: pytest.M
         await until(lambda: server.cancelled)
         assert await all_of(client.generate(b"count:1")) == [b"0"]
         calls[1].cancel()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is noticed ten times as fast."""
+    monkeypatch.setattr(sessions, "HEARTBEAT_MS", 50)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_call_may_be_silent_for_long_while_its_server_is_not() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        call = client.generate(b"together:1")
+        await until(lambda: server.num_empty > 20)  # more than thrice the silence that gives a server up
+        server.going.set()
+        assert await all_of(call) == [b"together:1"]
+        assert not client.is_silent
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_nothing_is_said_while_no_call_is_open() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        num_empty = server.num_empty
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await until(lambda: server.num_empty > num_empty)
+        # And silence without calls is no reason to give anyone up.
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        assert server.num_sessions == 1
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_server_that_hangs_is_given_up_for_its_silence_and_known_to_be_back_without_a_call() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        calls = [client.generate(b"hang:%d" % n) for n in range(3)]
+        for call in calls:
+            assert await call.read() == b"begun"
+        server.lives.clear()
+        for call in calls:
+            lost = await failure_of(call)
+            assert lost.code() is grpc.StatusCode.UNAVAILABLE
+            assert "silent" in (lost.details() or "")
+        assert client.is_silent
+        # A call that is made all the same is given up as well, by what was promised before.
+        assert "silent" in ((await failure_of(client.generate(b"count:1"))).details() or "")
+        assert client.is_silent
+        server.lives.set()
+        await until(lambda: not client.is_silent)
+        assert await all_of(client.generate(b"count:2")) == [b"0", b"1"]
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_with_several_sessions_those_whose_server_is_heard_are_used() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel, 2)
+        call = client.generate(b"hang:1")
+        assert await call.read() == b"begun"
+        server.lives.clear()
+        await failure_of(call)
+        assert not client.is_silent  # the other session was not begun yet
+        server.lives.set()
+        assert [await all_of(client.generate(b"count:1")) for _ in range(4)] == [[b"0"]] * 4
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_server_that_promises_nothing_is_not_given_up() -> None:
+    server = Server()
+    server.promises = False
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        call = client.generate(b"together:1")
+        await until(lambda: server.num_empty > 0)
+        server.lives.clear()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.6):
+                await call.read()
+        server.lives.set()
+        server.going.set()
+        assert await all_of(call) == [b"together:1"]
