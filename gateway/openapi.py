@@ -40,6 +40,8 @@ class Operation:
     """Of an answer; None where there is none but errors."""
     content_type: str = _TEXT
     """Of an answer without a type."""
+    unavailable: Any = None
+    """Type of a 503 that is no failure."""
     query: Mapping[str, Any] = field(default_factory=dict)
     """Schemas of the parameters in the query, by name."""
 
@@ -142,7 +144,12 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("GET", "/health/live", "Whether the gateway runs", answer_types.Health, prefixes=("", "/v2")),
     Operation(
-        "GET", "/health/ready", "Whether a model can be asked for (else 503)", answer_types.Health, prefixes=("", "/v2")
+        "GET",
+        "/health/ready",
+        "Whether a model can be asked for",
+        answer_types.Health,
+        prefixes=("", "/v2"),
+        unavailable=answer_types.Health,
     ),
     Operation("GET", "/metrics", "Metrics of gateway and workers, for Prometheus"),
     Operation("GET", "/openapi.json", "This document", answer_types.Document),
@@ -266,7 +273,9 @@ _KEYWORDS_OF = {
 def document(operations: Iterable[Operation] = OPERATIONS) -> dict[str, Any]:
     """The document, OpenAPI 3.1."""
     operations = list(operations)
-    types = {kind for one in operations for kind in (one.request, one.answer, one.error) if kind is not None}
+    types = {
+        kind for one in operations for kind in (one.request, one.answer, one.error, one.unavailable) if kind is not None
+    }
     listed = sorted(types, key=str)
     references, schemas = msgspec.json.schema_components(listed, ref_template=_SCHEMAS)
     reference_of = dict(zip(map(str, listed), references, strict=True))
@@ -308,6 +317,9 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
         if one.is_streamed:
             content[_EVENTS] = {"schema": _EVENT}
         responses = {str(one.status): {"description": "The answer", "content": content}, **responses}
+    if one.unavailable is not None:
+        schema = {"application/json": {"schema": reference_of[str(one.unavailable)]}}
+        responses["503"] = {"description": "Not yet, or no more", "content": schema}
     value: dict[str, Any] = {
         "operationId": "_".join([one.method.lower(), *words]).replace(".", "_"),
         "summary": one.summary,

@@ -75,9 +75,11 @@ def address(kit_of_module: Any, tiny_files: dict[str, bytes]) -> Iterator[str]:
         fake.script = answer
         fake.cards = [fake.card(max_context_tokens=2**20)]
         async with kit.serving_router(fake) as (router, _), kit.serving_gateway(router) as gateway:
+            polling = asyncio.create_task(gateway.models.run())
             url.append(gateway.url)
             started.set()
             await stop.wait()
+            polling.cancel()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
