@@ -182,24 +182,7 @@ def _content(structure: Structure) -> str:
         raise invalid(structure.field, f"{structure.field}: the JSON schema is not JSON") from error
     if not isinstance(schema, dict) or "x-guidance" in schema:
         raise invalid(structure.field, f"{structure.field}: a JSON schema is an object without x-guidance")
-    loose = _loose_keyword(schema)
-    if loose:
-        message = f"{structure.field}: {loose} cannot be kept beside tools that may be called"
-        raise unsupported(structure.field, message)
     return f"%json {json.dumps({**schema, 'x-guidance': _CONTENT_OPTIONS})}"
-
-
-def _loose_keyword(value: Any) -> str:
-    """A keyword that workers narrow where a schema is the whole constraint, and the compiler alone does not keep."""
-    if isinstance(value, list):
-        return next(filter(None, map(_loose_keyword, value)), "")
-    if not isinstance(value, dict):
-        return ""
-    if value.get("format") in ("date", "time", "date-time"):
-        return f"format {value['format']}"
-    if isinstance(value.get("minProperties"), int) and value["minProperties"] > 1:
-        return "minProperties"
-    return next(filter(None, map(_loose_keyword, value.values())), "")
 
 
 def literal(text: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.json_schema import UnsupportedSchema, prepared
+from headrace.worker.json_schema import UnsupportedSchema, prepared, prepared_within
 
 log = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ def _grammar_text(source: ConstraintSource) -> str:
     if source.kind == "choice":
         return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in source.texts)
     assert source.kind == "grammar", source.kind
-    return source.texts[0]
+    return prepared_within(source.texts[0])
 
 
 def _refusal(source: ConstraintSource, reason: str) -> StatusError:

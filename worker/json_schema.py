@@ -13,6 +13,7 @@ Answers are compact, without white space between tokens: docs/decisions/0007.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -32,6 +33,9 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalProperties", "additionalItems")
 
+_DECODER = json.JSONDecoder()
+# What may hold %json without meaning it, and %json itself.
+_LEXEMES = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)', re.DOTALL)
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
 
 
@@ -56,6 +60,32 @@ def prepared(schema: str) -> str:
         raise UnsupportedSchema("it is not UTF-8") from error
     except RecursionError as error:
         raise UnsupportedSchema("it is nested too deeply") from error
+
+
+def prepared_within(grammar: str) -> str:
+    """A grammar in Lark whose JSON schemas (`%json {...}`) are narrowed in the same way, each with its own options for
+    white space. Raises `UnsupportedSchema`."""
+    parts, position = [], 0
+    while (found := _LEXEMES.search(grammar, position)) is not None:
+        parts.append(grammar[position : found.end()])
+        position = found.end()
+        if found["json"] is not None:
+            start = position + len(grammar[position:]) - len(grammar[position:].lstrip())
+            try:
+                schema, end = _DECODER.raw_decode(grammar, start)
+            except (ValueError, RecursionError):
+                continue  # the compiler says what is wrong with it, and where
+            parts.append(f" {json.dumps(_narrowed_root(schema))}")
+            position = end
+    return "".join(parts) + grammar[position:]
+
+
+def _narrowed_root(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    options = schema.get("x-guidance")
+    narrowed = _narrowed(schema)
+    return {**narrowed, "x-guidance": {**options, "lenient": False}} if isinstance(options, dict) else narrowed
 
 
 def _narrowed(schema: Any) -> Any:

@@ -129,12 +129,34 @@ async def test_answers_have_no_white_space_between_tokens(compiler: Grammars) ->
             assert b" " not in text_of(tokens)
 
 
+async def test_schemas_within_a_grammar_are_kept_as_exactly(compiler: Grammars) -> None:
+    schema = {"type": "string", "format": "date"}
+    text = f'start: "on %json " day // %json 1\nday: %json {json.dumps(schema)}'
+    constraint = await constraint_of(compiler, ConstraintSource("grammar", (text,)))
+    matcher = constraint.begin()
+    for byte in b'on %json "2023-02-2':
+        matcher.advance(byte)
+    allowed = matcher.allowed(list(b'on %json "2023-02-2')).token_ids
+    assert allowed is not None
+    assert ord("8") in allowed
+    assert ord("9") not in allowed
+
+
 async def test_neither_special_tokens_nor_rows_that_are_no_token_are_ever_allowed(compiler: Grammars) -> None:
     allowed = allowed_ids(await constraint_of(compiler, ConstraintSource("regex", (r"(?s:.+)",))))
     assert allowed
     assert max(allowed) < len(TOKEN_BYTES)
     assert SPECIAL not in allowed
     assert EOS not in allowed
+
+
+async def test_a_schema_within_a_grammar_that_cannot_be_kept_is_refused(compiler: Grammars) -> None:
+    schema = {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}
+    source = ConstraintSource("grammar", (f"start: %json {json.dumps(schema)}",))
+    with pytest.raises(StatusError, match="minProperties"):
+        await constraint_of(compiler, source)
+    with pytest.raises(StatusError):
+        await constraint_of(compiler, ConstraintSource("grammar", ("start: %json {",)))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
