@@ -218,6 +218,7 @@ class _ClientSession:
         self._calls: dict[int, _ClientCall] = {}
         self._num_begun = 0
         self._is_retired = False
+        self._has_spoken = False
         self._turns = _Turns(self._send)
         self._sender = asyncio.create_task(self._run_sender())
         self._receiver = asyncio.create_task(self._receive())
@@ -303,6 +304,7 @@ class _ClientSession:
     async def _receive(self) -> None:
         try:
             while (message := await self._stream.read()) is not grpc.aio.EOF:
+                self._has_spoken = True
                 self._heard(message)
                 for part in message.parts:
                     self._take(part)
@@ -319,10 +321,16 @@ class _ClientSession:
             self._stream.cancel()
             calls, self._calls = self._calls, {}
             for call in calls.values():
-                if failure is not None and failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+                if failure is not None and self._is_unknown(failure):
                     call.begin_alone(self._client.begin_alone)
                 else:
                     call.finish(_of_call(failure))
+
+    def _is_unknown(self, failure: grpc.aio.AioRpcError) -> bool:
+        """Whether the server has no sessions. Where it says so while this end is still writing, gRPC makes an error of
+        its own core of that."""
+        core_failed = failure.code() is grpc.StatusCode.INTERNAL and not self._has_spoken
+        return failure.code() is grpc.StatusCode.UNIMPLEMENTED or core_failed
 
     def _take(self, part: CallPart) -> None:
         call = self._calls.get(part.call_id)

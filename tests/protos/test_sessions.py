@@ -243,6 +243,19 @@ async def test_a_server_without_sessions_is_called_one_by_one() -> None:
     assert server.metadata[5]["x-request-id"] == "r1"
 
 
+async def test_a_session_that_breaks_inside_grpc_before_a_word_came_is_taken_for_unknown() -> None:
+    server = Server()
+
+    async def broken(requests: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
+
+    server.session = broken  # type: ignore[method-assign]
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        assert await all_of(client.generate(b"count:2")) == [b"0", b"1"]
+    assert server.num_single == 1
+
+
 async def test_a_server_that_ends_lets_calls_end_and_does_not_wait_for_sessions() -> None:
     server = Server()
     async with serving(server) as (address, grpc_server), grpc.aio.insecure_channel(address) as channel:
