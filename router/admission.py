@@ -20,13 +20,12 @@ from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fair_queue import Entry, FairQueue
 from headrace.router.fleet import Fleet, PlacedRequest, RoutedRequest
-from headrace.router.policy import Priors, predicted_wait_ms
+from headrace.router.policy import predicted_wait_ms
 from headrace.router.refusals import queue_full, tenant_full, too_late
 
 # How often a request that waits looks whether it has waited too long, besides when it is its turn.
 _LOOK_S = 0.5
 _CAPACITY_RETRY_S = 1.0
-_PRIORS = Priors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +165,14 @@ class Admission:
             queue = FairQueue(self._config.tenant_weights)
         tenant, priority = message.tenant, message.priority
         candidates = self._fleet.candidates(card)
-        wait_s = predicted_wait_ms(queue.num_ahead(tenant, priority), candidates, _PRIORS) / 1000
+        priors = self._fleet.answer_lengths.priors(card.name)
+        wait_s = predicted_wait_ms(queue.num_ahead(tenant, priority), candidates, priors) / 1000
         if candidates and wait_s > bound_s:
             raise too_late(wait_s, bound_s)
         if self.num_waiting >= self._config.max_waiting:
             self._make_room(queue, tenant, priority, wait_s)
         ticket = _Ticket(request, card, self._clock() + bound_s, asyncio.get_running_loop().create_future())
-        entry = queue.push(ticket, tenant=tenant, priority=priority, charge=request.num_expected_tokens(_PRIORS))
+        entry = queue.push(ticket, tenant=tenant, priority=priority, charge=request.num_expected_tokens(priors))
         self._queues[card.name] = queue
         return queue, entry, ticket
 
@@ -199,7 +199,8 @@ class Admission:
                     raise self.no_capacity(ticket.card.name)
             elif now_s >= ticket.ends_at_s:
                 waited_s = now_s - waits_since_s
-                raise too_late(waited_s + predicted_wait_ms(0, candidates, _PRIORS) / 1000, waited_s)
+                priors = self._fleet.answer_lengths.priors(ticket.card.name)
+                raise too_late(waited_s + predicted_wait_ms(0, candidates, priors) / 1000, waited_s)
         return ticket.turn.result()
 
     def no_capacity(self, model: str) -> StatusError:

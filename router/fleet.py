@@ -21,6 +21,7 @@ from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.transport import PLAIN, Transport
+from headrace.router.answer_lengths import AnswerLengths
 from headrace.router.bookings import Booking
 from headrace.router.links import HEARTBEAT_MS, LinkState, WorkerLink
 from headrace.router.policy import Candidate, Placement, Priors, RequestFacts, has_room, place
@@ -107,6 +108,7 @@ class Fleet:
         self.on_room: Callable[[], None] = lambda: None
         """Called when a worker may have room that it had not; set by whoever has requests waiting for that."""
         self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
+        self.answer_lengths = AnswerLengths()
         self._registry = registry
         self._config = config
         self._transport = transport
@@ -345,7 +347,8 @@ class Fleet:
         session_worker = self._sessions.get((model, request.session_key)) if request.session_key else None
         facts = RequestFacts(len(request.tokens), request.max_new_tokens, session_worker, request.max_ttft_ms)
         candidates = [link.candidate() for link, _ in links.values()]
-        placement = place(facts, candidates, cached_blocks, self._clock(), rng)
+        priors = self.answer_lengths.priors(model)
+        placement = place(facts, candidates, cached_blocks, self._clock(), rng, priors=priors)
         assert placement is not None, "every one of them takes requests"
         return placement
 

@@ -138,8 +138,12 @@ class Forwarding:
 
     async def run(self) -> None:
         """Deliver the whole answer. Raises StatusError or UpstreamError when that is impossible."""
-        with self._admission.counted(self._delivery.request):
-            await self._deliver()
+        try:
+            with self._admission.counted(self._delivery.request):
+                await self._deliver()
+        finally:
+            if self._card is not None:
+                self._fleet.answer_lengths.ended(self._card.name, len(self._delivery.token_ids))
 
     async def _deliver(self) -> None:
         why = ""

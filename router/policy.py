@@ -33,8 +33,10 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
 
     prefill_tokens_per_s: float = 1000.0
     decode_step_ms: float = 30.0
-    # Tokens of an answer, unless max_tokens is lower.
+    # Tokens of an answer, by which waiting for others to end is counted.
     answer_tokens: int = 128
+    # Tokens of an answer whose slowing down is weighed against the time to its first one, unless max_tokens is lower.
+    weighed_tokens: int = 128
     # A decode step takes twice the time of an idle one at this many sequences.
     batch_for_double_step: float = 32.0
     # Chance that a cached block that gives way would have been used again.
@@ -169,7 +171,7 @@ def cost(
     """What this request is expected to cost at this candidate, which is believed to have these rates, term by term."""
     load = candidate.load
     ms_per_token = 1000.0 / prefill_tokens_per_s
-    answer = priors.answer_tokens
+    answer = priors.weighed_tokens
     if request.max_new_tokens is not None and request.max_new_tokens < answer:
         answer = request.max_new_tokens
     miss = request.num_prompt_tokens - num_cached_tokens
@@ -181,7 +183,8 @@ def cost(
 
     # Places come free as answers end; those in the batch are half through on average.
     overhang = batch + load.num_waiting + 1 - load.max_num_seqs if load.max_num_seqs else 0
-    queue_ms = overhang / load.max_num_seqs * priors.answer_tokens * 0.5 * step_ms if overhang > 0 else 0.0
+    half_answer_ms = priors.answer_tokens * 0.5 * step_ms
+    queue_ms = overhang / load.max_num_seqs * half_answer_ms if overhang > 0 else 0.0
 
     # What was reported has been worked on since.
     backlog_ms = load.num_uncached_tokens * ms_per_token - (now_s - load.received_at_s) * 1000.0
@@ -208,9 +211,21 @@ def cost(
             eviction_ms = displaced * size * ms_per_token * priors.reuse_chance
         short = needed - (free if free > 0 else 0)
         if short > 0:
-            pressure_ms = short * size * ms_per_token + short / needed * priors.answer_tokens * step_ms
+            pressure_ms = short * size * ms_per_token + short / needed * priors.weighed_tokens * step_ms
+        # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.
+        promised = load.num_uncached_tokens // size
+        if short + promised > 0:
+            blocks_ms = _wait_for_blocks_ms(short + promised - answer // size, load, half_answer_ms)
+            if blocks_ms > queue_ms:
+                queue_ms = blocks_ms
     total_ms = queue_ms + backlog_ms + prefill_ms + decode_ms + eviction_ms + pressure_ms
     return CostTerms(queue_ms, backlog_ms, prefill_ms, decode_ms, eviction_ms, pressure_ms, total_ms)
+
+
+def _wait_for_blocks_ms(num_missing: int, load: LoadReport, half_answer_ms: float) -> float:
+    """How long until so many blocks come free, as the requests that hold the others end."""
+    held = load.num_blocks - load.num_free_blocks
+    return min(num_missing / held, 1.0) * half_answer_ms if num_missing > 0 and held > 0 else 0.0
 
 
 def has_room(candidate: Candidate) -> bool:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from headrace.router.answer_lengths import AnswerLengths
 from headrace.router.bookings import Booking, Bookings
 from headrace.router.policy import Candidate, LoadReport, RequestFacts, place
 from headrace.router.prefix_index import PrefixIndex
@@ -86,11 +87,18 @@ class Policy(Protocol):
         """A worker's blocks changed."""
         ...
 
+    def ended(self, job: Job) -> None:
+        """A request ended."""
+        ...
+
 
 class _Blind:
     """A policy that does not look at blocks."""
 
     def observe(self, worker: int, report: Report) -> None:
+        """Nothing to note."""
+
+    def ended(self, job: Job) -> None:
         """Nothing to note."""
 
 
@@ -160,6 +168,11 @@ class _Indexed:
         for name in self._names:
             self.index.add_worker(name)
         self._rng = rng
+        self._answer_lengths = AnswerLengths()
+
+    def ended(self, job: Job) -> None:
+        """Learn how long answers are."""
+        self._answer_lengths.ended("", job.num_output_tokens)
 
     def observe(self, worker: int, report: Report) -> None:
         """Apply the events."""
@@ -179,7 +192,8 @@ class HeadracePolicy(_Indexed):
         self.index.expire(now_s)
         matched = self.index.match(job.hashes, self._names)
         facts = RequestFacts(job.num_prompt_tokens)  # how long the answer will be is known to nobody
-        placement = place(facts, view.candidates(), matched, now_s, self._rng)
+        priors = self._answer_lengths.priors("")
+        placement = place(facts, view.candidates(), matched, now_s, self._rng, priors=priors)
         assert placement is not None, "every worker takes requests"
         worker_id = placement.worker_id
         return self._chosen(job, worker_id, placement.predicted_cached_tokens, matched[worker_id], now_s)
@@ -277,6 +291,7 @@ class SimulatedRouter:
 
     def ended(self, placed: PlacedJob) -> None:
         """A request ended."""
+        self._policy.ended(placed.job)
         self.view.bookings[placed.worker].release(placed.booking)
         self.view.changed(placed.worker)
 

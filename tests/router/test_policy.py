@@ -134,6 +134,38 @@ def test_workers_that_take_no_requests_or_failed_are_left_out() -> None:
     assert place(facts, [], {}, 0.0, random.Random(0)) is None
 
 
+def test_a_prompt_waits_for_blocks_where_the_cache_is_full_of_running_requests() -> None:
+    full = load(num_running=4, num_free_blocks=0)
+    placement = placed(candidate("full", full), request=RequestFacts(320, 16))
+    assert placement.cost.queue_ms > 0
+    # Twenty blocks of a thousand, of requests that are half through.
+    step_ms = 20.0 * (32 + 4 + 1) / (32 + 4)
+    assert placement.cost.queue_ms == pytest.approx(20 / 1000 * 0.5 * Priors().answer_tokens * step_ms)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        {"report": load(num_running=4, num_free_blocks=15, num_uncached_tokens=0)},
+        {"report": load(num_running=4, num_free_blocks=30, num_uncached_tokens=16 * 20)},
+        {"report": load(num_running=4, num_free_blocks=30), "num_booked_blocks": 15},
+    ],
+    ids=["held", "promised to prompts that are there", "booked"],
+)
+def test_blocks_that_others_will_have_are_not_free(taken: dict[str, Any]) -> None:
+    request = RequestFacts(320, 16)
+    assert placed(candidate("a", **taken), request=request).cost.queue_ms > 0
+    free = load(num_running=4, num_free_blocks=30)
+    assert placed(candidate("a", free), request=request).cost.queue_ms == 0
+
+
+def test_a_worker_without_blocks_comes_behind_one_that_keeps_the_bound() -> None:
+    # A long prefix is there, but the rest of the prompt would wait for blocks.
+    full = load(num_running=4, num_free_blocks=0, num_blocks=100)
+    request = RequestFacts(3200, 16, max_ttft_ms=3600.0)
+    assert placed(candidate("full", full), candidate("cold"), request=request, full=60).worker_id == "cold"
+
+
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     assert placed(candidate("a"), a=20).predicted_cached_tokens == 319
 
