@@ -43,8 +43,11 @@ SESSION = "/headrace.v1.Inference/Session"
 # Bytes that wait to be sent, beyond which writers wait; and so many go into one message.
 MAX_UNSENT_BYTES = 4 << 20
 MAX_MESSAGE_BYTES = 1 << 20
-# Calls that are open on one session at a time; more are refused.
+# Calls that are open on one session at a time, and sessions of one server; more are refused.
 MAX_OPEN_CALLS = 16_384
+MAX_SESSIONS = 512
+# Bytes of answers that came from one server and nobody has read. Beyond, the call with most of them is given up.
+MAX_UNREAD_BYTES = 64 << 20
 # New calls go to a new session after this time, so that routers behind one name that have joined get their share.
 MAX_AGE_S = 60.0
 # How long a peer that has no sessions is called without.
@@ -159,6 +162,7 @@ class SessionClient:
         self._sessions: list[_ClientSession | None] = [None] * num_sessions
         self._turn = 0
         self._without_until_s = 0.0
+        self.num_unread_bytes = 0
         self.heartbeat_s = 0.0  # as promised last; it holds for a new session too, whose server may hang already
 
     @property
@@ -343,12 +347,36 @@ class _ClientSession:
             self._end_if_idle()
         else:
             call.push(part.response)
+            if self._client.num_unread_bytes > MAX_UNREAD_BYTES:
+                self._give_up_slowest()
+
+    def _give_up_slowest(self) -> None:
+        """Nobody reads, and gRPC does not hold back single calls: end the one that keeps most."""
+        call_id, slowest = max(self._calls.items(), key=lambda item: item[1].num_unread_bytes)
+        self.cancel(call_id)
+        slowest.drop()
+        slowest.finish(_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer was not read in time"))
+
+    def took(self, num_bytes: int) -> None:
+        """So much was pushed to a call, or, below 0, is not kept any more."""
+        self._client.num_unread_bytes += num_bytes
 
 
 class _ClientCall:
     """One call of a session, for one reader."""
 
-    __slots__ = ("_call_id", "_end", "_is_cancelled", "_pending", "_retry", "_session", "_single", "_timer", "_waiter")
+    __slots__ = (
+        "_call_id",
+        "_end",
+        "_is_cancelled",
+        "_pending",
+        "_retry",
+        "_session",
+        "_single",
+        "_timer",
+        "_waiter",
+        "num_unread_bytes",
+    )
 
     def __init__(
         self, session: _ClientSession, call_id: int, request: bytes, timeout: float | None, metadata: Metadata
@@ -356,6 +384,7 @@ class _ClientCall:
         self._session = session
         self._call_id = call_id
         self._retry: tuple[bytes, float | None, Metadata] | None = (request, timeout, metadata)
+        self.num_unread_bytes = 0
         self._pending: deque[bytes] = deque()
         self._end: Any = None  # grpc.aio.EOF or an AioRpcError
         self._is_cancelled = False
@@ -376,12 +405,15 @@ class _ClientCall:
                 raise self._end
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._pending.popleft()
+        message = self._pending.popleft()
+        self._count(-len(message))
+        return message
 
     def cancel(self) -> bool:
         """See `Call`."""
         if self._single is not None:
             return self._single.cancel()
+        self.drop()
         if self._end is not None or self._is_cancelled:
             return False
         self._is_cancelled = True
@@ -393,7 +425,17 @@ class _ClientCall:
         """A message came."""
         self._retry = None
         self._pending.append(message)
+        self._count(len(message))
         self._wake()
+
+    def drop(self) -> None:
+        """What is unread will not be read."""
+        self._pending.clear()
+        self._count(-self.num_unread_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_unread_bytes += num_bytes
+        self._session.took(num_bytes)
 
     def finish(self, error: grpc.aio.AioRpcError | None) -> None:
         """Nothing follows."""
@@ -442,8 +484,21 @@ class SessionServer:
             response_serializer=SessionResponse.SerializeToString,
         )
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._sessions)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Bytes of answers that wait to be sent."""
+        return sum(session.num_unsent_bytes for session in self._sessions)
+
     async def serve(self, requests: AsyncIterable[SessionRequest], context: Any) -> None:
         """Serve one session."""
+        if len(self._sessions) >= MAX_SESSIONS:
+            problem = f"there are {MAX_SESSIONS} sessions, as many as this server takes"
+            await abort(context, StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0))
         session = _ServerSession(self, context)
         self._sessions.add(session)
         try:
@@ -508,6 +563,11 @@ class _ServerSession:
     def put(self, part: CallPart, num_bytes: int) -> None:
         """Send a part soon."""
         self._turns.put(part, num_bytes)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Bytes of answers that wait to be sent."""
+        return self._turns.num_bytes
 
     async def room(self) -> None:
         """Wait while too much is unsent."""

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.sessions import MAX_UNREAD_BYTES
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.transport import PLAIN, Transport
 from headrace.router.answer_lengths import AnswerLengths
@@ -203,6 +204,16 @@ class Fleet:
     def num_in_flight(self) -> int:
         """Requests booked on workers."""
         return sum(link.num_in_flight for link in (*self._links.values(), *self._retiring))
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes of answers that came from workers and were not passed on yet."""
+        return sum(link.sessions.num_unread_bytes for link in (*self._links.values(), *self._retiring))
+
+    @property
+    def max_unread_bytes(self) -> int:
+        """Bound of `num_unread_bytes`."""
+        return MAX_UNREAD_BYTES * (len(self._links) + len(self._retiring))
 
     @property
     def num_sessions(self) -> int:

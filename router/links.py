@@ -135,7 +135,8 @@ class WorkerLink:
         self._version = self._transport.version
         self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
-        self.generate = SessionClient(self._channel).generate
+        self.sessions = SessionClient(self._channel)
+        self.generate = self.sessions.generate
         # Without serializers, requests and responses are the bytes as they are on the wire.
         self.get_tokenizer: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             "/headrace.v1.Worker/GetTokenizer"

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
+from headrace.protos.sessions import MAX_SESSIONS, MAX_UNSENT_BYTES, SessionServer
 from headrace.protos.status import Reason
 from headrace.router.admission import Admission
 from headrace.router.fleet import Fleet
@@ -100,6 +101,8 @@ class RouterMetrics:
         self._gauge("index_predicted_blocks_max", "Bound of the predicted blocks", lambda: index.max_predicted)
         self._gauge("sessions", "Sessions whose worker is remembered", lambda: fleet.num_sessions)
         self._gauge("sessions_max", "Bound of the remembered sessions", lambda: fleet.max_sessions)
+        self._gauge("unread_bytes", "Bytes that workers sent and that wait here", lambda: fleet.num_unread_bytes)
+        self._gauge("unread_bytes_max", "Bound of those bytes", lambda: fleet.max_unread_bytes)
         self._gauge("resident_bytes", "Memory of the process", resident_bytes)
 
     def observe_requests(self, admission: Admission, holder: HoldsRequests) -> None:
@@ -110,6 +113,13 @@ class RouterMetrics:
         self._gauge("requests_held_max", "Bound of the requests in flight", lambda: holder.request_load.most_held)
         self._gauge("request_bytes", "Bytes of the requests in flight", lambda: holder.request_load.num_bytes)
         self._gauge("request_bytes_max", "Bound of those bytes", lambda: holder.request_load.most_bytes)
+
+    def observe_sessions(self, sessions: SessionServer) -> None:
+        """Add gauges that read the callers' sessions whenever they are scraped. Once."""
+        self._gauge("callers", "Sessions of gateways", lambda: sessions.num_sessions)
+        self._gauge("callers_max", "Bound of the sessions of gateways", lambda: MAX_SESSIONS)
+        self._gauge("unsent_bytes", "Bytes that gateways have not taken yet", lambda: sessions.num_unsent_bytes)
+        self._gauge("unsent_bytes_max", "Bound of those bytes", lambda: MAX_UNSENT_BYTES * sessions.num_sessions)
 
     def observe_leases(self, leases: LeaseReader) -> None:
         """Add a gauge that says whether Redis can be read. Once."""

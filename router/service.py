@@ -267,6 +267,7 @@ class RouterServer:
         self.admission = Admission(fleet, admission)
         self.inference = InferenceService(fleet, self.admission, metrics, forwarding, bounds)
         metrics.observe_requests(self.admission, self)
+        metrics.observe_sessions(self.inference.sessions)
         most = bounds.max_in_flight + _OTHER_CALLS
         self._server = grpc.aio.server(
             interceptors=transport.interceptors(), options=SERVER_OPTIONS, maximum_concurrent_rpcs=most

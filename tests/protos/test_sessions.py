@@ -76,6 +76,9 @@ class Server:
                     message.heartbeat_ms = 0
                 await context.write(message)
 
+            async def abort(self, *error: Any) -> None:
+                await context.abort(*error)
+
         await self.sessions.serve(requests, Counting())
 
     async def single(self, raw: bytes, context: Any) -> None:
@@ -395,3 +398,39 @@ async def test_a_server_that_promises_nothing_is_not_given_up() -> None:
         server.lives.set()
         server.going.set()
         assert await all_of(call) == [b"together:1"]
+
+
+async def test_an_answer_that_nobody_reads_is_given_up_before_too_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 200_000)
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        unread = client.generate(b"large:60000")
+        little = client.generate(b"large:1000")
+        await until(lambda: client.num_unread_bytes == 8 * 1000)
+        assert (await failure_of(unread)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [len(message) for message in await all_of(little)] == [1000] * 8
+        assert client.num_unread_bytes == 0
+
+
+async def test_what_is_unread_of_a_call_that_was_left_is_not_kept() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        call = client.generate(b"large:1000")
+        await until(lambda: client.num_unread_bytes == 8 * 1000)
+        call.cancel()
+        assert client.num_unread_bytes == 0
+
+
+async def test_more_sessions_than_a_server_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 1)
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel, 2)
+        first = client.generate(b"together:1")
+        await until(lambda: server.sessions.num_sessions == 1)
+        refused = await failure_of(client.generate(b"count:1"))
+        assert error_of(refused).reason is Reason.QUEUE_FULL
+        server.going.set()
+        assert await all_of(first) == [b"together:1"]

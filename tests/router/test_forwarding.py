@@ -392,7 +392,7 @@ async def test_every_bound_of_the_routers_memory_is_a_metric(
     await router.generate(PROMPT, session_key="s")
     sample = router.metrics.registry.get_sample_value
     bounded = ("index_entries", "index_predicted_blocks", "sessions", "requests_waiting", "requests_held")
-    for name in (*bounded, "request_bytes"):
+    for name in (*bounded, "request_bytes", "callers", "unsent_bytes", "unread_bytes"):
         value, most = sample(f"headrace_router_{name}"), sample(f"headrace_router_{name}_max")
         assert value is not None
         assert most is not None
