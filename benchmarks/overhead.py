@@ -1,15 +1,17 @@
 """What the engine does outside the kernels, as a part of the step: greedy, and with everything that sampling offers.
 
-    python -m benchmarks.overhead MODEL_DIR [--batch 64] [--steps 60]
+    python -m benchmarks.overhead MODEL_DIR [--batch 64] [--steps 60] [--text]
 
 For a vocabulary of 152k the model's last layer is repeated to that width, so the kernels do that work too. Time outside
 is all of `Engine.step` but the call of `infer()` itself. There is no peer here: the figure is a share of our own step.
+Prompts are random tokens, whose distributions are flat, or pieces of our documentation (`--text`), as people write.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,15 +62,37 @@ def widened(model_dir: Path, out: Path) -> Path:
     return out
 
 
-def measure(runner: OpenVINOModelRunner, num_blocks: int, batch: int, steps: int, sampling: dict[str, float]) -> str:
+def random_prompts(batch: int) -> list[list[int]]:
+    """Random tokens."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(100, 40_000, PROMPT).tolist() for _ in range(batch)]
+
+
+def text_prompts(model_dir: Path, batch: int) -> list[list[int]]:
+    """Pieces of the documentation."""
+    import openvino as ov
+    import openvino_tokenizers  # noqa: F401  it registers its operators
+
+    documents = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+    tokenizer = ov.Core().compile_model(model_dir / "openvino_tokenizer.xml", "CPU")
+    token_ids = tokenizer(["\n".join(document.read_text() for document in documents)])["input_ids"][0]
+    starts = np.linspace(0, len(token_ids) - PROMPT, batch).astype(int)
+    return [token_ids[start : start + PROMPT].tolist() for start in starts]
+
+
+def measure(
+    runner: OpenVINOModelRunner,
+    num_blocks: int,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    sampling: dict[str, float],
+) -> str:
     """Run decode steps at a full batch; the share outside the kernels."""
     pool = BlockPool(num_blocks, runner.block_size)
     sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
-    engine = Engine(Scheduler(KVCacheManager(pool), batch, 1024), runner, sampler)
-    rng = np.random.default_rng(0)
-    for index in range(batch):
+    engine = Engine(Scheduler(KVCacheManager(pool), len(prompts), 1024), runner, sampler)
+    for index, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": 2 * steps, "seed": index, **sampling})  # type: ignore[arg-type]
-        prompt = rng.integers(100, 40_000, PROMPT).tolist()
         engine.scheduler.add(Request(str(index), prompt, params, 0, arrival_s=index))
     while any(request.num_uncomputed_tokens > 1 for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
@@ -92,7 +116,9 @@ def main() -> None:
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--text", action="store_true", help="prompts of text")
     args = parser.parse_args()
+    prompts = text_prompts(args.model_dir, args.batch) if args.text else random_prompts(args.batch)
     num_blocks = args.batch * (-(-(PROMPT + 2 * args.steps) // 32) + 1)
     with tempfile.TemporaryDirectory() as folder:
         for directory in (args.model_dir, widened(args.model_dir, Path(folder))):
@@ -101,7 +127,7 @@ def main() -> None:
             )
             runner.allocate(num_blocks)
             for name, sampling in KINDS.items():
-                figures = measure(runner, num_blocks, args.batch, args.steps, sampling)
+                figures = measure(runner, num_blocks, prompts, args.steps, sampling)
                 print(f"vocabulary {runner.vocab_size}, batch {args.batch}, {name}: {figures}", flush=True)
 
 
