@@ -1,11 +1,12 @@
 """What the next step computes, and what its outcome means for the requests.
 
-Requests stand in two lists in order of rank (priority, then arrival): `waiting` and `running`. A step
+Requests stand in two lists in order of rank: `waiting` and `running`. Rank is priority, then whether a client already
+reads the answer, which went on elsewhere and was cut off there, then arrival. A step
 
 1. admits waiting requests while the batch and the cache have room,
 2. shares the token budget: one token for each request that has caught up; of what is left, a quarter for the
-   first in rank, so that the longest prompt goes on, and the rest by shortest remaining, so that short prompts do
-   not stand behind long ones,
+   first in rank, so that the longest prompt goes on, and the rest by shortest remaining, resumed ones first, so that
+   short prompts do not stand behind long ones,
 3. reserves blocks in order of rank, taking them from the last in rank when the pool is short.
 """
 
@@ -72,9 +73,14 @@ class Sampled(NamedTuple):
     error: StatusError = NOT_A_NUMBER
 
 
-def rank(request: Request) -> tuple[int, float]:
-    """Order among requests: higher priority first, then earlier arrival."""
-    return (-request.priority, request.arrival_s)
+def rank(request: Request) -> tuple[int, bool, float]:
+    """Order among requests: higher priority first, then those that were cut off elsewhere, then earlier arrival."""
+    return (-request.priority, not request.is_resumed, request.arrival_s)
+
+
+def is_urgent(request: Request, first: Request) -> bool:
+    """Whether somebody waits in the middle of an answer, and nobody of higher priority waits at all."""
+    return request.is_resumed and request.priority >= first.priority
 
 
 def chunk_of(remaining: int, room: int) -> int:
@@ -240,7 +246,8 @@ class Scheduler:
         for_first = min(first.num_uncomputed_tokens, max(budget // FIRST_IN_RANK_SHARE, MIN_CHUNK_ROOM))
         left = budget - for_first
         begun: set[tuple[int, bytes]] = set()
-        for request in sorted(behind, key=lambda request: request.num_uncomputed_tokens):
+        in_turn = sorted(behind, key=lambda request: (not is_urgent(request, first), request.num_uncomputed_tokens))
+        for request in in_turn:
             floor = for_first if request is first else 0
             if floor + left == 0 or self._is_begun(request, begun):
                 continue

@@ -232,6 +232,40 @@ def test_a_resumed_request_goes_on_where_it_stopped(engine: EngineUnderTest) -> 
     assert engine.tokens[request] == whole
 
 
+def test_who_was_cut_off_in_the_middle_of_an_answer_goes_before_those_that_have_nothing_yet() -> None:
+    engine = make_engine(max_num_seqs=1, max_num_batched_tokens=16)
+    first = engine.request([1, 2, 3], max_tokens=4)
+    engine.step()
+    new = engine.request([5, 6, 7], max_tokens=4)
+    resumed = engine.request([8, 9], max_tokens=12, resume_token_ids=expected_tokens([8, 9], 12, VOCAB_SIZE)[:3])
+    engine.run()
+    assert (first.scheduled_s, resumed.scheduled_s, new.scheduled_s) == tuple(
+        sorted(request.scheduled_s for request in (first, resumed, new))
+    )
+
+
+def test_what_was_cut_off_is_computed_before_shorter_prompts_unless_these_are_more_urgent() -> None:
+    whole = expected_tokens([8, 9], 60, VOCAB_SIZE)
+    engine = make_engine(max_num_batched_tokens=16)
+    short = [engine.request([i, i, i, i], max_tokens=4) for i in range(6)]
+    resumed = engine.request([8, 9], max_tokens=60, resume_token_ids=whole[:30])
+    while not resumed.first_token_s:
+        engine.step()
+    assert all(request.num_generated_tokens == 0 for request in short[1:])
+    engine.run()
+    assert engine.tokens[resumed] == whole
+
+    engine = make_engine(max_num_batched_tokens=16)
+    urgent = engine.request([1] * 40, max_tokens=4, priority=1)
+    between = engine.request([2] * 8, max_tokens=4, priority=1)
+    resumed = engine.request([8, 9], max_tokens=60, resume_token_ids=whole[:30])
+    while not between.first_token_s:
+        engine.step()
+    assert resumed.num_computed_tokens < 8
+    engine.run()
+    assert urgent.num_generated_tokens == 4
+
+
 def test_a_cancelled_request_frees_its_blocks_and_gets_nothing_more(engine: EngineUnderTest) -> None:
     running = engine.request(list(range(20)), max_tokens=100)
     waiting = engine.request(list(range(20)), max_tokens=100)
