@@ -25,6 +25,7 @@ MAY_IMPORT = {
 
 # modules of router and worker that the simulator may import: those that do no I/O and start nothing
 SIM_MAY_IMPORT = {
+    "router.answer_lengths",
     "router.bookings",
     "router.policy",
     "router.prefix_index",
