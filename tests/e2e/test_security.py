@@ -126,7 +126,9 @@ async def ask_all(urls: list[str], headers: dict[str, str], **fields: object) ->
 async def test_two_gateways_that_share_redis_keep_a_limit_exactly(secured: Secured) -> None:
     headers = secured.new_key("--requests-per-minute", "6")
     begun_s = time.monotonic()
-    answers = await ask_all([*secured.urls] * 15, headers)
+    # Of what comes at once, one gateway may take all places: each takes one before.
+    answers = [(await ask_all([url], headers))[0] for url in secured.urls]
+    answers += await ask_all([*secured.urls] * 14, headers)
     drained = int((time.monotonic() - begun_s) / 10)  # one place each 10 s
     statuses = [answer.status_code for answer in answers]
     assert set(statuses) == {200, 429}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import string
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,12 +56,17 @@ class Host:
         _ip("link", "set", self._port, "up", namespace=self._network.switch)
 
 
+_numbers = itertools.count()
+
+
 class Network:
     """A switch and the hosts at it."""
 
     def __init__(self) -> None:
-        self.tag = f"{os.getpid() % 100_000}"
-        self.prefix = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
+        # The kernel takes its time to remove a network, and the next one is not to meet it.
+        number = next(_numbers)
+        self.tag = f"{os.getpid() % 100_000}{string.ascii_lowercase[number % 26]}"
+        self.prefix = f"10.{200 + os.getpid() % 50}.{(os.getpid() // 50 + number) % 250}"
         self.switch = f"headrace-{self.tag}-switch"
         self.namespaces = [self.switch]
         _ip("netns", "add", self.switch)
