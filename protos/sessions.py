@@ -163,6 +163,7 @@ class SessionClient:
         self._turn = 0
         self._without_until_s = 0.0
         self.num_unread_bytes = 0
+        self._unread: dict[_ClientCall, None] = {}  # calls that keep some of that
         self.heartbeat_s = 0.0  # as promised last; it holds for a new session too, whose server may hang already
 
     @property
@@ -199,6 +200,18 @@ class SessionClient:
         if silent in self._sessions:
             session = _ClientSession(self, self._begin_session(), is_silent=True)
             self._sessions[self._sessions.index(silent)] = session
+
+    def took(self, call: _ClientCall, num_bytes: int) -> None:
+        """So much was pushed to a call, or, below 0, is not kept any more."""
+        self.num_unread_bytes += num_bytes
+        if call.num_unread_bytes:
+            self._unread[call] = None
+        else:
+            self._unread.pop(call, None)
+
+    def give_up_slowest(self) -> None:
+        """Too much is unread, and gRPC does not hold back single calls: end the one that keeps most of it."""
+        max(self._unread, key=lambda call: call.num_unread_bytes).give_up()
 
     def begin_alone(self, request: bytes, timeout: float | None, metadata: Metadata) -> Call:
         """Begin a call that was begun in a session which the server does not have."""
@@ -348,18 +361,11 @@ class _ClientSession:
         else:
             call.push(part.response)
             if self._client.num_unread_bytes > MAX_UNREAD_BYTES:
-                self._give_up_slowest()
+                self._client.give_up_slowest()
 
-    def _give_up_slowest(self) -> None:
-        """Nobody reads, and gRPC does not hold back single calls: end the one that keeps most."""
-        call_id, slowest = max(self._calls.items(), key=lambda item: item[1].num_unread_bytes)
-        self.cancel(call_id)
-        slowest.drop()
-        slowest.finish(_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer was not read in time"))
-
-    def took(self, num_bytes: int) -> None:
+    def took(self, call: _ClientCall, num_bytes: int) -> None:
         """So much was pushed to a call, or, below 0, is not kept any more."""
-        self._client.num_unread_bytes += num_bytes
+        self._client.took(call, num_bytes)
 
 
 class _ClientCall:
@@ -413,7 +419,7 @@ class _ClientCall:
         """See `Call`."""
         if self._single is not None:
             return self._single.cancel()
-        self.drop()
+        self._drop()
         if self._end is not None or self._is_cancelled:
             return False
         self._is_cancelled = True
@@ -428,14 +434,20 @@ class _ClientCall:
         self._count(len(message))
         self._wake()
 
-    def drop(self) -> None:
+    def give_up(self) -> None:
+        """It is not read: end it, with what it keeps."""
+        self._session.cancel(self._call_id)
+        self._drop()
+        self.finish(_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer was not read in time"))
+
+    def _drop(self) -> None:
         """What is unread will not be read."""
         self._pending.clear()
         self._count(-self.num_unread_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self.num_unread_bytes += num_bytes
-        self._session.took(num_bytes)
+        self._session.took(self, num_bytes)
 
     def finish(self, error: grpc.aio.AioRpcError | None) -> None:
         """Nothing follows."""

@@ -434,3 +434,16 @@ async def test_more_sessions_than_a_server_takes_are_refused(monkeypatch: pytest
         assert error_of(refused).reason is Reason.QUEUE_FULL
         server.going.set()
         assert await all_of(first) == [b"together:1"]
+
+
+async def test_a_whole_answer_that_nobody_reads_is_given_up_before_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 200_000)
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        whole = client.generate(b"large:20000")
+        await until(lambda: client.num_unread_bytes == 8 * 20_000)
+        later = client.generate(b"large:15000")
+        await until(lambda: client.num_unread_bytes == 8 * 15_000)
+        assert (await failure_of(whole)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [len(message) for message in await all_of(later)] == [15_000] * 8
