@@ -60,11 +60,13 @@ class BatchSampler:
     def sample(self, requests: Sequence[Request], logits: FloatArray) -> list[Sampled]:
         """The next token of each request. `logits` `[len(requests), vocab]` may be overwritten. -1 for a row that
         has no number to choose by."""
+        if all(request.sampling.is_plain for request in requests):
+            return _greedy(logits) if requests else []
         sampled: dict[int, Sampled] = {}
         groups: dict[bool, list[int]] = {}
         for row, request in enumerate(requests):
             if request.sampling.is_plain:
-                sampled[row] = Sampled(_greedy(logits[row]))
+                sampled.update(zip([row], _greedy(logits[row : row + 1]), strict=True))
             else:
                 groups.setdefault(request.sampling.num_logprobs is not None, []).append(row)
         for rows in groups.values():
@@ -162,7 +164,8 @@ def _sampled(token_id: int, logprobs: TokenLogprobs | None = None) -> Sampled:
     return Sampled(-1) if token_id == _NO_NUMBER else Sampled(token_id, logprobs)
 
 
-def _greedy(row: FloatArray) -> int:
-    """The best token, or -1 if there is none: argmax stops at the first NaN."""
-    best = int(row.argmax())
-    return best if math.isfinite(row[best]) else -1
+def _greedy(logits: FloatArray) -> list[Sampled]:
+    """The best token of each row, or -1 if there is none: argmax stops at the first NaN."""
+    best = logits.argmax(axis=1)
+    is_number = np.isfinite(logits[np.arange(len(logits)), best])
+    return [Sampled(token_id) for token_id in np.where(is_number, best, -1).tolist()]
