@@ -121,7 +121,7 @@ class WorkerLink:
         self._heard_at_s = self.created_at_s
         self._bookings = Bookings()
         self._candidate: Candidate | None = None
-        self._calls: set[Abandonable] = set()
+        self._calls: dict[Abandonable, None] = {}  # in order of arrival, in which they go on elsewhere
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
@@ -213,11 +213,11 @@ class WorkerLink:
     @contextlib.contextmanager
     def running(self, call: Abandonable) -> Iterator[None]:
         """While inside, the call is abandoned if the worker falls silent for too long."""
-        self._calls.add(call)
+        self._calls[call] = None
         try:
             yield
         finally:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
