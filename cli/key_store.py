@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, cast
-from urllib.parse import unquote, urlsplit
 
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.protos.api_keys import (
@@ -21,9 +20,9 @@ from headrace.protos.api_keys import (
     read_keys,
     write_keys,
 )
+from headrace.protos.redis_link import sentinel_url
 
 _TIMEOUT_S = 5.0
-_SENTINEL_PORT = 26379
 
 
 class KeyStore(Protocol):
@@ -91,26 +90,17 @@ class RedisStore:
         from redis.sentinel import Sentinel
 
         try:
-            parts = urlsplit(url)
-            if parts.scheme != "redis+sentinel":
+            named = sentinel_url(url)
+            if named is None:
                 self._redis = Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
                 return
-            login, _, hosts = parts.netloc.rpartition("@")
-            user, _, password = login.rpartition(":")
-            service, _, database = parts.path.strip("/").partition("/")
-            if not hosts or not service:
-                raise ValueError("write redis+sentinel://HOST[:PORT],HOST[:PORT]/SERVICE[/DB]")
-            found = [urlsplit(f"//{host}") for host in hosts.split(",")]
-            sentinel = Sentinel(
-                [(one.hostname or "", one.port or _SENTINEL_PORT) for one in found],
-                sentinel_kwargs={"socket_timeout": _TIMEOUT_S},
-            )
+            sentinel = Sentinel(named.addresses, sentinel_kwargs={"socket_timeout": _TIMEOUT_S})
             self._redis = sentinel.master_for(
-                service,
+                named.service,
                 socket_timeout=_TIMEOUT_S,
-                db=int(database or 0),
-                username=unquote(user) or None,
-                password=unquote(password) or None,
+                db=named.database,
+                username=named.username,
+                password=named.password,
             )
         except ValueError as error:
             raise CommandError(f"--redis is no URL of Redis: {error}") from None

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
-from headrace.gateway.redis_link import RedisClient, connect, failures
 from headrace.protos.api_keys import REDIS_KEYS, REDIS_VERSION, ApiKey, checked, load_key, read_keys, sha256_of
+from headrace.protos.redis_link import RedisClient, connect, failures
 from headrace.protos.status import Reason, StatusError
 
 LOOK_S = 1.0

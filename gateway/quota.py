@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.limits import Answer, Entry, KeyLimits, LocalLimits, Standing
-from headrace.gateway.redis_link import RedisClient, connect, failures
+from headrace.protos.redis_link import RedisClient, connect, failures
 
 TIMEOUT_S = 1.0
 LOOK_S = 0.5

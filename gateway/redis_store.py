@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar, cast
 
-from headrace.gateway.redis_link import connect, failures
 from headrace.gateway.response_store import DEFAULT_TTL_S, StoreError
+from headrace.protos.redis_link import connect, failures
 
 PREFIX = "headrace:response:"
 TIMEOUT_S = 2.0

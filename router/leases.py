@@ -1,4 +1,4 @@
-"""Workers' leases in Redis, read again and again; the router's only file that knows Redis.
+"""Workers' leases in Redis, read again and again.
 
     headrace:workers          set of worker ids
     headrace:worker:ID        {"worker_id": ID, "address": gRPC target}, gone when its lease ends
@@ -13,11 +13,9 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
-from urllib.parse import unquote, urlsplit
+from typing import cast
 
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from headrace.protos.redis_link import connect, failures
 
 log = logging.getLogger(__name__)
 
@@ -26,40 +24,6 @@ WORKER_KEY = "headrace:worker:"
 READ_INTERVAL_S = 0.5
 _TIMEOUT_S = 1.0
 _MAX_VALUE_BYTES = 4096
-_SENTINEL_PORT = 26379
-
-
-def connect(url: str) -> Redis:
-    """A client for redis://, rediss://, unix:// or redis+sentinel://[[USER:]PASSWORD@]HOST[:PORT],.../SERVICE[/DB].
-
-    Connects with the first command. Raises ValueError for what is no such URL.
-    """
-    from redis.asyncio import Redis
-    from redis.asyncio.retry import Retry
-    from redis.asyncio.sentinel import Sentinel
-    from redis.backoff import NoBackoff
-
-    def options(**more: object) -> dict[str, object]:
-        retry = Retry(NoBackoff(), 0)  # whoever calls tries again anyway
-        return {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "retry": retry, **more}
-
-    parts = urlsplit(url)
-    if parts.scheme != "redis+sentinel":
-        client: Redis = Redis.from_url(url, **options())  # type: ignore[arg-type]
-        return client
-    login, _, hosts = parts.netloc.rpartition("@")
-    user, _, password = login.rpartition(":")
-    service, _, database = parts.path.strip("/").partition("/")
-    if not hosts or not service or not (database or "0").isdigit():
-        raise ValueError("write redis+sentinel://HOST[:PORT],HOST[:PORT]/SERVICE[/DB]")
-    addresses = []
-    for host in hosts.split(","):
-        one = urlsplit(f"//{host}")
-        addresses.append((one.hostname or "", one.port or _SENTINEL_PORT))
-    sentinel = Sentinel(addresses, sentinel_kwargs=options())
-    secret = {"username": unquote(user) or None, "password": unquote(password) or None}
-    master: Redis = sentinel.master_for(service, **options(db=int(database or 0), **secret))  # type: ignore[arg-type]
-    return master
 
 
 class LeaseReader:
@@ -70,7 +34,7 @@ class LeaseReader:
         self, url: str, seen: Callable[[dict[str, str]], None], lost: Callable[[], None], *, max_workers: int = 1024
     ) -> None:
         self.is_connected = False
-        self._redis = connect(url)
+        self._redis = connect(url, _TIMEOUT_S)
         self._seen = seen
         self._lost = lost
         self._max_workers = max_workers
@@ -88,13 +52,11 @@ class LeaseReader:
         await self._redis.aclose()
 
     async def _run(self) -> None:
-        from redis.exceptions import RedisError
-
         while True:
             try:
                 async with asyncio.timeout(3 * _TIMEOUT_S):
                     leases = await self._read()
-            except (RedisError, OSError, TimeoutError) as error:
+            except failures() as error:
                 if self.is_connected:
                     log.warning("Redis cannot be read, known workers stay: %s", error or type(error).__name__)
                 self.is_connected = False

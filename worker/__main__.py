@@ -23,6 +23,7 @@ from grpc_health.v1 import health
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.introspection import add_introspection, set_serving, start_probe
 from headrace.protos.logs import FORMATS, LEVELS, configure_logging, without_secrets
+from headrace.protos.redis_link import connect
 from headrace.protos.sessions import SessionServer
 from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.protos.transport import SERVER_OPTIONS, Transport
@@ -41,7 +42,7 @@ from headrace.worker.memory import GIB, available_bytes, available_on_node, kv_c
 from headrace.worker.model_dir import ModelDir, read_model_dir
 from headrace.worker.numa import bind_memory, num_threads_for
 from headrace.worker.observer import RequestObserver
-from headrace.worker.registration import RedisLease, Registration, connect
+from headrace.worker.registration import REDIS_TIMEOUT_S, RedisLease, Registration
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
@@ -209,7 +210,7 @@ async def _answer_probes(address: str | None, servicer: health.aio.HealthService
 def check_redis_url(url: str) -> None:
     """Raise ConfigurationError for what is no URL of Redis."""
     try:
-        connect(url)
+        connect(url, REDIS_TIMEOUT_S)
     except ValueError as error:
         raise ConfigurationError(f"--redis {without_secrets(url)!r} is no URL of Redis: {error}") from None
 

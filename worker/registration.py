@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 import grpc
 
 from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos.redis_link import connect
+from headrace.protos.redis_link import failures as redis_failures
 from headrace.protos.transport import PLAIN, Transport
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +26,6 @@ WORKERS_KEY = "headrace:workers"
 WORKER_KEY = "headrace:worker:"
 LEASE_S = 6.0
 REDIS_TIMEOUT_S = 1.0
-SENTINEL_PORT = 26379
 
 
 class Registration:
@@ -84,15 +80,13 @@ class RedisLease:
     """Keeps one worker's lease in Redis until `close`. Raises ValueError for a URL that is none."""
 
     def __init__(self, url: str, worker_id: str, address: str) -> None:
-        self._redis = connect(url)
+        self._redis = connect(url, REDIS_TIMEOUT_S)
         self._worker_id = worker_id
         self._value = json.dumps({"worker_id": worker_id, "address": address})
         self._task = asyncio.create_task(self._keep(), name="lease in Redis")
 
     async def close(self) -> None:
         """Take the lease back if Redis can be reached, and stop."""
-        from redis.exceptions import RedisError
-
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         try:
@@ -102,19 +96,17 @@ class RedisLease:
                 if await self._redis.get(key) == self._value.encode():
                     await self._redis.delete(key)
                     await self._redis.srem(WORKERS_KEY, self._worker_id)
-        except (RedisError, OSError, TimeoutError) as error:
+        except redis_failures() as error:
             log.info("could not take the lease back from Redis: %s", error or type(error).__name__)
         await self._redis.aclose()
 
     async def _keep(self) -> None:
-        from redis.exceptions import RedisError
-
         failures = 0
         while True:
             try:
                 async with asyncio.timeout(3 * REDIS_TIMEOUT_S):
                     await self._publish()
-            except (RedisError, OSError, TimeoutError) as error:
+            except redis_failures() as error:
                 if failures == 0:
                     log.warning("cannot publish in Redis, going on trying: %s", error or type(error).__name__)
                 pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
@@ -131,36 +123,3 @@ class RedisLease:
             pipeline.set(WORKER_KEY + self._worker_id, self._value, px=int(LEASE_S * 1000))
             pipeline.sadd(WORKERS_KEY, self._worker_id)
             await pipeline.execute()
-
-
-def connect(url: str) -> Redis:
-    """A client for redis://, rediss://, unix:// or redis+sentinel://[[USER:]PASSWORD@]HOST[:PORT],.../SERVICE[/DB].
-
-    Connects with the first command. Raises ValueError for what is no such URL.
-    """
-    from redis.asyncio import Redis
-    from redis.asyncio.retry import Retry
-    from redis.asyncio.sentinel import Sentinel
-    from redis.backoff import NoBackoff
-
-    def options(**more: object) -> dict[str, object]:
-        retry = Retry(NoBackoff(), 0)  # whoever calls tries again anyway
-        return {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S, "retry": retry, **more}
-
-    parts = urlsplit(url)
-    if parts.scheme != "redis+sentinel":
-        client: Redis = Redis.from_url(url, **options())  # type: ignore[arg-type]
-        return client
-    login, _, hosts = parts.netloc.rpartition("@")
-    user, _, password = login.rpartition(":")
-    service, _, database = parts.path.strip("/").partition("/")
-    if not hosts or not service or not (database or "0").isdigit():
-        raise ValueError("write redis+sentinel://HOST[:PORT],HOST[:PORT]/SERVICE[/DB]")
-    addresses = []
-    for host in hosts.split(","):
-        one = urlsplit(f"//{host}")
-        addresses.append((one.hostname or "", one.port or SENTINEL_PORT))
-    sentinel = Sentinel(addresses, sentinel_kwargs=options())
-    secret = {"username": unquote(user) or None, "password": unquote(password) or None}
-    master: Redis = sentinel.master_for(service, **options(db=int(database or 0), **secret))  # type: ignore[arg-type]
-    return master

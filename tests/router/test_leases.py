@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.router.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, connect, parse_lease
+from headrace.router.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, parse_lease
 from headrace.router.registry import Registry, SharedLeases
 from tests.redis_server import RedisServer, RedisWithSentinel
 from tests.router.fake_worker import until
@@ -103,19 +103,6 @@ async def test_leases_are_read_through_a_failover_of_the_sentinel(tmp_path: Path
 )
 def test_what_is_no_lease_is_passed_over(value: bytes | None) -> None:
     assert parse_lease(value) is None
-
-
-@pytest.mark.parametrize("url", ["nonsense", "redis+sentinel://", "redis+sentinel://h:1", "redis+sentinel://h/s/db"])
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="redis"):
-        connect(url)
-
-
-async def test_a_url_with_several_sentinels_is_read() -> None:
-    client = connect("redis+sentinel://me:p%40ss@h1:1,h2/service/3")
-    kwargs = client.connection_pool.connection_kwargs
-    assert (kwargs["username"], kwargs["password"], kwargs["db"]) == ("me", "p@ss", 3)
-    await client.aclose()
 
 
 def test_a_worker_stays_while_the_store_is_away_and_for_a_lease_after_it_is_back() -> None:

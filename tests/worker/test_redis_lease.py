@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.worker.registration import LEASE_S, WORKER_KEY, WORKERS_KEY, RedisLease, connect
+from headrace.worker.registration import LEASE_S, WORKER_KEY, WORKERS_KEY, RedisLease
 from tests.redis_server import RedisServer
 
 
@@ -72,9 +72,3 @@ async def test_closing_does_not_wait_for_a_redis_that_is_away(server: RedisServe
     server.kill()
     async with asyncio.timeout(5):
         await lease.close()
-
-
-@pytest.mark.parametrize("url", ["nonsense", "redis+sentinel://h:1", "redis+sentinel://h/s/db"])
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="redis"):
-        connect(url)
