@@ -25,7 +25,8 @@ import uvicorn
 import uvloop
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.protos.sessions import SessionClient, SessionServer, handler_of
+from headrace.protos.session_client import SessionClient
+from headrace.protos.session_server import SessionServer, handler_of
 from headrace.protos.transport import CHANNEL_OPTIONS, SERVER_OPTIONS
 from headrace.worker.model_dir import ModelDir, read_model_dir
 

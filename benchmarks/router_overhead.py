@@ -26,7 +26,8 @@ import uvloop
 
 from benchmarks.router_processes import NUM_TOKENS
 from headrace.protos import inference_pb2
-from headrace.protos.sessions import GENERATE, Call, SessionClient
+from headrace.protos.session_client import GENERATE, SessionClient
+from headrace.protos.sessions import Call
 
 WAYS = ("straight", "pass-through", "router")
 # Streams that one place reads one after the other in a round.

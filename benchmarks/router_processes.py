@@ -19,7 +19,8 @@ import grpc
 import uvloop
 
 from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from headrace.protos.sessions import GENERATE, SessionServer
+from headrace.protos.session_client import GENERATE
+from headrace.protos.session_server import SessionServer
 
 TICK_S = 0.025
 NUM_TOKENS = 40

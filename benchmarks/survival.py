@@ -35,7 +35,7 @@ import uvloop
 
 from benchmarks.router_overhead import cpu_s
 from headrace.protos import inference_pb2, router_pb2, router_pb2_grpc
-from headrace.protos.sessions import SessionClient
+from headrace.protos.session_client import SessionClient
 from headrace.protos.transport import CHANNEL_OPTIONS
 
 NUM_STREAMS = 32

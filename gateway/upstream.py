@@ -26,7 +26,7 @@ from headrace.gateway.spans import begin_attempt
 from headrace.protos.inference_pb2 import FINISH_REASON_LENGTH, Finish, GenerateRequest, GenerateResponse
 from headrace.protos.router_pb2 import ListModelsRequest, ListWorkersRequest, RouterGetTokenizerRequest, WorkerInfo
 from headrace.protos.router_pb2_grpc import RouterStub
-from headrace.protos.sessions import SessionClient
+from headrace.protos.session_client import SessionClient
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Options, Transport
 from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest, ModelCard

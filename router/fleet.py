@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.protos.sessions import MAX_UNREAD_BYTES
+from headrace.protos.session_client import MAX_UNREAD_BYTES
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.transport import PLAIN, Transport
 from headrace.router.answer_lengths import AnswerLengths

@@ -26,7 +26,7 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
-from headrace.protos.sessions import SessionClient
+from headrace.protos.session_client import SessionClient
 from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Transport
 from headrace.router.bookings import Booking, Bookings
 from headrace.router.policy import Candidate, LoadReport

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
-from headrace.protos.sessions import MAX_SESSIONS, MAX_UNSENT_BYTES, SessionServer
+from headrace.protos.session_server import MAX_SESSIONS, SessionServer
+from headrace.protos.sessions import MAX_UNSENT_BYTES
 from headrace.protos.status import Reason
 from headrace.router.admission import Admission
 from headrace.router.fleet import Fleet

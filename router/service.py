@@ -19,7 +19,8 @@ from grpc_health.v1 import health_pb2
 from headrace.protos import router_pb2
 from headrace.protos.introspection import add_introspection, set_serving, start_probe
 from headrace.protos.logs import NO_REQUEST, request_id_of, request_id_var
-from headrace.protos.sessions import CallContext, SessionServer
+from headrace.protos.session_server import SessionServer
+from headrace.protos.sessions import CallContext
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.protos.tracing import Span, serving_span, traceparent_of
 from headrace.protos.transport import PLAIN, SERVER_OPTIONS, Transport

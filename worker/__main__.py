@@ -24,7 +24,7 @@ from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worke
 from headrace.protos.introspection import add_introspection, set_serving, start_probe
 from headrace.protos.logs import FORMATS, LEVELS, configure_logging, without_secrets
 from headrace.protos.redis_link import connect
-from headrace.protos.sessions import SessionServer
+from headrace.protos.session_server import SessionServer
 from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.protos.transport import SERVER_OPTIONS, Transport
 from headrace.worker.admission import ModelLimits

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.protos.sessions import CallContext, SessionServer, handler_of
+from headrace.protos.session_server import SessionServer, handler_of
+from headrace.protos.sessions import CallContext
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.admission import ModelLimits, admit, already_finished, constraint_of
 from headrace.worker.forecast import Forecast

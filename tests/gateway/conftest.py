@@ -44,7 +44,8 @@ from headrace.protos import (
     worker_pb2_grpc,
 )
 from headrace.protos.introspection import add_introspection, set_serving
-from headrace.protos.sessions import CallContext, SessionServer
+from headrace.protos.session_server import SessionServer
+from headrace.protos.sessions import CallContext
 from headrace.protos.status import Reason, StatusError, abort  # noqa: F401  # Reason is for tests
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]

@@ -10,8 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.protos import sessions
-from headrace.protos.sessions import Call, CallContext, SessionClient, SessionServer
+from headrace.protos import session_client, session_server, sessions
+from headrace.protos.session_client import SessionClient
+from headrace.protos.session_server import SessionServer
+from headrace.protos.sessions import Call, CallContext
 from headrace.protos.status import Reason, StatusError, abort, error_of
 
 INFERENCE = "headrace.v1.Inference"
@@ -276,7 +278,7 @@ async def test_a_server_that_ends_lets_calls_end_and_does_not_wait_for_sessions(
 
 
 async def test_an_old_session_takes_no_new_calls_and_ends_with_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_AGE_S", 0.0)
+    monkeypatch.setattr(session_client, "MAX_AGE_S", 0.0)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel)
@@ -290,7 +292,7 @@ async def test_an_old_session_takes_no_new_calls_and_ends_with_its_last(monkeypa
 
 async def test_writers_wait_while_too_much_is_unsent_and_messages_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_UNSENT_BYTES", 100_000)
-    monkeypatch.setattr(sessions, "MAX_MESSAGE_BYTES", 50_000)
+    monkeypatch.setattr(session_server, "MAX_MESSAGE_BYTES", 50_000)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel)
@@ -300,7 +302,7 @@ async def test_writers_wait_while_too_much_is_unsent_and_messages_stay_small(mon
 
 
 async def test_more_calls_than_a_session_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_OPEN_CALLS", 2)
+    monkeypatch.setattr(session_server, "MAX_OPEN_CALLS", 2)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel)
@@ -401,7 +403,7 @@ async def test_a_server_that_promises_nothing_is_not_given_up() -> None:
 
 
 async def test_an_answer_that_nobody_reads_is_given_up_before_too_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 200_000)
+    monkeypatch.setattr(session_client, "MAX_UNREAD_BYTES", 200_000)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel)
@@ -424,7 +426,7 @@ async def test_what_is_unread_of_a_call_that_was_left_is_not_kept() -> None:
 
 
 async def test_more_sessions_than_a_server_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_SESSIONS", 1)
+    monkeypatch.setattr(session_server, "MAX_SESSIONS", 1)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel, 2)
@@ -437,7 +439,7 @@ async def test_more_sessions_than_a_server_takes_are_refused(monkeypatch: pytest
 
 
 async def test_a_whole_answer_that_nobody_reads_is_given_up_before_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 200_000)
+    monkeypatch.setattr(session_client, "MAX_UNREAD_BYTES", 200_000)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel)

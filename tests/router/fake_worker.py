@@ -12,7 +12,7 @@ import grpc
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.protos.sessions import SessionServer, handler_of
+from headrace.protos.session_server import SessionServer, handler_of
 from headrace.protos.status import StatusError, abort
 
 BLOCK_SIZE = 4
