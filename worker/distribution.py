@@ -57,7 +57,8 @@ class Runs:
         return best
 
     def of(self, which: IndexArray) -> Runs:
-        """Those of some of the n rows."""
+        """Those of some of the n rows, `which` in ascending order."""
+        assert np.all(which[1:] > which[:-1]), "rows in another order would be taken for others"
         if len(which) == len(self.rows):
             return self
         return Runs(self.logits, self.rows[which], self.maxima[which], self.sums[which], self.length)
@@ -176,7 +177,7 @@ def draw(runs: Runs, filters: Filters, quantiles: DoubleArray) -> IndexArray:
         drawn = _draw_from_all(part, of_part, quantiles[wide, attempt])
         chosen[wide] = drawn
         wide = wide[~_in_nucleus(part, of_part, drawn)]
-    narrow = np.concatenate([narrow, wide])
+    narrow = np.sort(np.concatenate([narrow, wide]))
     if len(narrow):
         chosen[narrow] = _draw_filtered(runs.of(narrow), filters.of(narrow), quantiles[narrow, DRAWS - 1])
     return chosen

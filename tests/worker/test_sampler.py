@@ -269,6 +269,20 @@ def test_reported_logprobs_are_of_the_model_not_of_what_penalties_made_of_it() -
     assert sampled.logprobs.logprob == pytest.approx(math.log(0.1), abs=1e-6)
 
 
+def test_a_row_that_is_drawn_at_last_from_its_nucleus_is_not_taken_for_another() -> None:
+    rows = np.full((2, 64), -10.0, np.float32)
+    rows[0, :8] = 0.0  # the nucleus of the first row; its tail is what high quantiles give
+    rows[1, 40:] = 0.0
+    filters = Filters(np.array([0.001, 1.0], np.float32), np.array([0, 3]), np.array([0.5, 1.0]), np.array([0.0, 0.0]))
+    quantiles = np.full((2, DRAWS), 0.999)
+    with np.errstate(divide="ignore"):
+        runs = NumpyReducer().reduce(rows, filters.inverse_temperatures)
+        first, second = draw(runs, filters, quantiles).tolist()
+        alone = draw(runs.of(np.array([0])), filters.of(np.array([0])), quantiles[:1]).tolist()
+    assert second == 42  # the last of the three best
+    assert first == alone[0] != second
+
+
 @pytest.mark.parametrize("vocab_size", [4096, 4128, 49152])
 def test_openvino_reduces_as_numpy_does(vocab_size: int) -> None:
     rows = (np.random.default_rng(4).normal(size=(37, vocab_size)) * 4).astype(np.float32)
