@@ -160,7 +160,14 @@ class _ServerSession:
             self._arm()
         context = _ServerContext(self, begin)
         task = self._tasks[begin.call_id] = asyncio.create_task(self._serve(begin.request, context))
+        task.add_done_callback(lambda _: self._ended(context))
         context.arm(task)
+
+    def _ended(self, context: _ServerContext) -> None:
+        # Not within the task: one that is cancelled in the turn in which it was made never runs at all.
+        context.disarm()
+        del self._tasks[context.call_id]
+        self.end_if_idle()
 
     async def _serve(self, request: bytes, context: _ServerContext) -> None:
         end = CallEnd()
@@ -175,11 +182,7 @@ class _ServerSession:
         except Exception as error:
             _LOG.exception("a call of a session failed")
             end = CallEnd(code=grpc.StatusCode.UNKNOWN.value[0], message=f"Unexpected {type(error).__name__}")
-        finally:
-            context.disarm()
-            del self._tasks[context.call_id]
-            self.put(CallPart(call_id=context.call_id, end=end), 0)
-            self.end_if_idle()
+        self.put(CallPart(call_id=context.call_id, end=end), 0)
 
     def _arm(self) -> None:
         # Twice within the time that is promised: what was said right behind a look may be the last for two of them.

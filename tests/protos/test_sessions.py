@@ -183,6 +183,19 @@ async def test_a_cancelled_call_is_cancelled_at_the_server_and_its_reader_is_tol
         assert server.num_sessions == 1
 
 
+async def test_a_call_that_is_cancelled_in_the_turn_of_its_beginning_leaves_nothing() -> None:
+    server = Server()
+    async with serving(server) as (address, grpc_server), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        client.generate(b"hang:1").cancel()
+        assert await all_of(client.generate(b"count:2")) == [b"0", b"1"]
+        assert server.cancelled == []  # it never ran
+        server.sessions.end_when_idle()
+        async with asyncio.timeout(10):
+            await grpc_server.stop(60)
+
+
 async def test_metadata_and_deadline_are_the_calls_own() -> None:
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
