@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -276,8 +276,3 @@ def _too_soon(problem: str, wait_us: int) -> StatusError:
     wait_ms = math.ceil(wait_us / 1000)
     when = f"the same request may be made in {wait_ms / 1000:g} s"
     return StatusError(Reason.QUOTA, f"{problem}; {when}", retry_after_s=wait_ms / 1000)
-
-
-def header_of(headers: Mapping[bytes, bytes]) -> Callable[[str], str]:
-    """Look up headers as they are on ASGI, once each."""
-    return lambda name: headers.get(name.encode(), b"").decode("latin-1")

@@ -164,11 +164,6 @@ class Transport:
         self._token = None if join_token_file is None else read_token(join_token_file)
 
     @property
-    def is_secure(self) -> bool:
-        """Whether there is mutual TLS."""
-        return self._tls_dir is not None
-
-    @property
     def version(self) -> int:
         """Counts how often the certificate files have changed. A channel knows those of its making only."""
         self._look()

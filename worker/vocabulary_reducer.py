@@ -1,6 +1,6 @@
 """Reading whole rows of logits with OpenVINO: a graph of a few nodes that uses all of the worker's threads.
 
-It costs about 11 us for a row of 49k where numpy, on one thread, needs 31 (benchmarks.overhead has the whole).
+What sampling costs with it is measured by benchmarks.overhead.
 """
 
 from __future__ import annotations
