@@ -9,6 +9,11 @@ A block is in exactly one of three conditions:
 A full block is findable by its hash and can be shared. Any block whose beginning is known, full or not, is findable by
 the hash of the block before it: its beginning can be copied by a sequence that goes on differently.
 
+What is findable by its hash is closed under prefixes: with a block, so is each block before it in its chain. Routers
+rely on that (docs/decisions/0023). It holds because a block becomes findable behind a findable one only, because who
+holds a findable block holds those before it as well, and because a sequence gives its blocks back from its end, so that
+of two blocks of a chain that nobody holds the later one is given up first.
+
 Cached and free blocks stand in one queue, the least valuable at the front: free ones first, then cached ones in the
 order in which they were last released. It is a doubly linked list in two arrays, so taking the front, and taking a
 cached block out of the middle on a hit, are both O(1) whatever the size of the pool. Slot `num_blocks` is the sentinel:
@@ -29,11 +34,13 @@ MAX_SIBLINGS = 16
 
 
 class _Content(NamedTuple):
-    """What is known of a findable block; `block_hash` is None while it is not full."""
+    """What is known of a findable block; `block_hash` is None while it is not full. The first of a chain has no block
+    before it: its `parent_hash` is the chain's root."""
 
     block_hash: int | None
     parent_hash: int
     token_bytes: bytes
+    is_first: bool
 
 
 class BlockPool:
@@ -71,7 +78,7 @@ class BlockPool:
     def find(self, block_hash: int, parent_hash: int, token_bytes: bytes) -> int | None:
         """The block with this hash, parent and content, or None. Content decides: a hash alone proves nothing."""
         block = self._block_of_hash.get(block_hash)
-        if block is None or self._content[block] != (block_hash, parent_hash, token_bytes):
+        if block is None or self._content[block][:3] != (block_hash, parent_hash, token_bytes):
             return None
         return block
 
@@ -122,35 +129,45 @@ class BlockPool:
                 self._num_unreferenced += 1
                 self._link(block, at_front=block not in self._content)
 
-    def make_findable(self, block: int, block_hash: int, parent_hash: int, token_bytes: bytes) -> bool:
-        """Let a full, computed, referenced block be found. False if another block already stands for the hash."""
+    def make_findable(
+        self, block: int, block_hash: int, parent_hash: int, token_bytes: bytes, *, is_first: bool
+    ) -> int | None:
+        """Let a full, computed, referenced block be found. The block before it can be found, unless it `is_first`.
+
+        Gives the block that stands for the hash: this one, or another one with the same content that did before. None
+        if one with other content does: then no block behind this one may become findable.
+        """
         assert self._ref_count[block] > 0, "only a held block can become findable"
+        assert is_first or parent_hash in self._block_of_hash, "a block would be findable without the one before it"
         if block in self._content:
             self._forget(block)
         if block_hash in self._block_of_hash:
-            return False
+            return self.find(block_hash, parent_hash, token_bytes)
         self._block_of_hash[block_hash] = block
-        self._note(block, _Content(block_hash, parent_hash, token_bytes))
+        self._note(block, _Content(block_hash, parent_hash, token_bytes, is_first))
         if block_hash in self._evicted:
             del self._evicted[block_hash]
         else:
             self._stored[block_hash] = None
-        return True
+        return block
 
-    def make_beginning_findable(self, block: int, parent_hash: int, token_bytes: bytes) -> None:
+    def make_beginning_findable(self, block: int, parent_hash: int, token_bytes: bytes, *, is_first: bool) -> None:
         """Let the computed beginning of a referenced block that is not full be found and copied."""
         assert self._ref_count[block] > 0, "only a held block can become findable"
         if block in self._content:
             self._forget(block)
-        self._note(block, _Content(None, parent_hash, token_bytes))
+        self._note(block, _Content(None, parent_hash, token_bytes, is_first))
 
     def forget_all(self) -> None:
-        """Make no block findable: their content is no longer to be trusted."""
-        for block in list(self._content):
+        """Make no block findable: their content is no longer to be trusted. Nobody holds a block."""
+        for block in reversed(list(self._content)):  # the end of each chain first
             self._forget(block)
 
     def take_events(self) -> tuple[list[int], list[int]]:
-        """Hashes that became findable and that were lost since the last call, each in one list at most."""
+        """Hashes that became findable and that were lost since the last call, each in one list at most.
+
+        Of each chain the beginning comes first among the stored and last among the evicted.
+        """
         stored, evicted = list(self._stored), list(self._evicted)
         self._stored.clear()
         self._evicted.clear()
@@ -178,13 +195,26 @@ class BlockPool:
         behind = {(parent, block) for parent, blocks in self._blocks_behind.items() for block in blocks}
         assert behind == {(content.parent_hash, block) for block, content in self._content.items()}
         assert all(self._blocks_behind.values()), "an empty list of siblings is kept"
+        self._check_chains(queue)
+
+    def _check_chains(self, queue: list[int]) -> None:
+        """Assert that what is findable is closed under prefixes, and stays so whatever is given up next."""
+        place_of = {block: place for place, block in enumerate(queue)}
+        for block, content in self._content.items():
+            if content.is_first:
+                continue
+            before = self._block_of_hash.get(content.parent_hash)
+            assert before is not None, "a block can be found and the one before it cannot"
+            if before in place_of:
+                assert block in place_of, "a block is held and the one before it is not"
+                assert place_of[block] < place_of[before], "a block would be given up before the one behind it"
 
     def _note(self, block: int, content: _Content) -> None:
         self._content[block] = content
         self._blocks_behind.setdefault(content.parent_hash, {})[block] = None
 
     def _forget(self, block: int) -> None:
-        block_hash, parent_hash, _ = self._content.pop(block)
+        block_hash, parent_hash, _, _ = self._content.pop(block)
         siblings = self._blocks_behind[parent_hash]
         del siblings[block]
         if not siblings:

@@ -25,7 +25,8 @@ class BlockCopy(NamedTuple):
 class KVCacheManager:
     """Gives requests their blocks. Owns the pool; the engine thread owns both.
 
-    A request's `block_table` has one holder's share of each of its blocks, from `reuse` or `reserve` until `free`.
+    A request's `block_table` has one holder's share of each of its blocks, from `reuse` or `reserve` until `free`. The
+    first `num_findable_blocks` of them are those that are found by their hashes.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -45,6 +46,8 @@ class KVCacheManager:
         size = self.block_size
         if request.num_computed_tokens != len(request.block_table) * size or request.wants_prompt_logprobs:
             return 0
+        if request.num_findable_blocks < len(request.block_table):
+            return 0  # what is found behind a hash that stands for other content has that content before it
         last_reusable = (request.num_tokens - MIN_TOKENS_LEFT) // size
         found: list[int] = []
         for index in range(len(request.block_table), last_reusable):
@@ -91,6 +94,8 @@ class KVCacheManager:
         end = min(start + self.block_size, request.num_tokens - MIN_TOKENS_LEFT)
         if request.num_computed_tokens != start or end - start < MIN_COPIED_TOKENS or request.wants_prompt_logprobs:
             return -1, 0
+        if request.num_findable_blocks < index:
+            return -1, 0
         return self.pool.find_beginning(self._parent_of(request, index), token_bytes_of(request.token_ids[start:end]))
 
     def take_copies(self) -> list[BlockCopy]:
@@ -109,24 +114,40 @@ class KVCacheManager:
         return True
 
     def publish(self, request: Request) -> None:
-        """Let the blocks that the request's computed tokens have filled be found by others."""
+        """Let the blocks that the request's computed tokens have filled be found by others.
+
+        Where a block with the same content is found already, the request takes that one and gives its own back: so it
+        holds what stands before the blocks that it makes findable (see BlockPool). Where a hash stands for other
+        content, neither this block nor those behind it become findable. Not while a step is computed.
+        """
         full = request.num_computed_tokens // self.block_size
         for index in range(request.num_findable_blocks, full):
-            self.pool.make_findable(
-                request.block_table[index],
+            own = request.block_table[index]
+            standing = self.pool.make_findable(
+                own,
                 self.hash_of(request, index),
                 self._parent_of(request, index),
                 self._content_of(request, index),
+                is_first=index == 0,
             )
-        request.num_findable_blocks = max(full, request.num_findable_blocks)
+            if standing is None:
+                return
+            if standing != own:
+                self.pool.hold([standing])
+                request.block_table[index] = standing
+                self.pool.release([own])
+            request.num_findable_blocks = index + 1
 
     def publish_beginning(self, request: Request) -> None:
-        """Let the computed part of the request's last block, if it is not full, be found too."""
+        """Let the computed part of the request's last block, if it is not full, and all blocks before it be found."""
+        self.publish(request)
         index, begun = divmod(request.num_computed_tokens, self.block_size)
-        if begun >= MIN_COPIED_TOKENS:
+        if begun >= MIN_COPIED_TOKENS and request.num_findable_blocks == index:
             start = index * self.block_size
             content = token_bytes_of(request.token_ids[start : request.num_computed_tokens])
-            self.pool.make_beginning_findable(request.block_table[index], self._parent_of(request, index), content)
+            self.pool.make_beginning_findable(
+                request.block_table[index], self._parent_of(request, index), content, is_first=index == 0
+            )
 
     def work_on(self, request: Request, index: int) -> tuple[int, bytes]:
         """What computing the request's block `index` makes: equal for requests that would make the same block."""

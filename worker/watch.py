@@ -1,4 +1,8 @@
-"""What watchers of a worker are told: the findable blocks as a snapshot, then changes, and always the load."""
+"""What watchers of a worker are told: the findable blocks as a snapshot, then changes, and always the load.
+
+What can be found is closed under prefixes (see block_pool), and so is what a watcher has been told at any moment: of
+each chain the beginning is told first when blocks come, last when they go.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ MAX_HASHES = 65536
 
 
 class _Watcher:
-    """What one watcher has not been told yet. A hash that came and went meanwhile is in neither set."""
+    """What one watcher has not been told yet, in order. A hash that came and went meanwhile is in neither set."""
 
-    def __init__(self, findable: set[int]) -> None:
+    def __init__(self, findable: dict[int, None]) -> None:
         self.reset = True
-        self.stored = dict.fromkeys(findable)
+        self.stored = findable.copy()
         self.evicted: dict[int, None] = {}
         self.changed = asyncio.Event()
 
@@ -63,14 +67,16 @@ class WatchHub:
         self.draining = False
         self.binding: Binding | None = None
         self._max_num_seqs = max_num_seqs
-        self._findable: set[int] = set()
+        self.findable: dict[int, None] = {}
+        """What can be found, in the order in which it came."""
         self._watchers: set[_Watcher] = set()
 
     def publish(self, report: LoadReport) -> None:
         """Take in the state after a step."""
         self.report = report
-        self._findable.difference_update(report.evicted)
-        self._findable.update(report.stored)
+        for block_hash in report.evicted:
+            self.findable.pop(block_hash, None)
+        self.findable.update(dict.fromkeys(report.stored))
         for watcher in self._watchers:
             watcher.note(report)
 
@@ -86,7 +92,7 @@ class WatchHub:
 
     async def watch(self, heartbeat_s: float) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Messages for one watcher: the first at once, then when something changed, and every heartbeat."""
-        watcher = _Watcher(self._findable)
+        watcher = _Watcher(self.findable)
         self._watchers.add(watcher)
         try:
             sequence = 0

@@ -14,7 +14,7 @@ def pool_with_cached(count: int, num_blocks: int = 8) -> BlockPool:
     pool = BlockPool(num_blocks, 4)
     blocks = pool.take(count)
     for i, block in enumerate(blocks):
-        assert pool.make_findable(block, 100 + i, 0, bytes([i]))
+        assert pool.make_findable(block, 100 + i, 0, bytes([i]), is_first=True) == block
     pool.release(blocks)
     return pool
 
@@ -48,8 +48,9 @@ def test_a_hash_whose_content_differs_is_no_hit() -> None:
 def test_the_first_block_with_a_hash_stands_for_it() -> None:
     pool = BlockPool(4, 4)
     first, second = pool.take(2)
-    assert pool.make_findable(first, 1, 0, b"x")
-    assert not pool.make_findable(second, 1, 0, b"x")
+    assert pool.make_findable(first, 1, 0, b"x", is_first=True) == first
+    assert pool.make_findable(second, 1, 0, b"x", is_first=True) == first
+    assert pool.make_findable(second, 1, 0, b"y", is_first=True) is None
     pool.release([second, first])
     pool.check()
     assert pool.find(1, 0, b"x") == first
@@ -71,11 +72,11 @@ def test_events_tell_the_difference_since_the_last_time() -> None:
     pool = pool_with_cached(2, num_blocks=2)
     assert pool.take_events() == ([100, 101], [])
     blocks = pool.take(2)
-    pool.make_findable(blocks[0], 100, 0, b"\0")
+    pool.make_findable(blocks[0], 100, 0, b"\0", is_first=True)
     assert pool.take_events() == ([], [101])
     pool.forget_all()
     assert pool.take_events() == ([], [100])
-    pool.make_findable(blocks[1], 5, 0, b"y")
+    pool.make_findable(blocks[1], 5, 0, b"y", is_first=True)
     pool.forget_all()
     assert pool.take_events() == ([], [])
 
@@ -87,9 +88,9 @@ def tokens(*values: int) -> bytes:
 def test_the_longest_beginning_behind_a_block_is_found() -> None:
     pool = BlockPool(8, 4)
     full, begun, other = pool.take(3)
-    pool.make_findable(full, 100, 9, tokens(1, 2, 3, 4))
-    pool.make_beginning_findable(begun, 9, tokens(1, 2, 7))
-    pool.make_beginning_findable(other, 8, tokens(1, 2, 7))
+    pool.make_findable(full, 100, 9, tokens(1, 2, 3, 4), is_first=True)
+    pool.make_beginning_findable(begun, 9, tokens(1, 2, 7), is_first=True)
+    pool.make_beginning_findable(other, 8, tokens(1, 2, 7), is_first=True)
     assert pool.find_beginning(9, tokens(1, 2, 3)) == (full, 3)
     assert pool.find_beginning(9, tokens(1, 2, 7, 7)) == (begun, 3)
     assert pool.find_beginning(9, tokens(5)) == (-1, 0)
@@ -100,8 +101,8 @@ def test_the_longest_beginning_behind_a_block_is_found() -> None:
 def test_a_block_that_fills_up_is_found_by_its_hash_and_its_old_beginning_is_forgotten() -> None:
     pool = BlockPool(2, 4)
     (block,) = pool.take(1)
-    pool.make_beginning_findable(block, 9, tokens(1, 2))
-    pool.make_findable(block, 100, 9, tokens(1, 2, 3, 4))
+    pool.make_beginning_findable(block, 9, tokens(1, 2), is_first=True)
+    pool.make_findable(block, 100, 9, tokens(1, 2, 3, 4), is_first=True)
     assert pool.find_beginning(9, tokens(1, 2, 3, 4)) == (block, 4)
     assert pool.take_events() == ([100], [])
     pool.check()
@@ -110,13 +111,43 @@ def test_a_block_that_fills_up_is_found_by_its_hash_and_its_old_beginning_is_for
 def test_a_beginning_that_is_given_up_is_no_event() -> None:
     pool = BlockPool(1, 4)
     blocks = pool.take(1)
-    pool.make_beginning_findable(blocks[0], 9, tokens(1, 2))
+    pool.make_beginning_findable(blocks[0], 9, tokens(1, 2), is_first=True)
     pool.release(blocks)
     assert pool.num_cached_blocks == 0
     pool.take(1)
     assert pool.find_beginning(9, tokens(1, 2)) == (-1, 0)
     assert pool.take_events() == ([], [])
     assert pool.num_evictions == 1
+
+
+def test_a_chain_is_given_up_from_its_end() -> None:
+    pool = BlockPool(3, 4)
+    chain = pool.take(3)
+    for depth, block in enumerate(chain):
+        pool.make_findable(block, 100 + depth, 99 + depth, b"", is_first=depth == 0)
+    pool.check()
+    assert pool.take_events() == ([100, 101, 102], [])
+    pool.release(reversed(chain))
+    pool.take(2)
+    pool.check()
+    assert pool.take_events() == ([], [102, 101])
+
+
+def test_a_block_whose_parent_cannot_be_found_becomes_findable_for_nobody() -> None:
+    pool = BlockPool(2, 4)
+    (block,) = pool.take(1)
+    with pytest.raises(AssertionError, match="without the one before it"):
+        pool.make_findable(block, 101, 100, b"", is_first=False)
+
+
+def test_giving_back_a_beginning_before_its_end_is_noticed() -> None:
+    pool = BlockPool(2, 4)
+    chain = pool.take(2)
+    pool.make_findable(chain[0], 100, 99, b"", is_first=True)
+    pool.make_findable(chain[1], 101, 100, b"", is_first=False)
+    pool.release(chain)
+    with pytest.raises(AssertionError, match="before the one behind it"):
+        pool.check()
 
 
 def test_misuse_is_loud() -> None:
@@ -153,12 +184,13 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 100), block_hash=st.integers(0, 8))
     def publish(self, index: int, block_hash: int) -> None:
-        self.pool.make_findable(self.held[index % len(self.held)], block_hash, 0, b"")
+        self.pool.make_findable(self.held[index % len(self.held)], block_hash, 0, b"", is_first=True)
 
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 100), parent=st.integers(0, 3), length=st.integers(1, 3))
     def begin(self, index: int, parent: int, length: int) -> None:
-        self.pool.make_beginning_findable(self.held[index % len(self.held)], parent, tokens(*range(length)))
+        block = self.held[index % len(self.held)]
+        self.pool.make_beginning_findable(block, parent, tokens(*range(length)), is_first=True)
 
     @rule(block_hash=st.integers(0, 8))
     def hit(self, block_hash: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from headrace.protos.status import Reason
+from headrace.worker import kv_cache
 from headrace.worker.batch import Batch
 from headrace.worker.engine import EngineStats
 from headrace.worker.request import FinishReason, Request, SamplingParams
@@ -358,6 +360,46 @@ def test_a_block_computed_in_a_failed_step_is_not_found_afterwards(engine: Engin
     assert again.num_cached_tokens == 0
 
 
+def test_of_two_that_computed_the_same_blocks_both_hold_the_ones_that_are_found(engine: EngineUnderTest) -> None:
+    prompt = list(range(18))
+    first = engine.request(prompt, max_tokens=4)
+    asked = engine.request(prompt, max_tokens=4, num_prompt_logprobs=0)  # finds nothing: it wants all logits
+    while first.num_generated_tokens < 2 or asked.num_generated_tokens < 2:
+        engine.step()
+    assert asked.num_cached_tokens == 0
+    assert asked.block_table[:4] == first.block_table[:4]
+    assert asked.block_table[4] != first.block_table[4]
+    engine.run()
+    assert engine.tokens[first] == engine.tokens[asked] == right(first, 4)
+
+
+def test_what_is_computed_behind_a_hash_of_other_content_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "next_hash", lambda parent, content: 10 * parent + 1)  # blind to the content
+    engine = make_engine(num_blocks=64)
+    first, other = engine.request([1] * 14), engine.request([2] * 4 + [1] * 10)
+    engine.run()
+    assert engine.tokens[first] == right(first, 8)
+    assert engine.tokens[other] == right(other, 8)
+    again = engine.request([2] * 4 + [1] * 10)
+    engine.run()
+    assert again.num_cached_tokens == 0
+    assert engine.tokens[again] == right(again, 8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_colliding_hashes_cost_hits_and_never_a_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "next_hash", lambda parent, content: 2 + crc32(content, parent) % 40)
+    rng = random.Random(seed)
+    engine = make_engine(num_blocks=40)
+    for _ in range(60):
+        engine.request([rng.randrange(2) for _ in range(rng.randint(1, 30))], max_tokens=rng.randint(1, 10))
+        for _ in range(rng.randint(0, 4)):
+            engine.step()
+    engine.run()
+    for request, tokens in engine.tokens.items():
+        assert tokens == right(request, request.sampling.max_tokens)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_load_with_cancels_and_preemptions_keeps_every_promise(seed: int) -> None:
     rng = random.Random(seed)
@@ -370,7 +412,9 @@ def test_random_load_with_cancels_and_preemptions_keeps_every_promise(seed: int)
     for _ in range(RANDOM_STEPS):
         if rng.random() < 0.3:
             prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
-            alive.append(engine.request(prompt, max_tokens=rng.randint(1, 20), priority=rng.choice([0, 0, 0, 1])))
+            options = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+            priority = rng.choice([0, 0, 0, 1])
+            alive.append(engine.request(prompt, max_tokens=rng.randint(1, 20), priority=priority, **options))
         if alive and rng.random() < 0.05:
             request = alive.pop(rng.randrange(len(alive)))
             if request not in engine.last:
