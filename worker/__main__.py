@@ -80,7 +80,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     on_node = available_on_node(config.memory_node) if config.memory_node is not None else None
     most = int(on_node * config.kv_cache_node_share) if on_node is not None else None
     budget = kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes(), most)
-    num_blocks = budget // runner.block_bytes
+    num_blocks = budget // runner.block_bytes - 1  # the runner has one more, for padding
     if num_blocks < 1:
         raise ConfigurationError(
             f"a KV cache of {budget / GIB:.3f} GiB holds no block of {runner.block_bytes / GIB:.3f} GiB; "

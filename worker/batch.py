@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -102,6 +102,22 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
         sampled=sampled,
         copies=copies,
         prompts=prompts,
+    )
+
+
+def padded(batch: Batch, num_tokens: int, block: int) -> Batch:
+    """The batch with so many sequences of one token behind it, whose rows nobody samples. Their keys and values all go
+    to the beginning of `block`, which is no request's."""
+    ones = np.arange(1, num_tokens + 1, dtype=np.int32)
+    nothing = np.zeros(num_tokens, np.int32)
+    return replace(
+        batch,
+        input_ids=np.concatenate([batch.input_ids, nothing]),
+        position_ids=np.concatenate([batch.position_ids, nothing]),
+        past_lens=np.concatenate([batch.past_lens, nothing]),
+        subsequence_begins=np.concatenate([batch.subsequence_begins, batch.subsequence_begins[-1] + ones]),
+        block_indices=np.concatenate([batch.block_indices, nothing + np.int32(block)]),
+        block_indices_begins=np.concatenate([batch.block_indices_begins, batch.block_indices_begins[-1] + ones]),
     )
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.batch import Batch, PromptRows, build_batch
+from headrace.worker.batch import Batch, PromptRows, build_batch, padded
+from headrace.worker.padding import Padding
 from headrace.worker.request import Request, RequestOutput, StepNote, TokenLogprobs
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.step_cost import StepCostModel, StepShape
@@ -55,16 +56,21 @@ class EngineStats:
     num_steps: int = 0
     infer_s: float = 0.0
     overhead_s: float = 0.0
+    num_padding_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Engine:
-    """Continuous batching over one model. Not thread-safe: one thread calls everything."""
+    """Continuous batching over one model. Not thread-safe: one thread calls everything.
+
+    The runner's cache has one block more than the pool, the last, for what steps are padded with.
+    """
 
     scheduler: Scheduler
     runner: ModelRunner
     sampler: Sampler
     stats: EngineStats = field(default_factory=EngineStats)
+    padding: Padding = field(default_factory=Padding)
 
     def warm_up(self, request: Request) -> None:
         """Run a request to its end before any other, and leave no trace of it: the first step of a model costs a
@@ -78,6 +84,7 @@ class Engine:
         self.scheduler.stats = SchedulerStats()
         self.scheduler.step_cost = StepCostModel()
         self.stats = EngineStats()
+        self.padding = Padding()
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give what it gave to each request. Whatever goes wrong in it ends its requests and
@@ -87,12 +94,17 @@ class Engine:
         if not output.scheduled:
             return []
         is_traced = self.scheduler.num_traced > 0
+        num_padding = self.padding.of(output.num_tokens, self.scheduler.step_cost.token_ms)
+        is_decode = output.num_tokens == len(output.scheduled)
         # Runs of decode steps are alike: one in four says enough.
         shape = None
-        if output.num_tokens > len(output.scheduled) or self.stats.num_steps % 4 == 0:
+        if not is_decode or self.stats.num_steps % 4 == 0:
             shape = StepShape.of((request.num_computed_tokens, new) for request, new in output.scheduled)
+            shape = shape._replace(tokens=shape.tokens + num_padding)
         try:
             batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
+            if num_padding:
+                batch = padded(batch, num_padding, self.scheduler.kv_cache.pool.num_blocks)
             logits = self.runner.execute(batch)
             num_sampled = len(batch.sampled)
             if batch.prompts:
@@ -102,9 +114,12 @@ class Engine:
             log.exception("a step of %d requests failed", len(output.scheduled))
             return self.scheduler.fail([request for request, _ in output.scheduled], _step_error(error))
         step_s = time.perf_counter() - start
+        self.padding.observe(1000 * step_s, is_decode=is_decode)
         if shape is not None:
-            self.scheduler.step_cost.observe(shape, 1000 * step_s)
+            change_ms = self.padding.change_ms if self.padding.changed else 0.0
+            self.scheduler.step_cost.observe(shape, 1000 * step_s - change_ms)
         self.stats.num_steps += 1
+        self.stats.num_padding_tokens += num_padding
         self.stats.infer_s += self.runner.infer_s
         self.stats.overhead_s += step_s - self.runner.infer_s
         if is_traced:

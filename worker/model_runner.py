@@ -59,8 +59,9 @@ class OpenVINOModelRunner:
         self.vocab_size = int(self._compiled.outputs[0].partial_shape[2].get_length())
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> KVArena:
-        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes. Pages are touched as they come into use, in
-        `execute`: by OpenVINO's threads, or by the caller's where blocks are copied."""
+        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding. Pages are touched as they
+        come into use, in `execute`: by OpenVINO's threads, or by the caller's where blocks are copied."""
+        num_blocks += 1
         try:
             arena = KVArena(num_blocks * self.block_bytes, len(self._caches), huge_pages=huge_pages)
         except (OSError, OverflowError) as error:

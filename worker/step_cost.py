@@ -65,6 +65,11 @@ class StepCostModel:
         """Whether enough steps were seen."""
         return self._num_steps >= MIN_STEPS
 
+    @property
+    def token_ms(self) -> float:
+        """What a further token costs, without attention."""
+        return max(0.0, self._weights[1])
+
     def predict_ms(self, shape: StepShape) -> float:
         """Cost of a step."""
         return max(0.0, _dot(self._weights, shape.features))

@@ -32,10 +32,13 @@ def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[
 
 
 class FakeRunner:
-    """`num_blocks` blocks of `block_size` token ids. Counts the tokens it was given."""
+    """`num_blocks` blocks of `block_size` token ids, and one for padding. Counts the tokens it was given, and the
+    padding."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
-        self.blocks = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.padding_block = num_blocks
+        self.num_padding = 0
+        self.blocks = np.full((num_blocks + 1, block_size), EMPTY, np.int64)
         self.vocab_size = vocab_size
         self.infer_s = 0.0
         self.num_tokens = 0
@@ -50,8 +53,10 @@ class FakeRunner:
         self._check_shapes(batch)
         for source, destination in batch.copies:
             self.blocks[destination] = self.blocks[source]
-        self.num_tokens += len(batch.input_ids)
-        self.batch_sizes.append(len(batch.past_lens))
+        num_padding = int(np.count_nonzero(batch.block_indices == self.padding_block))
+        self.num_padding += num_padding
+        self.num_tokens += len(batch.input_ids) - num_padding
+        self.batch_sizes.append(len(batch.past_lens) - num_padding)
         contexts = [self._compute(batch, sequence) for sequence in range(len(batch.past_lens))]
         ends = (batch.subsequence_begins[1:] - 1).tolist()
         logits = np.zeros((len(batch.sampled_tokens_indices), self.vocab_size), np.float32)
