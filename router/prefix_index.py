@@ -1,24 +1,27 @@
 """Which worker holds which blocks of which prompts: block hash -> set of workers, as one int of bits.
 
-Each worker has a slot, and a hash maps to an int with the bits of the workers at which it can be found. One walk
-along the chain of a prompt's hashes therefore answers for all workers at once: keep the bits that survived so far, drop
-those that a block lacks, stop when none is left.
+Each worker has a slot, and a hash maps to an int with the bits of the workers at which it can be found. What a worker
+holds is closed under prefixes: it holds a block only with all blocks before it in its chain (see KvEvents). So the
+set of workers only shrinks along a chain, and where it is the same at two blocks it is the same between them: one
+bisection finds, for all workers at once, where each of them drops out.
 
                     block 0   block 1   block 2   block 3
     worker 0 (001)     x         x         x         .        matched 3
-    worker 1 (010)     x         .         x         .        matched 1 (block 2 is of no use without block 1)
+    worker 1 (010)     x         .         .         .        matched 1
     worker 2 (100)     .         .         .         .        matched 0
-    mask              011       001       001       000  -> stop
+    mask              011       001       001       000
 
 An entry is a pair of hash and worker that the worker itself confirmed. Beside the entries stand predictions: the blocks
 of a prompt count as present where it was placed a moment ago, so that its siblings follow it before the first event
-arrives. A prediction ends when events confirm or refute it, or with its time to live.
+arrives. A prediction ends when events confirm or refute it, or with its time to live. Predictions are not closed, so
+they are walked block by block, from where the entries end.
 
 The number of entries is bounded. In a full index a worker that holds its fair share (the bound divided by the number
 of workers) has its further hashes dropped; one that holds less takes room from the newest entries of the worker that
 holds most. Newest gives way rather than oldest because chains are stored from the root on: what remains can still be
-walked, whereas a chain without its root matches nothing. Predictions have a bound of their own; what finds no room is
-not predicted.
+matched, whereas a chain without its root matches nothing. What comes for a worker after something of it was dropped
+may lack the block before it: until it is reset the worker counts as having gaps, and is walked block by block too.
+Predictions have a bound of their own; what finds no room is not predicted.
 
 Pure: no I/O, no clock of its own. Not safe for threads.
 """
@@ -29,6 +32,7 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 class _Holding:
@@ -73,6 +77,7 @@ class PrefixIndex:
         self._num_entries = 0
         self._num_dropped = 0
         self._mask: dict[int, int] = {}
+        self._gapped = 0  # the bits of the workers that may hold a block without the one before it
         self._holdings: dict[str, _Holding] = {}
         self._holding_of_slot: list[_Holding | None] = []
         self._predicted_mask: dict[int, int] = {}
@@ -133,6 +138,7 @@ class PrefixIndex:
         for block_hash in holding.hashes:
             _clear_bit(self._mask, block_hash, holding.bit)
         self._num_entries -= len(holding)
+        self._gapped &= ~holding.bit
         holding.hashes = {}  # a new one: a large dictionary that was emptied keeps its memory
         holding.digest = 0
         for prediction in self._predictions:
@@ -141,7 +147,8 @@ class PrefixIndex:
         self._predictions = deque(p for p in self._predictions if p.bit != holding.bit)
 
     def evict(self, worker_id: str, hashes: Iterable[int]) -> None:
-        """A known worker no longer holds these blocks. Hashes that it does not have here are skipped."""
+        """A known worker no longer holds these blocks, nor any behind them. Hashes that it does not have here are
+        skipped."""
         holding = self._holdings[worker_id]
         for block_hash in hashes:
             _clear_bit(self._predicted_mask, block_hash, holding.bit)
@@ -186,28 +193,64 @@ class PrefixIndex:
         while self._predictions and self._predictions[0].ends_at <= now_s:
             self._end(self._predictions.popleft())
 
-    def match(self, hashes: Iterable[int], worker_ids: Sequence[str]) -> dict[str, int]:
+    def match(self, hashes: Sequence[int], worker_ids: Iterable[str]) -> dict[str, int]:
         """For each of these known workers: how many blocks from the start of the chain can be found there."""
         matched = dict.fromkeys(worker_ids, 0)
-        alive = 0
-        for worker_id in worker_ids:
-            alive |= self._holdings[worker_id].bit
-        if not alive:
-            return matched
+        if hashes:
+            self._bisect(matched, hashes)
+            if self._gapped:
+                self._walk(matched, hashes, 0, self._gapped)
+        return matched
+
+    def _bisect(self, matched: dict[str, int], hashes: Sequence[int]) -> None:
+        """Note the matches of all workers without gaps.
+
+        A segment (start, there, end, beyond) stands for the blocks from `start` to `end`, the first held by the workers
+        `there`, the one behind the last, if there is one, by `beyond`, a part of them.
+        """
+        mask_of, closed = self._mask.get, ~self._gapped
+        there = mask_of(hashes[0], 0) & closed
+        self._extend(matched, hashes, 0, closed ^ there)
+        segments = [(0, there, len(hashes), 0)]
+        while segments:
+            start, there, end, beyond = segments.pop()
+            while there != beyond:
+                if end - start == 1:
+                    self._record(matched, there ^ beyond, end)
+                    self._extend(matched, hashes, end, there ^ beyond)
+                    break
+                middle = (start + end) >> 1
+                held = mask_of(hashes[middle], 0) & there
+                if held == there:
+                    start = middle
+                else:
+                    if held != beyond:
+                        segments.append((middle, held, end, beyond))
+                    end, beyond = middle, held
+
+    def _extend(self, matched: dict[str, int], hashes: Sequence[int], depth: int, workers: int) -> None:
+        """Go on with what is predicted, for workers whose entries end at this depth."""
+        if self._predicted_mask and depth < len(hashes):
+            expected = self._predicted_mask.get(hashes[depth], 0) & workers
+            if expected:
+                self._walk(matched, hashes, depth, expected)
+
+    def _walk(self, matched: dict[str, int], hashes: Sequence[int], depth: int, alive: int) -> None:
+        """Note the matches of these workers, which match to this depth, by looking at each block from there on."""
         mask_of, predicted_mask_of = self._mask.get, self._predicted_mask.get
-        depth = 0
-        for block_hash in hashes:
-            still = mask_of(block_hash, 0) & alive
+        for block_hash in islice(hashes, depth, None):
+            still = predicted_mask_of(block_hash, 0) & alive
             if still != alive:
-                still |= predicted_mask_of(block_hash, 0) & alive
-                if depth:
-                    self._record(matched, alive ^ still, depth)
+                still |= mask_of(block_hash, 0) & alive
+                if still == alive:
+                    depth += 1
+                    continue
+                self._record(matched, alive ^ still, depth)
                 if not still:
-                    return matched
+                    return
                 alive = still
             depth += 1
         self._record(matched, alive, depth)
-        return matched
 
     def check(self) -> None:
         """Assert that masks, holdings and counts tell one story. For tests: it looks at every entry."""
@@ -216,7 +259,7 @@ class PrefixIndex:
         for slot, holding in enumerate(self._holding_of_slot):
             if holding is None:
                 continue
-            slots |= 1 << slot
+            slots |= holding.bit
             assert holding.bit == 1 << slot, "a worker has the bit of its slot"
             assert self._holdings[holding.worker_id] is holding, "slot and name lead to the same holding"
             assert holding.digest == functools.reduce(operator.xor, holding.hashes, 0), "the digest is exact"
@@ -226,6 +269,7 @@ class PrefixIndex:
         assert self._num_entries == sum(mask.bit_count() for mask in expected.values()), "the count is exact"
         assert self._num_entries <= self.max_entries, "the bound of entries holds"
         assert len(self._holdings) == slots.bit_count()
+        assert self._gapped & slots == self._gapped, "gaps are of known workers"
         assert self._num_predicted == sum(len(p.hashes) for p in self._predictions) <= self._max_predicted
         queued: dict[int, int] = {}
         for prediction in self._predictions:
@@ -236,11 +280,13 @@ class PrefixIndex:
             assert mask & queued[block_hash] & slots == mask, "each predicted bit has an end and a worker"
 
     def _record(self, matched: dict[str, int], bits: int, depth: int) -> None:
+        """Note this depth for those of these workers that were asked for."""
         while bits:
             low = bits & -bits
             holding = self._holding_of_slot[low.bit_length() - 1]
             assert holding is not None, "a bit without a worker"
-            matched[holding.worker_id] = depth
+            if holding.worker_id in matched:
+                matched[holding.worker_id] = depth
             bits ^= low
 
     def _drop(self, holding: _Holding, block_hash: int) -> None:
@@ -258,9 +304,11 @@ class PrefixIndex:
         """Free one entry for this worker; False if it has to go without."""
         self._num_dropped += 1
         if len(holding) * len(self._holdings) >= self.max_entries:
+            self._gapped |= holding.bit
             return False
         largest = max(self._holdings.values(), key=len)
         self._drop(largest, next(reversed(largest.hashes)))
+        self._gapped |= largest.bit
         return True
 
 

@@ -1,6 +1,9 @@
-"""The prefix index against a naive model, and its bounds."""
+"""The prefix index against a naive model and against a walk block by block, and its bounds."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +13,28 @@ from headrace.router.prefix_index import PrefixIndex
 
 WORKERS = ("a", "b", "c")
 HASHES = st.lists(st.integers(0, 30), max_size=12)
+# A prompt whose blocks are letters; many are beginnings of others.
+PROMPTS = st.text("ab", max_size=7)
 TTL_S = 10.0
+
+
+def chain(prompt: str) -> list[int]:
+    """Hashes that depend on all that comes before, as those of blocks do."""
+    return [int("1" + prompt[:end].replace("a", "0").replace("b", "1"), 2) for end in range(1, len(prompt) + 1)]
+
+
+def is_behind(block_hash: int, others: Sequence[int]) -> bool:
+    """Whether a block is one of these or stands behind one of them in its chain."""
+    return any(block_hash >> shift in others for shift in range(block_hash.bit_length()))
+
+
+def walked(index: PrefixIndex, hashes: Sequence[int], worker_ids: Sequence[str]) -> dict[str, int]:
+    """What `match` gives, found by asking for one block after the other."""
+    matched = {}
+    for worker_id in worker_ids:
+        held = (index.match([block_hash], [worker_id])[worker_id] for block_hash in hashes)
+        matched[worker_id] = next((depth for depth, found in enumerate(held) if not found), len(hashes))
+    return matched
 
 
 def index_of(holdings: dict[str, list[int]], max_entries: int = 1000, max_predicted: int = 1000) -> PrefixIndex:
@@ -21,8 +45,8 @@ def index_of(holdings: dict[str, list[int]], max_entries: int = 1000, max_predic
     return index
 
 
-def test_one_walk_answers_for_every_worker() -> None:
-    index = index_of({"a": [1, 2, 3], "b": [1, 3], "c": []})
+def test_one_search_answers_for_every_worker() -> None:
+    index = index_of({"a": [1, 2, 3], "b": [1], "c": []})
     assert index.match([1, 2, 3, 4], WORKERS) == {"a": 3, "b": 1, "c": 0}
     assert index.match([1, 2, 3, 4], ["b"]) == {"b": 1}
     assert index.match([], WORKERS) == {"a": 0, "b": 0, "c": 0}
@@ -31,6 +55,40 @@ def test_one_walk_answers_for_every_worker() -> None:
 
 def test_a_block_without_its_parent_matches_nothing() -> None:
     assert index_of({"a": [2, 3]}).match([1, 2, 3], ["a"]) == {"a": 0}
+
+
+def test_each_of_many_workers_drops_out_of_a_long_chain_at_its_own_depth() -> None:
+    rng = random.Random(1)
+    worker_ids = [str(number) for number in range(64)]
+    for length in (1, 2, 3, 100, 512):
+        hashes = rng.sample(range(10**9), length)
+        depths = {worker_id: rng.choice([0, 1, length - 1, length, rng.randint(0, length)]) for worker_id in worker_ids}
+        index = index_of({worker_id: hashes[:depth] for worker_id, depth in depths.items()}, max_entries=10**6)
+        assert index.match(hashes, worker_ids) == depths
+        assert index.match([*hashes, 10**9], worker_ids) == depths
+
+
+def test_a_worker_that_comes_short_of_a_block_in_a_full_index_is_matched_block_by_block() -> None:
+    index = index_of({"a": chain("aaaa"), "b": chain("b")}, max_entries=4)
+    index.check()
+    assert index.match(chain("aaaa"), ["a"]) == {"a": 3}
+    index.evict("b", chain("b"))
+    index.store("a", chain("aaaaa")[4:])
+    assert index.match(chain("aaaaa"), WORKERS[:2]) == {"a": 3, "b": 0} == walked(index, chain("aaaaa"), WORKERS[:2])
+    index.reset("a")
+    index.store("a", chain("aaaa"))
+    assert index.match(chain("aaaa"), ["a"]) == {"a": 4}
+
+
+def test_predicted_blocks_go_on_where_the_confirmed_ones_end() -> None:
+    index = index_of({"a": [1, 2], "b": [1], "c": []})
+    index.predict("a", [3, 4], now_s=0)
+    index.predict("b", [3, 4], now_s=0)
+    index.predict("c", [1], now_s=0)
+    assert index.match([1, 2, 3, 4, 5], WORKERS) == {"a": 4, "b": 1, "c": 1}
+    index.store("a", [3])
+    index.predict("b", [2], now_s=1)
+    assert index.match([1, 2, 3, 4, 5], WORKERS) == {"a": 4, "b": 4, "c": 1}
 
 
 def test_a_removed_worker_leaves_nothing_and_its_slot_is_used_again() -> None:
@@ -96,11 +154,13 @@ def test_a_worker_that_takes_over_a_slot_inherits_no_predictions() -> None:
 
 
 class AgainstTheNaiveModel(RuleBasedStateMachine):
-    """Sets of hashes, and predictions with their end, per worker; matching by asking each worker block by block."""
+    """Sets of hashes, and predictions with their end, per worker; matching by asking each worker block by block. In an
+    index that is too small the sets are the index's own."""
 
-    @initialize()
-    def start(self) -> None:
-        self.index = PrefixIndex(10_000, 10_000, TTL_S)
+    @initialize(max_entries=st.sampled_from([10_000, 6, 12]), max_predicted=st.sampled_from([10_000, 10]))
+    def start(self, max_entries: int, max_predicted: int) -> None:
+        self.index = PrefixIndex(max_entries, max_predicted, TTL_S)
+        self.is_ample = max_entries == max_predicted
         self.confirmed: dict[str, set[int]] = {}
         self.predicted: dict[str, set[int]] = {}
         self.ends: list[tuple[float, str, int]] = []
@@ -129,20 +189,31 @@ class AgainstTheNaiveModel(RuleBasedStateMachine):
             self.predicted[worker_id] = set()
             self.ends = [end for end in self.ends if end[1] != worker_id]
 
-    @rule(worker_id=st.sampled_from(WORKERS), evicted=HASHES, stored=HASHES)
-    def report(self, worker_id: str, evicted: list[int], stored: list[int]) -> None:
-        if worker_id in self.confirmed:
-            self.index.evict(worker_id, evicted)
-            self.index.store(worker_id, stored)
-            self.confirmed[worker_id] = self.confirmed[worker_id].difference(evicted).union(stored)
-            self.predicted[worker_id].difference_update(evicted, stored)
+    @rule(worker_id=st.sampled_from(WORKERS), gone=st.lists(PROMPTS, max_size=2), come=st.lists(PROMPTS, max_size=3))
+    def report(self, worker_id: str, gone: list[str], come: list[str]) -> None:
+        if worker_id not in self.confirmed:
+            return
+        held = self.confirmed[worker_id]
+        ends = [chain(prompt)[-1] for prompt in gone if prompt]
+        evicted = sorted((block_hash for block_hash in held if is_behind(block_hash, ends)), reverse=True)
+        left = held.difference(evicted)
+        stored = [block_hash for prompt in come for block_hash in chain(prompt) if block_hash not in left]
+        self.index.evict(worker_id, evicted)
+        self.index.store(worker_id, stored)
+        self.confirmed[worker_id] = left.union(stored)
+        self.predicted[worker_id].difference_update(evicted, stored)
+        self.match([*gone, *come])
 
-    @rule(worker_id=st.sampled_from(WORKERS), hashes=HASHES)
-    def predict(self, worker_id: str, hashes: list[int]) -> None:
+    @rule(worker_id=st.sampled_from(WORKERS), prompt=PROMPTS, start=st.integers(0, 6), refuted=st.none() | PROMPTS)
+    def predict(self, worker_id: str, prompt: str, start: int, refuted: str | None) -> None:
         if worker_id in self.confirmed:
+            hashes = chain(prompt)[start:]
             self.index.predict(worker_id, hashes, self.now_s)
             self.predicted[worker_id].update(hashes)
             self.ends.extend((self.now_s + TTL_S, worker_id, block_hash) for block_hash in hashes)
+            hole = set(chain(refuted or "")[-1:]) - self.confirmed[worker_id]
+            self.index.evict(worker_id, hole)
+            self.predicted[worker_id] -= hole
 
     @rule(elapsed_s=st.floats(0, 2 * TTL_S))
     def wait(self, elapsed_s: float) -> None:
@@ -153,22 +224,28 @@ class AgainstTheNaiveModel(RuleBasedStateMachine):
                 self.predicted[worker_id].discard(block_hash)
         self.ends = [end for end in self.ends if end[0] > self.now_s]
 
-    @rule(hashes=HASHES)
-    def match(self, hashes: list[int]) -> None:
-        for worker_id, matched in self.index.match(hashes, list(self.confirmed)).items():
-            held = self.confirmed[worker_id] | self.predicted[worker_id]
-            expected = next((depth for depth, h in enumerate(hashes) if h not in held), len(hashes))
-            assert matched == expected
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=5))
+    def match(self, prompts: list[str]) -> None:
+        worker_ids = list(self.confirmed)
+        for prompt in prompts:
+            hashes = chain(prompt)
+            matched = self.index.match(hashes, worker_ids)
+            assert matched == walked(self.index, hashes, worker_ids)
+            if self.is_ample:
+                for worker_id, depth in matched.items():
+                    held = self.confirmed[worker_id] | self.predicted[worker_id]
+                    assert depth == next((depth for depth, h in enumerate(hashes) if h not in held), len(hashes))
 
     @invariant()
     def is_consistent(self) -> None:
         if hasattr(self, "index"):
             self.index.check()
-            assert len(self.index) == sum(len(hashes) for hashes in self.confirmed.values())
+            if self.is_ample:
+                assert len(self.index) == sum(len(hashes) for hashes in self.confirmed.values())
 
 
 TestAgainstTheNaiveModel = AgainstTheNaiveModel.TestCase
-TestAgainstTheNaiveModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstTheNaiveModel.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
 
 
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), HASHES, st.sampled_from(["store", "evict", "predict"]))))
