@@ -1,9 +1,10 @@
 """What a step of the worker costs, measured and fitted: `python -m benchmarks.step_cost MODEL_DIR [--out FILE]`.
 
 Steps of many shapes (decode batches, prompt chunks behind a context, both mixed) are run on the worker's own model
-runner and sampler in random order, several rounds; the median of each shape counts. The coefficients of
-headrace.sim.step_cost are fitted by least squares on relative errors, over three quarters of the shapes; the error is
-stated over the rest, which the fit has not seen. `--out` writes what `headrace sim` reads.
+runner and sampler in random order, each twice in a row: the first time after another number of tokens, the second after
+the same. Of several rounds the median of each counts. The coefficients of headrace.sim.step_cost are fitted by least
+squares on relative errors, over three quarters of the shapes; the error is stated over the rest, which the fit has not
+seen. `--out` writes what `headrace sim` reads.
 """
 
 from __future__ import annotations
@@ -20,31 +21,37 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from headrace.sim.step_cost import StepCost, StepShape
+from headrace.sim.step_cost import StepCost, StepShape, place_among
 from headrace.worker.batch import build_batch
 from headrace.worker.model_runner import OpenVINOModelRunner
 from headrace.worker.numa import usable_cpus
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduled
+from headrace.worker.vocabulary_reducer import reducer_for
 
 NUM_BLOCKS = 2100
 LONGEST_CONTEXT = 16_384
+KNOTS = (1, 4, 16, 48, 128, 256, 512, 1024)
 # A step: for each sequence the tokens that it has computed and those that the step computes.
 Step = tuple[tuple[int, int], ...]
+Sample = tuple[StepShape, float]
 
 
 def steps() -> list[Step]:
     """The shapes that are measured."""
     decode: list[Step] = [
         ((context, 1),) * batch
-        for batch in (1, 2, 4, 8, 16, 32)
+        for batch in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
         for context in (64, 512, 2048, 8192, LONGEST_CONTEXT)
         if batch * context <= NUM_BLOCKS * 32 * 0.9
     ]
     chunks: list[Step] = [
-        ((past, tokens),) for tokens in (8, 32, 64, 128, 256) for past in (0, 512, 1024, 4096, 8192, LONGEST_CONTEXT)
+        ((past, tokens),)
+        for tokens in (8, 16, 32, 64, 128, 192, 256)
+        for past in (0, 512, 1024, 4096, 8192, LONGEST_CONTEXT)
     ]
+    large: list[Step] = [((past, tokens),) for tokens in (384, 512, 1024) for past in (0, 1024)]
     mixed: list[Step] = [
         (*(((context, 1),) * batch), (past, 256 - batch))
         for batch in (1, 4, 16)
@@ -52,7 +59,7 @@ def steps() -> list[Step]:
         for past in (0, 2048, 8192)
     ]
     several: list[Step] = [((0, 64),) * 4, ((512, 128),) * 2, ((2048, 32),) * 8]
-    return [*decode, *chunks, *mixed, *several]
+    return [*decode, *chunks, *large, *mixed, *several]
 
 
 def requests_of(step: Step, rng: random.Random, block_size: int) -> list[Scheduled]:
@@ -69,42 +76,57 @@ def requests_of(step: Step, rng: random.Random, block_size: int) -> list[Schedul
     return scheduled
 
 
-def measured(model_dir: Path, rounds: int, threads: int) -> list[tuple[Step, float]]:
-    """Each step with the median of its milliseconds."""
+def measured(model_dir: Path, rounds: int, threads: int) -> list[Sample]:
+    """Each shape with the median of its milliseconds, both after another number of tokens and after the same."""
     runner = OpenVINOModelRunner(model_dir, threads=threads, kv_precision="u8", execution_mode="performance")
     runner.allocate(NUM_BLOCKS)
-    sampler, rng = BatchSampler(), random.Random(1)
-    shapes = steps()
-    taken: dict[Step, list[float]] = {step: [] for step in shapes}
+    sampler, rng = BatchSampler(reducer_for(runner.vocab_size, threads)), random.Random(1)
+    taken: dict[tuple[Step, bool], list[float]] = {}
+    num_tokens = 0
     for number in range(rounds + 1):
+        shapes = steps()
         for step in rng.sample(shapes, len(shapes)):
             scheduled = requests_of(step, rng, runner.block_size)
-            began = time.perf_counter()
-            batch = build_batch(scheduled, runner.block_size)
-            sampler.sample(batch.sampled, runner.execute(batch))
-            if number:  # in the first round kernels are built
-                taken[step].append(1000 * (time.perf_counter() - began))
-    return [(step, statistics.median(times)) for step, times in taken.items()]
+            for _ in range(2):
+                began = time.perf_counter()
+                batch = build_batch(scheduled, runner.block_size)
+                sampler.sample(batch.sampled, runner.execute(batch))
+                took_ms = 1000 * (time.perf_counter() - began)
+                changed = len(batch.input_ids) != num_tokens
+                num_tokens = len(batch.input_ids)
+                if number:  # in the first round kernels are built
+                    taken.setdefault((step, changed), []).append(took_ms)
+    return [(StepShape.of(step, changed=changed), statistics.median(times)) for (step, changed), times in taken.items()]
 
 
-def fitted(samples: Sequence[tuple[Step, float]]) -> tuple[float, ...]:
+def features(shape: StepShape) -> list[float]:
+    """What the coefficients multiply: those of `base`, then the others in the order of StepCost."""
+    base = [0.0] * len(KNOTS)
+    left, share = place_among(KNOTS, shape.tokens)
+    base[left], base[left + 1] = 1.0 - share, share
+    return [*base, *map(float, shape[1:])]
+
+
+def fitted(samples: Sequence[Sample]) -> StepCost:
     """Coefficients that are not negative, by least squares on relative errors: the worst negative one is left out."""
-    features = np.array([StepShape.of(step).features for step, _ in samples])
+    all_features = np.array([features(shape) for shape, _ in samples])
     milliseconds = np.array([ms for _, ms in samples])
-    used = list(range(features.shape[1]))
+    used = list(range(all_features.shape[1]))
     while True:
-        rows = features[:, used] / milliseconds[:, None]
+        rows = all_features[:, used] / milliseconds[:, None]
         solution = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
         if min(solution) >= 0:
-            coefficients = np.zeros(features.shape[1])
-            coefficients[used] = solution
-            return tuple(float(value) for value in coefficients)
+            break
         del used[int(np.argmin(solution))]
+    coefficients = np.zeros(all_features.shape[1])
+    coefficients[used] = solution
+    values = [float(value) for value in coefficients]
+    return StepCost(KNOTS, tuple(values[: len(KNOTS)]), *values[len(KNOTS) :])
 
 
-def errors_of(cost: StepCost, samples: Sequence[tuple[Step, float]]) -> list[float]:
+def errors_of(cost: StepCost, samples: Sequence[Sample]) -> list[float]:
     """Relative errors, sorted by size."""
-    return sorted(abs(cost.milliseconds(StepShape.of(step)) / ms - 1) for step, ms in samples)
+    return sorted(abs(cost.milliseconds(shape) / ms - 1) for shape, ms in samples)
 
 
 def machine() -> str:
@@ -125,17 +147,16 @@ def main() -> None:
     samples = measured(args.model_dir, args.rounds, args.threads)
     random.Random(2).shuffle(samples)
     cut = len(samples) * 3 // 4
-    errors = errors_of(StepCost(*fitted(samples[:cut])), samples[cut:])
+    errors = errors_of(fitted(samples[:cut]), samples[cut:])
     median, p90 = statistics.median(errors), errors[int(0.9 * len(errors))]
-    cost = StepCost(
-        *fitted(samples),
+    cost = msgspec.structs.replace(
+        fitted(samples),
         model=args.model_dir.resolve().name,
         machine=machine(),
         median_error=round(median, 3),
         p90_error=round(p90, 3),
     )
-    for step, ms in sorted(samples, key=lambda sample: sample[1]):
-        shape = StepShape.of(step)
+    for shape, ms in sorted(samples, key=lambda sample: sample[1]):
         print(f"{ms:9.2f} ms, fit {cost.milliseconds(shape):9.2f}   {shape}")
     print(f"error on unseen shapes: median {median:.1%}, 90th percentile {p90:.1%}, worst {errors[-1]:.1%}")
     print(cost)

@@ -1,18 +1,24 @@
 """What a step of a worker takes, in milliseconds, from its shape alone: the stand-in for OpenVINO.
 
-    ms = fixed + per_token * tokens + per_attended * attended + per_context * context + per_sequence * sequences
+    ms = base(tokens) + per_attended * attended + per_reread * reread + per_context * context
+         + per_sequence * sequences + change * changed
 
-    tokens     new tokens of the step                                  products with the weights
-    attended   positions that the new tokens look at, summed           attention's arithmetic: a chunk of n behind p
-               over the tokens                                         costs n * p + n * (n + 1) / 2
-    context    positions that the sequences have, summed over them     attention's reading of the cache
+    base       a line through what some numbers of tokens cost, the knots: products with the weights. It is no straight
+               line: the first tokens of a step cost more than later ones
+    tokens     new tokens of the step, padding included
+    attended   positions that the new tokens of prompts look at,       attention's arithmetic: a chunk of n behind p
+               summed over the tokens                                  costs n * p + n * (n + 1) / 2
+    reread     positions that those prompts have computed before       reading the cache once for each chunk
+    context    positions of the sequences that compute one token       reading the cache for each of them
     sequences  sequences in the step                                   sampling, projection onto the vocabulary
+    changed    1 if the step before had another number of tokens       preparing the model (docs/decisions/0025)
 
 Fitted by benchmarks/step_cost.py on a worker's own model runner; `default()` is the committed fit. Pure.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -27,49 +33,70 @@ class StepShape(NamedTuple):
 
     tokens: int
     attended: int
+    reread: int
     context: int
     sequences: int
+    changed: bool = False
 
     @classmethod
-    def of(cls, step: Iterable[tuple[int, int]]) -> StepShape:
+    def of(cls, step: Iterable[tuple[int, int]], *, padding: int = 0, changed: bool = False) -> StepShape:
         """The shape of a step that gives for each sequence its computed tokens and those that the step computes."""
-        tokens = attended = context = sequences = 0
+        tokens, attended, reread, context, sequences = padding, 0, 0, 0, 0
         for past, new in step:
             tokens += new
-            attended += new * past + new * (new + 1) // 2
-            context += past + new
             sequences += 1
-        return cls(tokens, attended, context, sequences)
-
-    @property
-    def features(self) -> tuple[float, ...]:
-        """What the coefficients multiply, in their order."""
-        return (1.0, *map(float, self))
+            if new == 1:
+                context += past + 1
+            else:
+                attended += new * past + new * (new + 1) // 2
+                reread += past
+        return cls(tokens, attended, reread, context, sequences, changed)
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """Coefficients in milliseconds, and where they come from. The errors are relative, over shapes that the fit has not
-    seen."""
+    """Coefficients in milliseconds, and where they come from. `base` is what steps of so many tokens as the `knots` say
+    cost, in ascending order, at least two. The errors are relative, over shapes that the fit has not seen."""
 
-    fixed: float
-    per_token: float
+    knots: tuple[int, ...]
+    base: tuple[float, ...]
     per_attended: float
+    per_reread: float
     per_context: float
     per_sequence: float
+    change: float
     model: str = ""
     machine: str = ""
     median_error: float = 0.0
     p90_error: float = 0.0
 
+    def __post_init__(self) -> None:
+        if len(self.knots) < 2 or len(self.knots) != len(self.base) or list(self.knots) != sorted(set(self.knots)):
+            raise ValueError(f"knots {self.knots} must ascend, two at least, with a base for each, not {self.base}")
+
+    @property
+    def per_padding(self) -> float:
+        """What a further token costs, without attention, where the line is longest."""
+        return (self.base[-1] - self.base[0]) / (self.knots[-1] - self.knots[0])
+
     def milliseconds(self, shape: StepShape) -> float:
         """Time of a step of this shape."""
+        left, share = place_among(self.knots, shape.tokens)
         return (
-            self.fixed
-            + self.per_token * shape.tokens
+            self.base[left] * (1.0 - share)
+            + self.base[left + 1] * share
             + self.per_attended * shape.attended
+            + self.per_reread * shape.reread
             + self.per_context * shape.context
             + self.per_sequence * shape.sequences
+            + (self.change if shape.changed else 0.0)
         )
+
+
+def place_among(knots: tuple[int, ...], tokens: int) -> tuple[int, float]:
+    """The knot to the left of a number of tokens, and the share of the way to the next. Beyond the last knot the line
+    goes on as it came."""
+    left = min(max(bisect.bisect_right(knots, tokens) - 1, 0), len(knots) - 2)
+    return left, (tokens - knots[left]) / (knots[left + 1] - knots[left])
 
 
 def read(path: Path) -> StepCost:

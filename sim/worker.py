@@ -64,6 +64,7 @@ class SimulatedWorker:
         self.scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens)
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
+        self._engine.padding.change_ms = settings.cost.change
         self._rates = StepRates()
         self._arrived: list[Request] = []
         self._answers: dict[Request, Sampled] = {}
@@ -106,9 +107,11 @@ class SimulatedWorker:
             return None
         output = self.scheduler.schedule()
         assert output.scheduled, "there are requests and none can go on"
-        shape = StepShape.of((request.num_computed_tokens, new) for request, new in output.scheduled)
+        cost, padding = self.settings.cost, self._engine.padding
+        num_padding = padding.of(output.num_tokens, cost.per_padding)
+        step = ((request.num_computed_tokens, new) for request, new in output.scheduled)
         self._output = output
-        self._step_ms = self.settings.cost.milliseconds(shape)
+        self._step_ms = cost.milliseconds(StepShape.of(step, padding=num_padding, changed=padding.changed))
         return self._step_ms
 
     def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from headrace.sim.step_cost import StepCost, StepShape, default
 
+COST = StepCost((1, 5, 25), (10.0, 14.0, 24.0), 0.5, 0.125, 0.25, 3.0, 7.0)
 
-def test_the_shape_counts_what_each_new_token_attends_to() -> None:
-    assert StepShape.of([(10, 1)]) == (1, 11, 11, 1)
-    assert StepShape.of([(10, 3)]) == (3, 11 + 12 + 13, 13, 1)
-    assert StepShape.of([(10, 3), (0, 2)]) == (5, 36 + 1 + 2, 15, 2)
+
+def test_the_shape_tells_prompts_from_decoding() -> None:
+    assert StepShape.of([(10, 1)]) == (1, 0, 0, 11, 1, False)
+    assert StepShape.of([(10, 3)]) == (3, 11 + 12 + 13, 10, 0, 1, False)
+    assert StepShape.of([(10, 3), (0, 2), (7, 1)], padding=4, changed=True) == (10, 36 + 1 + 2, 10, 8, 3, True)
 
 
 def test_a_chunked_prompt_attends_to_as_much_as_a_whole_one() -> None:
@@ -17,12 +22,20 @@ def test_a_chunked_prompt_attends_to_as_much_as_a_whole_one() -> None:
     assert sum(chunk.attended for chunk in chunks) == whole.attended
 
 
-def test_coefficients_stand_in_the_order_of_the_features() -> None:
-    shape = StepShape(2, 3, 5, 7)
-    cost = StepCost(11.0, 13.0, 17.0, 19.0, 23.0)
-    assert cost.milliseconds(shape) == 11 + 13 * 2 + 17 * 3 + 19 * 5 + 23 * 7
-    by_features = (11.0, 13.0, 17.0, 19.0, 23.0)
-    assert cost.milliseconds(shape) == sum(c * f for c, f in zip(by_features, shape.features, strict=True))
+@pytest.mark.parametrize(("tokens", "base"), [(1, 10.0), (3, 12.0), (5, 14.0), (15, 19.0), (25, 24.0), (45, 34.0)])
+def test_the_base_is_a_line_through_the_knots(tokens: int, base: float) -> None:
+    assert COST.milliseconds(StepShape(tokens, 0, 0, 0, 0)) == pytest.approx(base)
+
+
+def test_each_term_counts() -> None:
+    assert COST.milliseconds(StepShape(1, 2, 8, 4, 5, changed=True)) == 10 + 0.5 * 2 + 0.125 * 8 + 0.25 * 4 + 3 * 5 + 7
+
+
+@pytest.mark.parametrize("knots", [(1,), (5, 1, 25), (1, 1, 25), (1, 25)])
+def test_knots_that_make_no_line_are_refused(knots: tuple[int, ...]) -> None:
+    encoded = msgspec.json.encode({**msgspec.structs.asdict(COST), "knots": knots})
+    with pytest.raises(ValueError, match="knots"):
+        msgspec.json.decode(encoded, type=StepCost)
 
 
 def test_the_committed_fit_says_where_it_comes_from_and_how_far_it_is_off() -> None:
@@ -31,3 +44,4 @@ def test_the_committed_fit_says_where_it_comes_from_and_how_far_it_is_off() -> N
     assert cost.machine
     assert 0 < cost.median_error < 0.15
     assert cost.milliseconds(StepShape.of([(0, 256)])) > cost.milliseconds(StepShape.of([(0, 1)])) > 0
+    assert cost.change > 0
