@@ -65,7 +65,7 @@ class Headrace:
         assert placement is not None
         worker, cached = placement.worker_id, blocks[placement.worker_id]
         booking = self._bookings[worker].book(PROMPT_TOKENS - placement.predicted_cached_tokens, len(prompt), now_s)
-        self.index.predict(worker, prompt[cached:], now_s)
+        self.index.predict(worker, prompt, cached, now_s)
         ended = time.perf_counter()
         self._bookings[worker].release(booking)
         self.index.expire(now_s)

@@ -374,7 +374,7 @@ class Fleet:
         num_tokens = len(request.tokens) - placement.predicted_cached_tokens
         hashes = request.hashes(card)
         booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks)
-        self.index.predict(link.address, hashes[num_cached_blocks:], self._clock())
+        self.index.predict(link.address, hashes, num_cached_blocks, self._clock())
         if request.session_key:
             session = (card.name, request.session_key)
             self._sessions[session] = link.address

@@ -13,8 +13,7 @@ bisection finds, for all workers at once, where each of them drops out.
 
 An entry is a pair of hash and worker that the worker itself confirmed. Beside the entries stand predictions: the blocks
 of a prompt count as present where it was placed a moment ago, so that its siblings follow it before the first event
-arrives. A prediction ends when events confirm or refute it, or with its time to live. Predictions are not closed, so
-they are walked block by block, from where the entries end.
+arrives. They go on where a worker's entries end.
 
 The number of entries is bounded. In a full index a worker that holds its fair share (the bound divided by the number
 of workers) has its further hashes dropped; one that holds less takes room from the newest entries of the worker that
@@ -30,9 +29,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+
+from headrace.router.predictions import Predictions
 
 
 class _Holding:
@@ -50,17 +49,6 @@ class _Holding:
         return len(self.hashes)
 
 
-class _Prediction:
-    """Blocks that are expected at one worker until a time in seconds."""
-
-    __slots__ = ("bit", "ends_at", "hashes")
-
-    def __init__(self, bit: int, ends_at: float, hashes: Sequence[int]) -> None:
-        self.bit = bit
-        self.ends_at = ends_at
-        self.hashes = hashes
-
-
 class PrefixIndex:
     """Block hash -> workers, fed by the events of the workers.
 
@@ -72,18 +60,13 @@ class PrefixIndex:
     def __init__(self, max_entries: int, max_predicted: int, prediction_ttl_s: float) -> None:
         assert max_entries > 0, "the index needs room"
         self.max_entries = max_entries
-        self._max_predicted = max_predicted
-        self._prediction_ttl_s = prediction_ttl_s
         self._num_entries = 0
         self._num_dropped = 0
         self._mask: dict[int, int] = {}
         self._gapped = 0  # the bits of the workers that may hold a block without the one before it
         self._holdings: dict[str, _Holding] = {}
         self._holding_of_slot: list[_Holding | None] = []
-        self._predicted_mask: dict[int, int] = {}
-        # Every prediction is made for the same time, so the queue is in the order of expiry.
-        self._predictions: deque[_Prediction] = deque()
-        self._num_predicted = 0  # blocks in that queue, those that were confirmed or refuted meanwhile included
+        self._predictions = Predictions(max_predicted, prediction_ttl_s)
 
     def __len__(self) -> int:
         """Number of entries."""
@@ -91,8 +74,8 @@ class PrefixIndex:
 
     @property
     def num_predicted(self) -> int:
-        """Blocks predicted and not yet expired, those confirmed or refuted meanwhile included."""
-        return self._num_predicted
+        """Blocks predicted and not yet expired, those confirmed meanwhile included."""
+        return self._predictions.num_blocks
 
     @property
     def num_dropped(self) -> int:
@@ -112,7 +95,7 @@ class PrefixIndex:
     @property
     def max_predicted(self) -> int:
         """Bound of `num_predicted`."""
-        return self._max_predicted
+        return self._predictions.max_blocks
 
     def add_worker(self, worker_id: str) -> None:
         """Make a worker known, with no blocks. No effect if it is known."""
@@ -141,57 +124,39 @@ class PrefixIndex:
         self._gapped &= ~holding.bit
         holding.hashes = {}  # a new one: a large dictionary that was emptied keeps its memory
         holding.digest = 0
-        for prediction in self._predictions:
-            if prediction.bit == holding.bit:
-                self._end(prediction)
-        self._predictions = deque(p for p in self._predictions if p.bit != holding.bit)
+        self._predictions.forget(holding.bit)
 
     def evict(self, worker_id: str, hashes: Iterable[int]) -> None:
         """A known worker no longer holds these blocks, nor any behind them. Hashes that it does not have here are
         skipped."""
         holding = self._holdings[worker_id]
         for block_hash in hashes:
-            _clear_bit(self._predicted_mask, block_hash, holding.bit)
             if block_hash in holding.hashes:
                 self._drop(holding, block_hash)
 
     def store(self, worker_id: str, hashes: Iterable[int]) -> None:
         """A known worker now holds these blocks, parents before children. Predictions among them are confirmed."""
         holding = self._holdings[worker_id]
-        held, mask, predicted_mask = holding.hashes, self._mask, self._predicted_mask
+        held, mask, noted = holding.hashes, self._mask, self._predictions.noted
         for block_hash in hashes:
-            if block_hash in predicted_mask:
-                _clear_bit(predicted_mask, block_hash, holding.bit)
+            if block_hash in noted:
+                self._predictions.confirm(holding.bit, block_hash)
             if block_hash not in held and (self._num_entries < self.max_entries or self._make_room(holding)):
                 held[block_hash] = None
                 holding.digest ^= block_hash
                 mask[block_hash] = mask.get(block_hash, 0) | holding.bit
                 self._num_entries += 1
 
-    def predict(self, worker_id: str, hashes: Sequence[int], now_s: float) -> None:
-        """Count these blocks as present at a known worker until `prediction_ttl_s` from now, or an event says more.
+    def predict(self, worker_id: str, hashes: Sequence[int], start: int, now_s: float) -> None:
+        """Count the blocks of this chain from `start` on, where its match at a known worker ends, as present there.
 
-        A block that is predicted there already keeps its end, also if it was refuted in between. What finds no room is
-        left out.
+        Until events confirm them or `prediction_ttl_s` pass. What finds no room is left out.
         """
-        room = self._max_predicted - self._num_predicted
-        if room < len(hashes):
-            hashes = hashes[:room]
-        if not hashes:
-            return
-        bit, mask = self._holdings[worker_id].bit, self._predicted_mask
-        if mask.keys().isdisjoint(hashes):  # the common case, a rest that nobody has: no loop in Python
-            mask.update(dict.fromkeys(hashes, bit))
-        else:
-            for block_hash in hashes:
-                mask[block_hash] = mask.get(block_hash, 0) | bit
-        self._num_predicted += len(hashes)
-        self._predictions.append(_Prediction(bit, now_s + self._prediction_ttl_s, hashes))
+        self._predictions.add(self._holdings[worker_id].bit, hashes, start, now_s)
 
     def expire(self, now_s: float) -> None:
         """End the predictions whose time is over."""
-        while self._predictions and self._predictions[0].ends_at <= now_s:
-            self._end(self._predictions.popleft())
+        self._predictions.expire(now_s)
 
     def match(self, hashes: Sequence[int], worker_ids: Iterable[str]) -> dict[str, int]:
         """For each of these known workers: how many blocks from the start of the chain can be found there."""
@@ -199,7 +164,7 @@ class PrefixIndex:
         if hashes:
             self._bisect(matched, hashes)
             if self._gapped:
-                self._walk(matched, hashes, 0, self._gapped)
+                self._walk(matched, hashes, self._gapped)
         return matched
 
     def _bisect(self, matched: dict[str, int], hashes: Sequence[int]) -> None:
@@ -230,27 +195,24 @@ class PrefixIndex:
 
     def _extend(self, matched: dict[str, int], hashes: Sequence[int], depth: int, workers: int) -> None:
         """Go on with what is predicted, for workers whose entries end at this depth."""
-        if self._predicted_mask and depth < len(hashes):
-            expected = self._predicted_mask.get(hashes[depth], 0) & workers
-            if expected:
-                self._walk(matched, hashes, depth, expected)
+        for bit, end in self._predictions.reach(hashes, depth, workers).items():
+            self._record(matched, bit, end)
 
-    def _walk(self, matched: dict[str, int], hashes: Sequence[int], depth: int, alive: int) -> None:
-        """Note the matches of these workers, which match to this depth, by looking at each block from there on."""
-        mask_of, predicted_mask_of = self._mask.get, self._predicted_mask.get
-        for block_hash in islice(hashes, depth, None):
-            still = predicted_mask_of(block_hash, 0) & alive
+    def _walk(self, matched: dict[str, int], hashes: Sequence[int], alive: int) -> None:
+        """Note the matches of these workers, which may have gaps, by looking at each block."""
+        mask_of = self._mask.get
+        resumed: dict[int, int] = {}  # depth at which predictions end -> the workers that go on with entries there
+        for depth, block_hash in enumerate(hashes):
+            alive |= resumed.pop(depth, 0)
+            still = mask_of(block_hash, 0) & alive
             if still != alive:
-                still |= mask_of(block_hash, 0) & alive
-                if still == alive:
-                    depth += 1
-                    continue
                 self._record(matched, alive ^ still, depth)
-                if not still:
-                    return
+                for bit, end in self._predictions.reach(hashes, depth, alive ^ still).items():
+                    resumed[end] = resumed.get(end, 0) | bit
                 alive = still
-            depth += 1
-        self._record(matched, alive, depth)
+                if not alive and not resumed:
+                    return
+        self._record(matched, alive | resumed.get(len(hashes), 0), len(hashes))
 
     def check(self) -> None:
         """Assert that masks, holdings and counts tell one story. For tests: it looks at every entry."""
@@ -270,14 +232,8 @@ class PrefixIndex:
         assert self._num_entries <= self.max_entries, "the bound of entries holds"
         assert len(self._holdings) == slots.bit_count()
         assert self._gapped & slots == self._gapped, "gaps are of known workers"
-        assert self._num_predicted == sum(len(p.hashes) for p in self._predictions) <= self._max_predicted
-        queued: dict[int, int] = {}
-        for prediction in self._predictions:
-            for block_hash in prediction.hashes:
-                queued[block_hash] = queued.get(block_hash, 0) | prediction.bit
-        for block_hash, mask in self._predicted_mask.items():
-            assert mask, "a hash without bits goes"
-            assert mask & queued[block_hash] & slots == mask, "each predicted bit has an end and a worker"
+        assert self._predictions.bits() & slots == self._predictions.bits(), "predictions are of known workers"
+        self._predictions.check()
 
     def _record(self, matched: dict[str, int], bits: int, depth: int) -> None:
         """Note this depth for those of these workers that were asked for."""
@@ -294,11 +250,6 @@ class PrefixIndex:
         holding.digest ^= block_hash
         _clear_bit(self._mask, block_hash, holding.bit)
         self._num_entries -= 1
-
-    def _end(self, prediction: _Prediction) -> None:
-        for block_hash in prediction.hashes:
-            _clear_bit(self._predicted_mask, block_hash, prediction.bit)
-        self._num_predicted -= len(prediction.hashes)
 
     def _make_room(self, holding: _Holding) -> bool:
         """Free one entry for this worker; False if it has to go without."""

@@ -180,7 +180,7 @@ class _Indexed:
         self.index.store(self._names[worker], report.stored)
 
     def _chosen(self, job: Job, worker_id: str, cached_tokens: int, cached_blocks: int, now_s: float) -> Choice:
-        self.index.predict(worker_id, job.hashes[cached_blocks:], now_s)
+        self.index.predict(worker_id, job.hashes, cached_blocks, now_s)
         return Choice(int(worker_id), cached_tokens, cached_blocks)
 
 

@@ -1,14 +1,16 @@
-"""The prefix index against a naive model and against a walk block by block, and its bounds."""
+"""The prefix index against a naive model that asks each worker for block after block, and its bounds."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from headrace.router import predictions
 from headrace.router.prefix_index import PrefixIndex
 
 WORKERS = ("a", "b", "c")
@@ -26,15 +28,6 @@ def chain(prompt: str) -> list[int]:
 def is_behind(block_hash: int, others: Sequence[int]) -> bool:
     """Whether a block is one of these or stands behind one of them in its chain."""
     return any(block_hash >> shift in others for shift in range(block_hash.bit_length()))
-
-
-def walked(index: PrefixIndex, hashes: Sequence[int], worker_ids: Sequence[str]) -> dict[str, int]:
-    """What `match` gives, found by asking for one block after the other."""
-    matched = {}
-    for worker_id in worker_ids:
-        held = (index.match([block_hash], [worker_id])[worker_id] for block_hash in hashes)
-        matched[worker_id] = next((depth for depth, found in enumerate(held) if not found), len(hashes))
-    return matched
 
 
 def index_of(holdings: dict[str, list[int]], max_entries: int = 1000, max_predicted: int = 1000) -> PrefixIndex:
@@ -74,7 +67,7 @@ def test_a_worker_that_comes_short_of_a_block_in_a_full_index_is_matched_block_b
     assert index.match(chain("aaaa"), ["a"]) == {"a": 3}
     index.evict("b", chain("b"))
     index.store("a", chain("aaaaa")[4:])
-    assert index.match(chain("aaaaa"), WORKERS[:2]) == {"a": 3, "b": 0} == walked(index, chain("aaaaa"), WORKERS[:2])
+    assert index.match(chain("aaaaa"), WORKERS[:2]) == {"a": 3, "b": 0}
     index.reset("a")
     index.store("a", chain("aaaa"))
     assert index.match(chain("aaaa"), ["a"]) == {"a": 4}
@@ -82,12 +75,12 @@ def test_a_worker_that_comes_short_of_a_block_in_a_full_index_is_matched_block_b
 
 def test_predicted_blocks_go_on_where_the_confirmed_ones_end() -> None:
     index = index_of({"a": [1, 2], "b": [1], "c": []})
-    index.predict("a", [3, 4], now_s=0)
-    index.predict("b", [3, 4], now_s=0)
-    index.predict("c", [1], now_s=0)
+    index.predict("a", [1, 2, 3, 4], 2, now_s=0)
+    index.predict("b", [1, 2, 3, 4], 2, now_s=0)
+    index.predict("c", [1], 0, now_s=0)
     assert index.match([1, 2, 3, 4, 5], WORKERS) == {"a": 4, "b": 1, "c": 1}
     index.store("a", [3])
-    index.predict("b", [2], now_s=1)
+    index.predict("b", [1, 2], 1, now_s=1)
     assert index.match([1, 2, 3, 4, 5], WORKERS) == {"a": 4, "b": 4, "c": 1}
 
 
@@ -103,7 +96,7 @@ def test_a_removed_worker_leaves_nothing_and_its_slot_is_used_again() -> None:
 
 def test_a_prediction_counts_until_its_time_is_over() -> None:
     index = index_of({"a": []})
-    index.predict("a", [1, 2], now_s=0)
+    index.predict("a", [1, 2], 0, now_s=0)
     assert index.match([1, 2], ["a"]) == {"a": 2}
     index.expire(TTL_S - 1)
     assert index.match([1, 2], ["a"]) == {"a": 2}
@@ -112,15 +105,32 @@ def test_a_prediction_counts_until_its_time_is_over() -> None:
     assert index.num_predicted == 0
 
 
-def test_a_confirmed_prediction_outlives_its_time_and_a_refuted_one_ends_at_once() -> None:
+def test_a_confirmed_prediction_outlives_its_time_and_is_over_when_its_block_is_evicted() -> None:
     index = index_of({"a": []})
-    index.predict("a", [1, 2], now_s=0)
-    index.store("a", [1])
+    index.predict("a", [1, 2, 3], 0, now_s=0)
+    index.store("a", [1, 2])
     index.evict("a", [2])
-    assert index.match([1, 2], ["a"]) == {"a": 1}
+    assert index.match([1, 2, 3], ["a"]) == {"a": 1}
     index.expire(TTL_S)
-    assert index.match([1, 2], ["a"]) == {"a": 1}
+    assert index.match([1, 2, 3], ["a"]) == {"a": 1}
     index.check()
+
+
+def test_siblings_of_a_predicted_prompt_are_matched_as_far_as_they_go_along() -> None:
+    prompt = list(range(1, 101))
+    index = index_of({"a": prompt[:7], "b": []})
+    index.predict("a", prompt, 7, now_s=0)
+    index.predict("b", prompt, 0, now_s=0)
+    for shared in range(len(prompt) + 1):
+        sibling = [*prompt[:shared], *range(1000, 1050)]
+        assert index.match(sibling, WORKERS[:2]) == {"a": shared, "b": shared}
+    for confirmed in range(7, len(prompt)):
+        index.store("a", [prompt[confirmed]])
+        index.check()
+        assert index.match(prompt, WORKERS[:2]) == {"a": 100, "b": 100}
+    index.expire(TTL_S)
+    index.check()
+    assert index.match(prompt, WORKERS[:2]) == {"a": 100, "b": 0}
 
 
 def test_a_full_index_drops_the_new_hashes_of_a_worker_with_its_share() -> None:
@@ -138,56 +148,69 @@ def test_a_small_worker_takes_room_from_the_newest_of_the_largest() -> None:
 
 def test_predictions_have_a_bound_of_their_own() -> None:
     index = index_of({"a": [1, 2], "b": []}, max_entries=2, max_predicted=3)
-    index.predict("a", [3, 4, 5, 6], now_s=0)
-    index.predict("b", [1], now_s=0)
+    index.predict("a", [1, 2, 3, 4, 5, 6], 2, now_s=0)
+    index.predict("b", [1], 0, now_s=0)
     assert index.match([1, 2, 3, 4, 5, 6], ["a", "b"]) == {"a": 5, "b": 0}
     index.check()
 
 
 def test_a_worker_that_takes_over_a_slot_inherits_no_predictions() -> None:
     index = index_of({"a": []})
-    index.predict("a", [1], now_s=0)
+    index.predict("a", [1], 0, now_s=0)
     index.remove_worker("a")
     index.add_worker("b")
     assert index.match([1], ["b"]) == {"b": 0}
     index.check()
 
 
+@dataclass
+class Expected:
+    """A prediction as the model has it; what was confirmed is no longer among its hashes."""
+
+    worker_id: str
+    ends_at: float
+    hashes: list[int]
+    num_blocks: int
+
+
 class AgainstTheNaiveModel(RuleBasedStateMachine):
     """Sets of hashes, and predictions with their end, per worker; matching by asking each worker block by block. In an
     index that is too small the sets are the index's own."""
 
-    @initialize(max_entries=st.sampled_from([10_000, 6, 12]), max_predicted=st.sampled_from([10_000, 10]))
-    def start(self, max_entries: int, max_predicted: int) -> None:
+    @initialize(
+        max_entries=st.sampled_from([10_000, 6, 12]),
+        max_predicted=st.sampled_from([10_000, 10]),
+        stride=st.sampled_from([1, 2, 3, 16]),
+    )
+    def start(self, max_entries: int, max_predicted: int, stride: int) -> None:
+        self.stride, predictions.STRIDE = predictions.STRIDE, stride
         self.index = PrefixIndex(max_entries, max_predicted, TTL_S)
-        self.is_ample = max_entries == max_predicted
         self.confirmed: dict[str, set[int]] = {}
-        self.predicted: dict[str, set[int]] = {}
-        self.ends: list[tuple[float, str, int]] = []
+        self.expected: list[Expected] = []
         self.now_s = 0.0
         for worker_id in WORKERS:
             self.come(worker_id)
+
+    def teardown(self) -> None:
+        predictions.STRIDE = getattr(self, "stride", predictions.STRIDE)
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def come(self, worker_id: str) -> None:
         self.index.add_worker(worker_id)
         self.confirmed.setdefault(worker_id, set())
-        self.predicted.setdefault(worker_id, set())
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def go(self, worker_id: str) -> None:
         self.index.remove_worker(worker_id)
         self.confirmed.pop(worker_id, None)
-        self.predicted.pop(worker_id, None)
-        self.ends = [end for end in self.ends if end[1] != worker_id]
+        self.expected = [run for run in self.expected if run.worker_id != worker_id]
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def reset(self, worker_id: str) -> None:
         if worker_id in self.confirmed:
             self.index.reset(worker_id)
             self.confirmed[worker_id] = set()
-            self.predicted[worker_id] = set()
-            self.ends = [end for end in self.ends if end[1] != worker_id]
+            self.expected = [run for run in self.expected if run.worker_id != worker_id]
 
     @rule(worker_id=st.sampled_from(WORKERS), gone=st.lists(PROMPTS, max_size=2), come=st.lists(PROMPTS, max_size=3))
     def report(self, worker_id: str, gone: list[str], come: list[str]) -> None:
@@ -201,47 +224,48 @@ class AgainstTheNaiveModel(RuleBasedStateMachine):
         self.index.evict(worker_id, evicted)
         self.index.store(worker_id, stored)
         self.confirmed[worker_id] = left.union(stored)
-        self.predicted[worker_id].difference_update(evicted, stored)
+        for run in self.expected:
+            for block_hash in stored:
+                if run.worker_id == worker_id and run.hashes[:1] == [block_hash]:
+                    del run.hashes[0]
         self.match([*gone, *come])
 
-    @rule(worker_id=st.sampled_from(WORKERS), prompt=PROMPTS, start=st.integers(0, 6), refuted=st.none() | PROMPTS)
-    def predict(self, worker_id: str, prompt: str, start: int, refuted: str | None) -> None:
+    @rule(worker_id=st.sampled_from(WORKERS), prompt=PROMPTS, start=st.none() | st.integers(0, 6))
+    def predict(self, worker_id: str, prompt: str, start: int | None) -> None:
         if worker_id in self.confirmed:
-            hashes = chain(prompt)[start:]
-            self.index.predict(worker_id, hashes, self.now_s)
-            self.predicted[worker_id].update(hashes)
-            self.ends.extend((self.now_s + TTL_S, worker_id, block_hash) for block_hash in hashes)
-            hole = set(chain(refuted or "")[-1:]) - self.confirmed[worker_id]
-            self.index.evict(worker_id, hole)
-            self.predicted[worker_id] -= hole
+            hashes = chain(prompt)
+            if start is None:  # as a router does
+                start = self.index.match(hashes, [worker_id])[worker_id]
+            room = self.index.max_predicted - sum(run.num_blocks for run in self.expected)
+            self.index.predict(worker_id, hashes, start, self.now_s)
+            expected = hashes[start:][:room]
+            self.expected.append(Expected(worker_id, self.now_s + TTL_S, expected, len(expected)))
+            self.match([prompt])
 
     @rule(elapsed_s=st.floats(0, 2 * TTL_S))
     def wait(self, elapsed_s: float) -> None:
         self.now_s += elapsed_s
         self.index.expire(self.now_s)
-        for end_s, worker_id, block_hash in self.ends:
-            if end_s <= self.now_s:
-                self.predicted[worker_id].discard(block_hash)
-        self.ends = [end for end in self.ends if end[0] > self.now_s]
+        self.expected = [run for run in self.expected if run.ends_at > self.now_s]
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=5))
     def match(self, prompts: list[str]) -> None:
-        worker_ids = list(self.confirmed)
         for prompt in prompts:
             hashes = chain(prompt)
-            matched = self.index.match(hashes, worker_ids)
-            assert matched == walked(self.index, hashes, worker_ids)
-            if self.is_ample:
-                for worker_id, depth in matched.items():
-                    held = self.confirmed[worker_id] | self.predicted[worker_id]
-                    assert depth == next((depth for depth, h in enumerate(hashes) if h not in held), len(hashes))
+            matched = self.index.match(hashes, list(self.confirmed))
+            for worker_id, depth in matched.items():
+                predicted = {h for run in self.expected if run.worker_id == worker_id for h in run.hashes}
+                held = predicted.union(self.index._holdings[worker_id].hashes)
+                assert depth == next((depth for depth, h in enumerate(hashes) if h not in held), len(hashes))
 
     @invariant()
     def is_consistent(self) -> None:
         if hasattr(self, "index"):
             self.index.check()
-            if self.is_ample:
-                assert len(self.index) == sum(len(hashes) for hashes in self.confirmed.values())
+            if self.index.max_entries == 10_000:
+                for worker_id, hashes in self.confirmed.items():
+                    assert self.index._holdings[worker_id].hashes.keys() == hashes
+            assert self.index.num_predicted == sum(run.num_blocks for run in self.expected)
 
 
 TestAgainstTheNaiveModel = AgainstTheNaiveModel.TestCase
@@ -258,5 +282,5 @@ def test_the_bounds_hold_and_no_worker_is_denied_its_share(steps: list[tuple[str
         elif what == "evict":
             index.evict(worker_id, hashes)
         else:
-            index.predict(worker_id, hashes, now_s=0)
+            index.predict(worker_id, hashes, 0, now_s=0)
         index.check()

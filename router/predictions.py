@@ -1,0 +1,161 @@
+"""Blocks that are expected at a worker because their prompt was placed there a moment ago.
+
+A prediction is the run of a prompt's chain from the first block that was not at its worker to the end of the prompt. It
+ends with its time to live. Before that, events confirm it from its beginning on, in the order in which the worker
+computes; what is confirmed is expected no longer.
+
+A hash names a block with all that come before it, so two chains that are equal at a block are equal up to it. Hence a
+run need not be noted under each of its hashes: under its first one and those at every STRIDE-th depth is enough to find
+it from any of its blocks, by looking at fewer than STRIDE blocks before, and how far it goes along with a prompt is
+bisected. Noting hundreds of hashes would cost more than the rest of a placement.
+
+    depth     16              32              48
+    run               [ x x x x x x x x x x x x x x x x x )
+    noted             ^       ^               ^
+
+Pure: no I/O, no clock of its own. Not safe for threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+STRIDE = 16
+
+
+class _Run:
+    """Blocks of a chain at the worker with this bit until `ends_at`, a time in seconds.
+
+    `hashes` are those of the depths from `start` up to `end`; those before `first` were confirmed.
+    """
+
+    __slots__ = ("bit", "end", "ends_at", "first", "hashes", "start")
+
+    def __init__(self, bit: int, hashes: Sequence[int], start: int, ends_at: float) -> None:
+        self.bit = bit
+        self.hashes = hashes
+        self.start = self.first = start
+        self.end = start + len(hashes)
+        self.ends_at = ends_at
+
+    def end_along(self, chain: Sequence[int], depth: int) -> int:
+        """The depth at which the run ends or the chain, which is equal to it at `depth`, turns off."""
+        hashes, start = self.hashes, self.start
+        equal, other = depth, min(self.end, len(chain))
+        if hashes[other - 1 - start] == chain[other - 1]:
+            return other
+        while other - equal > 1:
+            middle = (equal + other) >> 1
+            if hashes[middle - start] == chain[middle]:
+                equal = middle
+            else:
+                other = middle
+        return other
+
+    def noted_hashes(self) -> list[int]:
+        """What the run is noted under."""
+        if self.first == self.end:
+            return []
+        after_first = self.first - self.first % STRIDE + STRIDE
+        return [self.hashes[self.first - self.start], *self.hashes[after_first - self.start :: STRIDE]]
+
+
+class Predictions:
+    """The live predictions of all workers, `max_blocks` blocks at most. Each counts for `ttl_s`. Workers are bits."""
+
+    def __init__(self, max_blocks: int, ttl_s: float) -> None:
+        self.max_blocks = max_blocks
+        self.num_blocks = 0
+        """Blocks predicted and not yet expired, those confirmed meanwhile included."""
+        self.noted: dict[int, list[_Run]] = {}
+        """Only hashes that are in it can be confirmed."""
+        self._ttl_s = ttl_s
+        # Every prediction is made for the same time, so the queue is in the order of expiry.
+        self._runs: deque[_Run] = deque()
+
+    def add(self, bit: int, chain: Sequence[int], start: int, now_s: float) -> None:
+        """Expect the blocks of this chain from depth `start` on at a worker. What finds no room is left out."""
+        hashes = chain[start : start + self.max_blocks - self.num_blocks]
+        if not hashes:
+            return
+        run = _Run(bit, hashes, start, now_s + self._ttl_s)
+        noted = self.noted
+        for block_hash in run.noted_hashes():
+            if block_hash in noted:
+                noted[block_hash].append(run)
+            else:
+                noted[block_hash] = [run]
+        self.num_blocks += len(hashes)
+        self._runs.append(run)
+
+    def confirm(self, bit: int, block_hash: int) -> None:
+        """A worker holds a block whose hash is noted."""
+        for run in self.noted[block_hash].copy():
+            if run.bit == bit and run.hashes[run.first - run.start] == block_hash:
+                self._unnote(run, block_hash)
+                run.first += 1
+                if run.first < run.end and run.first % STRIDE:  # at multiples it is noted already
+                    self.noted.setdefault(run.hashes[run.first - run.start], []).append(run)
+
+    def expire(self, now_s: float) -> None:
+        """End those whose time is over."""
+        while self._runs and self._runs[0].ends_at <= now_s:
+            self._end(self._runs.popleft())
+
+    def forget(self, bit: int) -> None:
+        """End those of a worker."""
+        for run in self._runs:
+            if run.bit == bit:
+                self._end(run)
+        self._runs = deque(run for run in self._runs if run.bit != bit)
+
+    def reach(self, chain: Sequence[int], depth: int, workers: int) -> dict[int, int]:
+        """For those of these workers that are expected to hold the chain's block at this depth: bit -> the depth of the
+        first block behind it that they are not expected to hold."""
+        reached: dict[int, int] = {}
+        if not self.noted:
+            return reached
+        noted_under = self.noted.get
+        to_do = [(depth, workers)]
+        while to_do:
+            depth, workers = to_do.pop()
+            ends: dict[int, int] = {}
+            for block_hash in chain[depth - depth % STRIDE : depth + 1] if depth < len(chain) else ():
+                for run in noted_under(block_hash, ()):
+                    if run.bit & workers and depth < run.end and run.hashes[depth - run.start] == chain[depth]:
+                        ends[run.bit] = max(ends.get(run.bit, 0), run.end_along(chain, depth))
+            reached |= ends
+            to_do.extend((end, bit) for bit, end in ends.items())
+        return reached
+
+    def check(self) -> None:
+        """Assert that runs, notes and the count tell one story. For tests."""
+        noted: dict[int, list[_Run]] = {}
+        for run in self._runs:
+            assert run.start <= run.first <= run.end == run.start + len(run.hashes)
+            for block_hash in run.noted_hashes():
+                noted.setdefault(block_hash, []).append(run)
+        assert noted.keys() == self.noted.keys()
+        for block_hash, runs in noted.items():
+            assert len(runs) == len(self.noted[block_hash])
+            assert set(runs) == set(self.noted[block_hash])
+        assert self.num_blocks == sum(len(run.hashes) for run in self._runs) <= self.max_blocks
+
+    def bits(self) -> int:
+        """The workers that have predictions."""
+        bits = 0
+        for run in self._runs:
+            bits |= run.bit
+        return bits
+
+    def _end(self, run: _Run) -> None:
+        for block_hash in run.noted_hashes():
+            self._unnote(run, block_hash)
+        self.num_blocks -= len(run.hashes)
+
+    def _unnote(self, run: _Run, block_hash: int) -> None:
+        runs = self.noted[block_hash]
+        runs.remove(run)
+        if not runs:
+            del self.noted[block_hash]
