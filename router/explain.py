@@ -8,7 +8,7 @@ from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet import Fleet, RoutedRequest
 from headrace.router.links import WorkerLink
-from headrace.router.policy import CostTerms, Placement, PlacementReason
+from headrace.router.policy import CostTerms, PlacementReason
 
 _REASONS = {
     PlacementReason.ONLY: router_pb2.PLACEMENT_REASON_ONLY,
@@ -44,31 +44,32 @@ def explain(fleet: Fleet, asked: router_pb2.ExplainRequest) -> router_pb2.Explai
     placement = fleet.weigh(request, card)
     links = [link for link in fleet.links() if link.card is not None and link.card.name == card.name]
     response = router_pb2.ExplainResponse(num_prompt_tokens=len(asked.token_ids))
+    costs: dict[str, CostTerms] = {}
+    cached_tokens: dict[str, int] = {}
     if placement is not None:
+        costs, cached_tokens = placement.costs, placement.cached_tokens
         response.reason = _REASONS[placement.reason]
         response.worker_id = next(link.worker_id for link in links if link.address == placement.worker_id)
-        links.sort(key=lambda link: _rank(link, placement))
-    response.workers.extend(_explained(link, placement) for link in links)
+        links.sort(key=lambda link: _rank(costs.get(link.address)))
+    for link in links:
+        worker = response.workers.add()
+        worker.CopyFrom(_described(link))
+        if link.address in costs:
+            worker.num_cached_tokens = cached_tokens[link.address]
+            worker.cost.CopyFrom(_terms(costs[link.address]))
     return response
 
 
-def _rank(link: WorkerLink, placement: Placement) -> tuple[bool, float]:
+def _rank(cost: CostTerms | None) -> tuple[bool, float]:
     """Weighed ones first, by cost."""
-    terms = placement.costs.get(link.address)
-    if terms is None:
-        return True, 0.0
-    return False, terms.total_ms
+    return (True, 0.0) if cost is None else (False, cost.total_ms)
 
 
-def _explained(link: WorkerLink, placement: Placement | None) -> router_pb2.ExplainedWorker:
+def _described(link: WorkerLink) -> router_pb2.ExplainedWorker:
     known = link.info()
-    worker = router_pb2.ExplainedWorker(
+    return router_pb2.ExplainedWorker(
         worker_id=known.worker_id, address=known.address, state=known.state, detail=known.detail
     )
-    if placement is not None and link.address in placement.costs:
-        worker.num_cached_tokens = placement.cached_tokens[link.address]
-        worker.cost.CopyFrom(_terms(placement.costs[link.address]))
-    return worker
 
 
 def _terms(cost: CostTerms) -> router_pb2.CostTerms:

@@ -24,6 +24,7 @@ import enum
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -116,15 +117,32 @@ class PlacementReason(enum.Enum):
     SESSION = "session"  # the worker of the session, near enough to the cheapest
 
 
+# The fields of CostTerms, in their order: what is computed for every candidate of every request.
+_Terms: TypeAlias = tuple[float, float, float, float, float, float, float]
+_TOTAL = 6
+
+
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """A decision with its grounds: `cost` of the chosen one; `costs` and `cached_tokens` of all that were weighed."""
+    """A decision with its grounds: `cost` is that of the chosen one; of all that were weighed, in one order,
+    `worker_ids`, `terms` of the cost and `num_cached_tokens`."""
 
     worker_id: str
     reason: PlacementReason
     predicted_cached_tokens: int
     cost: CostTerms
-    costs: dict[str, CostTerms]
-    cached_tokens: dict[str, int]
+    worker_ids: Sequence[str]
+    terms: Sequence[_Terms]
+    num_cached_tokens: Sequence[int]
+
+    @property
+    def costs(self) -> dict[str, CostTerms]:
+        """The cost at each that was weighed. Made when asked for."""
+        return {worker_id: CostTerms(*terms) for worker_id, terms in zip(self.worker_ids, self.terms, strict=True)}
+
+    @property
+    def cached_tokens(self) -> dict[str, int]:
+        """How many tokens of the prompt are cached at each that was weighed. Made when asked for."""
+        return dict(zip(self.worker_ids, self.num_cached_tokens, strict=True))
 
 
 def place(
@@ -145,81 +163,80 @@ def place(
     open_to = [c for c in candidates if c.takes_requests and c.worker_id not in excluded]
     if not open_to:
         return None
+    worker_ids = [candidate.worker_id for candidate in open_to]
     most_tokens = max(request.num_prompt_tokens - 1, 0)  # the last one is always computed, for its logits
-    cached_tokens: dict[str, int] = {}
-    costs: dict[str, CostTerms] = {}
-    for candidate, tokens_per_s, step_ms in zip(open_to, *believed_rates(open_to, priors), strict=True):
-        worker_id = candidate.worker_id
-        cached = cached_blocks[worker_id] * candidate.block_size
-        if cached > most_tokens:
-            cached = most_tokens
-        cached_tokens[worker_id] = cached
-        costs[worker_id] = cost(request, candidate, cached, now_s, tokens_per_s, step_ms, priors)
-    worker_id, reason = _choose(request, _in_time(request, costs), cached_tokens, rng, priors)
-    return Placement(worker_id, reason, cached_tokens[worker_id], costs[worker_id], costs, cached_tokens)
+    cached_tokens = [cached_blocks[c.worker_id] * c.block_size for c in open_to]
+    if max(cached_tokens) > most_tokens:
+        cached_tokens = [min(cached, most_tokens) for cached in cached_tokens]
+    terms = _weighed(request, open_to, cached_tokens, now_s, priors)
+    chosen, reason = _choose(request, worker_ids, terms, cached_tokens, rng, priors)
+    cost = CostTerms(*terms[chosen])
+    return Placement(worker_ids[chosen], reason, cached_tokens[chosen], cost, worker_ids, terms, cached_tokens)
 
 
-def cost(
-    request: RequestFacts,
-    candidate: Candidate,
-    num_cached_tokens: int,
-    now_s: float,
-    prefill_tokens_per_s: float,
-    decode_step_ms: float,
-    priors: Priors,
-) -> CostTerms:
-    """What this request is expected to cost at this candidate, which is believed to have these rates, term by term."""
-    load = candidate.load
-    ms_per_token = 1000.0 / prefill_tokens_per_s
+def _weighed(
+    request: RequestFacts, candidates: Sequence[Candidate], cached_tokens: Sequence[int], now_s: float, priors: Priors
+) -> list[_Terms]:
+    """What the request is expected to cost at each candidate, term by term.
+
+    One loop over all, with what they have in common outside of it: a request pays for each line once for each worker.
+    """
     answer = priors.weighed_tokens
     if request.max_new_tokens is not None and request.max_new_tokens < answer:
         answer = request.max_new_tokens
-    miss = request.num_prompt_tokens - num_cached_tokens
+    num_prompt_tokens, double = request.num_prompt_tokens, priors.batch_for_double_step
+    half_answer = priors.answer_tokens * 0.5
+    weighed: list[_Terms] = []
+    for candidate, cached, tokens_per_s, decode_step_ms in zip(
+        candidates, cached_tokens, *believed_rates(candidates, priors), strict=True
+    ):
+        load = candidate.load
+        max_num_seqs = load.max_num_seqs
+        ms_per_token = 1000.0 / tokens_per_s
+        miss = num_prompt_tokens - cached
 
-    # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
-    double = priors.batch_for_double_step
-    batch = load.num_running + candidate.num_booked_requests
-    step_ms = decode_step_ms * (double + batch + 1) / (double + (load.num_running or 1))
+        # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
+        batch = load.num_running + candidate.num_booked_requests
+        step_ms = decode_step_ms * (double + batch + 1) / (double + (load.num_running or 1))
+        decode_ms = answer * step_ms
 
-    # Places come free as answers end; those in the batch are half through on average.
-    overhang = batch + load.num_waiting + 1 - load.max_num_seqs if load.max_num_seqs else 0
-    half_answer_ms = priors.answer_tokens * 0.5 * step_ms
-    queue_ms = overhang / load.max_num_seqs * half_answer_ms if overhang > 0 else 0.0
+        # Places come free as answers end; those in the batch are half through on average.
+        requests = batch + load.num_waiting
+        queue_ms = 0.0
+        if max_num_seqs and requests >= max_num_seqs:
+            queue_ms = (requests + 1 - max_num_seqs) / max_num_seqs * (half_answer * step_ms)
 
-    # What was reported has been worked on since.
-    backlog_ms = load.num_uncached_tokens * ms_per_token - (now_s - load.received_at_s) * 1000.0
-    if backlog_ms < 0.0:
-        backlog_ms = 0.0
-    backlog_ms += candidate.num_booked_tokens * ms_per_token
+        # What was reported has been worked on since.
+        backlog_ms = load.num_uncached_tokens * ms_per_token - (now_s - load.received_at_s) * 1000.0
+        if backlog_ms < 0.0:
+            backlog_ms = 0.0
+        backlog_ms += candidate.num_booked_tokens * ms_per_token
 
-    # Workers compute the shortest rest first: each request there delays this one by at most as much as it takes itself.
-    prefill_ms = miss * ms_per_token
-    ahead_ms = (batch + load.num_waiting or 1) * prefill_ms
-    if backlog_ms > ahead_ms:
-        backlog_ms = ahead_ms
+        # Workers compute the shortest rest first: each request there delays this one by at most what it takes itself.
+        prefill_ms = miss * ms_per_token
+        ahead_ms = (requests or 1) * prefill_ms
+        if backlog_ms > ahead_ms:
+            backlog_ms = ahead_ms
 
-    decode_ms = answer * step_ms
-
-    eviction_ms = pressure_ms = 0.0
-    if load.num_blocks:
-        size = candidate.block_size
-        needed = (miss + answer + size - 1) // size
-        free = load.num_free_blocks - candidate.num_booked_blocks
-        empty = free - load.num_cached_blocks  # at least: cached blocks that are in use are not among the free
-        displaced = needed - (empty if empty > 0 else 0)
-        if displaced > 0:
-            eviction_ms = displaced * size * ms_per_token * priors.reuse_chance
-        short = needed - (free if free > 0 else 0)
-        if short > 0:
-            pressure_ms = short * size * ms_per_token + short / needed * priors.weighed_tokens * step_ms
-        # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.
-        promised = load.num_uncached_tokens // size
-        if short + promised > 0:
-            blocks_ms = _wait_for_blocks_ms(short + promised - answer // size, load, half_answer_ms)
-            if blocks_ms > queue_ms:
-                queue_ms = blocks_ms
-    total_ms = queue_ms + backlog_ms + prefill_ms + decode_ms + eviction_ms + pressure_ms
-    return CostTerms(queue_ms, backlog_ms, prefill_ms, decode_ms, eviction_ms, pressure_ms, total_ms)
+        eviction_ms = pressure_ms = 0.0
+        if load.num_blocks:
+            size = candidate.block_size
+            needed = (miss + answer + size - 1) // size
+            free = load.num_free_blocks - candidate.num_booked_blocks
+            empty = free - load.num_cached_blocks  # at least: cached blocks that are in use are not among the free
+            displaced = needed - empty if empty > 0 else needed
+            if displaced > 0:
+                eviction_ms = displaced * size * ms_per_token * priors.reuse_chance
+            short = needed - free if free > 0 else needed
+            if short > 0:
+                pressure_ms = short * size * ms_per_token + short / needed * priors.weighed_tokens * step_ms
+            # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.
+            missing = short + load.num_uncached_tokens // size
+            if missing > 0:
+                queue_ms = max(queue_ms, _wait_for_blocks_ms(missing - answer // size, load, half_answer * step_ms))
+        total_ms = queue_ms + backlog_ms + prefill_ms + decode_ms + eviction_ms + pressure_ms
+        weighed.append((queue_ms, backlog_ms, prefill_ms, decode_ms, eviction_ms, pressure_ms, total_ms))
+    return weighed
 
 
 def _wait_for_blocks_ms(num_missing: int, load: LoadReport, half_answer_ms: float) -> float:
@@ -251,13 +268,6 @@ def predicted_wait_ms(num_ahead: int, candidates: Sequence[Candidate], priors: P
     return (num_ahead + 1) / ended_per_ms if ended_per_ms else 0.0
 
 
-def _in_time(request: RequestFacts, costs: dict[str, CostTerms]) -> dict[str, CostTerms]:
-    """Those that keep to the request's bound, or all if none does."""
-    if request.max_ttft_ms == math.inf:
-        return costs
-    return {name: terms for name, terms in costs.items() if terms.ttft_ms <= request.max_ttft_ms} or costs
-
-
 def believed_rates(candidates: Sequence[Candidate], priors: Priors) -> tuple[list[float], list[float]]:
     """The rates to count with: of each candidate its prefill tokens a second, and its milliseconds of a decode step.
 
@@ -277,29 +287,38 @@ def believed_rates(candidates: Sequence[Candidate], priors: Priors) -> tuple[lis
 
 def _drawn_to_median(rates: Sequence[float]) -> list[float]:
     """Each rate's geometric mean with the median of those that are known; 0 stays 0."""
-    known = sorted(filter(None, rates))
-    if not known:
-        return list(rates)
-    median = known[len(known) // 2]
+    known = sorted(rates)
+    num_unknown = known.count(0.0)
+    if num_unknown == len(known):
+        return known
+    median = known[(num_unknown + len(known)) // 2]
     sqrt = math.sqrt
     return [sqrt(rate * median) for rate in rates]
 
 
 def _choose(
     request: RequestFacts,
-    costs: Mapping[str, CostTerms],
-    cached_tokens: Mapping[str, int],
+    worker_ids: Sequence[str],
+    terms: Sequence[_Terms],
+    cached_tokens: Sequence[int],
     rng: random.Random,
     priors: Priors,
-) -> tuple[str, PlacementReason]:
-    if len(costs) == 1:
-        return next(iter(costs)), PlacementReason.ONLY
-    best_ms = min(terms.total_ms for terms in costs.values())
-    session = request.session_worker_id
-    if session is not None and session in costs and costs[session].total_ms <= best_ms + priors.session_slack_ms:
-        return session, PlacementReason.SESSION
-    ties = [worker_id for worker_id, terms in costs.items() if terms.total_ms <= best_ms + priors.noise_ms]
-    worker_id = ties[0] if len(ties) == 1 else rng.choice(ties)
-    most_cached = max(cached_tokens.values())
-    is_longest = cached_tokens[worker_id] == most_cached > 0
-    return worker_id, PlacementReason.PREFIX if is_longest else PlacementReason.LOAD
+) -> tuple[int, PlacementReason]:
+    """The number of the chosen one. Who keeps to the request's bound comes before all others."""
+    eligible: Sequence[int] = range(len(terms))
+    if request.max_ttft_ms != math.inf:
+        in_time = [number for number in eligible if CostTerms(*terms[number]).ttft_ms <= request.max_ttft_ms]
+        eligible = in_time or eligible
+    if len(eligible) == 1:
+        return eligible[0], PlacementReason.ONLY
+    totals = [terms[number][_TOTAL] for number in eligible]
+    best_ms = min(totals)
+    if request.session_worker_id in worker_ids:
+        session = worker_ids.index(request.session_worker_id)
+        if session in eligible and terms[session][_TOTAL] <= best_ms + priors.session_slack_ms:
+            return session, PlacementReason.SESSION
+    most_ms = best_ms + priors.noise_ms
+    ties = [number for number, total_ms in zip(eligible, totals, strict=True) if total_ms <= most_ms]
+    chosen = ties[0] if len(ties) == 1 else rng.choice(ties)
+    is_longest = cached_tokens[chosen] == max(cached_tokens) > 0
+    return chosen, PlacementReason.PREFIX if is_longest else PlacementReason.LOAD

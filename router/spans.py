@@ -20,14 +20,15 @@ def describe_placement(span: Span, placed: PlacedRequest) -> None:
             "headrace.placement.worker": placed.link.worker_id,
             "headrace.placement.reason": placement.reason.value,
             "headrace.placement.predicted_cached_tokens": placement.predicted_cached_tokens,
-            "headrace.placement.num_candidates": len(placement.costs),
+            "headrace.placement.num_candidates": len(placement.worker_ids),
             "headrace.placement.decision_us": 1e6 * placed.decision_s,
             **_terms(placement.cost),
         }
     )
+    cached_tokens = placement.cached_tokens
     cheapest = sorted(placement.costs.items(), key=lambda item: item[1].total_ms)
     for address, cost in cheapest[:MAX_CANDIDATES]:
-        cached = placement.cached_tokens[address]
+        cached = cached_tokens[address]
         span.event("candidate", {"server.address": address, "headrace.cached_tokens": cached, **_terms(cost)})
 
 
