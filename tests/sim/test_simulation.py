@@ -107,7 +107,7 @@ def test_a_prefix_is_found_again_by_those_who_look_for_it() -> None:
 
 
 def test_the_load_is_spread_where_nothing_is_shared() -> None:
-    jobs = jobs_of(Generated(num_requests=200, num_system_prompts=0, output_mean=20.0))
+    jobs = jobs_of(Generated(num_requests=600, num_system_prompts=0, output_mean=20.0))
     ours, blind = (run(policy, jobs, FleetSettings(WORKER, num_workers=4))[1] for policy in ("headrace", "random"))
     assert ours.hit_tokens == blind.hit_tokens == 0
     assert ours.ttft_ms.p95 < blind.ttft_ms.p95
