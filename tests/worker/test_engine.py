@@ -376,8 +376,10 @@ def test_of_two_that_computed_the_same_blocks_both_hold_the_ones_that_are_found(
 
 def test_what_is_computed_behind_a_hash_of_other_content_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "next_hash", lambda parent, content: 10 * parent + 1)  # blind to the content
-    engine = make_engine(num_blocks=64)
-    first, other = engine.request([1] * 14), engine.request([2] * 4 + [1] * 10)
+    engine = make_engine(max_num_seqs=2, max_num_batched_tokens=4)  # looks for more blocks after each one
+    first = engine.request([1] * 14)
+    engine.run()
+    other = engine.request([2] * 4 + [1] * 10)
     engine.run()
     assert engine.tokens[first] == right(first, 8)
     assert engine.tokens[other] == right(other, 8)
@@ -391,7 +393,7 @@ def test_what_is_computed_behind_a_hash_of_other_content_is_not_found(monkeypatc
 def test_colliding_hashes_cost_hits_and_never_a_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "next_hash", lambda parent, content: 2 + crc32(content, parent) % 40)
     rng = random.Random(seed)
-    engine = make_engine(num_blocks=40)
+    engine = make_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=6)
     for _ in range(60):
         engine.request([rng.randrange(2) for _ in range(rng.randint(1, 30))], max_tokens=rng.randint(1, 10))
         for _ in range(rng.randint(0, 4)):
