@@ -74,6 +74,7 @@ def report_of(engine: Engine, rates: StepRates) -> LoadReport:
     counters["infer_us"] = int(engine.stats.infer_s * 1e6)
     counters["overhead_us"] = int(engine.stats.overhead_s * 1e6)
     counters["blocks_evicted"] = pool.num_evictions
+    counters["padding_tokens"] = engine.stats.num_padding_tokens
     return LoadReport(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
