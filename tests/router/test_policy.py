@@ -81,11 +81,11 @@ def test_a_worker_without_known_rates_is_taken_for_the_best_known() -> None:
     assert placed(candidate("new", unknown), candidate("old", slower), candidate("older")).worker_id != "old"
 
 
-def test_a_learned_rate_counts_half_against_the_fleets() -> None:
+def test_a_learned_rate_counts_a_tenth_against_the_fleets() -> None:
     slow, usual = load(prefill_tokens_per_s=250.0), load(prefill_tokens_per_s=1000.0)
     placement = placed(candidate("slow", slow), candidate("b", usual), candidate("c", usual))
     assert placement.costs["b"].prefill_ms == pytest.approx(320)
-    assert placement.costs["slow"].prefill_ms == pytest.approx(2 * 320)
+    assert placement.costs["slow"].prefill_ms == pytest.approx(4**0.1 * 320)
 
 
 def test_the_priors_hold_when_no_rate_is_known() -> None:
