@@ -44,6 +44,7 @@ ONLY_IN = {
         "worker/model_runner.py",
         "worker/numa.py",
         "worker/vocabulary.py",
+        "worker/vocabulary_head.py",
         "worker/vocabulary_reducer.py",
         "gateway/tokenizer.py",
     },

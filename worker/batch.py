@@ -16,6 +16,7 @@ Source of the layout: the operator's description in OpenVINO's paged_attention_e
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,8 @@ LongArray = npt.NDArray[np.int64]
 class Batch:
     """Inputs of one step; names, shapes and types are the operator's. The rows of logits are those of the `sampled`
     requests, in that order, and behind them, for each of `prompts`, one for each of its prompt tokens in the step but
-    the last token of the prompt. `copies` of KV blocks come before anything is computed."""
+    the last token of the prompt. `copies` of KV blocks come before anything is computed. `sums` is what is wanted
+    beside the logits; where there are `prompts`, which may be many rows, none."""
 
     input_ids: LongArray
     position_ids: LongArray
@@ -49,6 +51,21 @@ class Batch:
     sampled: Sequence[Request]
     copies: Sequence[BlockCopy]
     prompts: Sequence[PromptRows]
+    sums: Sums
+
+    @property
+    def inverse_temperatures(self) -> npt.NDArray[np.float32]:
+        """What the logits of each sampled row are multiplied with before they are weighed."""
+        return np.array([request.sampling.inverse_temperature for request in self.sampled], np.float32)
+
+
+class Sums(enum.Enum):
+    """Which weights of logits are summed up while they are computed: none, for the best of each row; those at the row's
+    temperature, to draw by; and those at temperature 1 too, for log-probabilities."""
+
+    NONE = enum.auto()
+    DRAWN = enum.auto()
+    DRAWN_AND_MODEL = enum.auto()
 
 
 class PromptRows(NamedTuple):
@@ -102,6 +119,7 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
         sampled=sampled,
         copies=copies,
         prompts=prompts,
+        sums=Sums.NONE if prompts else sums_for(sampled),
     )
 
 
@@ -119,6 +137,18 @@ def padded(batch: Batch, num_tokens: int, block: int) -> Batch:
         block_indices=np.concatenate([batch.block_indices, nothing + np.int32(block)]),
         block_indices_begins=np.concatenate([batch.block_indices_begins, batch.block_indices_begins[-1] + ones]),
     )
+
+
+def sums_for(sampled: Sequence[Request]) -> Sums:
+    """The sums that sampling the requests needs."""
+    sums = Sums.NONE
+    for request in sampled:
+        sampling = request.sampling
+        if sampling.num_logprobs is not None and sampling.inverse_temperature != 1.0:
+            return Sums.DRAWN_AND_MODEL
+        if not sampling.is_greedy or sampling.num_logprobs is not None:
+            sums = Sums.DRAWN
+    return sums
 
 
 def _positions(past_lens: IntArray, begins: IntArray) -> LongArray:

@@ -1,102 +1,29 @@
 """The numbers of sampling: rows of logits to drawn tokens, and to log-probabilities. Pure, and for all rows at once.
 
-A row of 49k to 152k logits is read as runs of some hundred tokens. A reducer gives the maximum of each run and the
-sum of its weights, exp((logit - best) / temperature); that takes the only passes over the whole vocabulary. All else
-looks only into runs that can matter: a draw from everything finds its run by the sums, and what filters and
-log-probabilities want lies in runs whose maximum is large enough.
-
-    logits  [n, vocab]   | run 0 | run 1 | ... | run r |
-    maxima  [n, runs]        4.1     9.7    ...    0.3       a nucleus above 7.0 is in run 1 alone
-    sums    [n, runs]        0.2    31.0    ...    0.0       a draw at 0.5 of all is in run 1
+Rows come as runs with their maxima and sums, see `logits`; only runs that can matter are looked into.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.worker.logits import DoubleArray, FloatArray, IndexArray, Runs
 from headrace.worker.request import TokenLogprobs
 
-FloatArray = npt.NDArray[np.float32]
-DoubleArray = npt.NDArray[np.float64]
-IndexArray = npt.NDArray[np.intp]
-
-# Beyond this, differences that float32 can hold near the best logit decide alone.
-_MAX_INVERSE_TEMPERATURE = 1e6
 # Quantiles that a draw may need. From a nucleus of at least `_WIDE_NUCLEUS` of all, tokens are drawn from everything
 # until one is inside, the last time from the nucleus itself, which costs more.
 DRAWS = 4
 _WIDE_NUCLEUS = 0.5
+# Parts of the runs that may hold tokens before a drawn one, looked at one after the other until it is decided.
+_NUCLEUS_PARTS = (0.125, 0.375, 1.0)
 # Tokens with at least this part of all probability are looked at first for the nucleus: few, and mostly enough.
 _NUCLEUS_SHARES = (1e-3, 1e-5)
 # Taken off a threshold that an exact comparison follows, so that rounding leaves nothing out.
 _SLACK = 1e-3
-_MAX_RUN = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Rows of logits, reduced. `rows` `[n]` are those of `logits` `[N, vocab]` that are meant; `maxima` `[n, runs]`;
-    `sums` `[n, runs]` of exp((logit - the row's best) * inverse temperature). Tokens `[r * length, (r + 1) * length)`
-    are run r; the last may be shorter. A row that holds a NaN, or nothing finite, has a sum that is not finite."""
-
-    logits: FloatArray
-    rows: IndexArray
-    maxima: FloatArray
-    sums: FloatArray
-    length: int
-
-    @property
-    def best(self) -> FloatArray:
-        """`[n]`: the largest logit of each row."""
-        best: FloatArray = self.maxima.max(axis=1)
-        return best
-
-    def of(self, which: IndexArray) -> Runs:
-        """Those of some of the n rows, `which` in ascending order."""
-        assert np.all(which[1:] > which[:-1]), "rows in another order would be taken for others"
-        if len(which) == len(self.rows):
-            return self
-        return Runs(self.logits, self.rows[which], self.maxima[which], self.sums[which], self.length)
-
-    def gather(self, which: IndexArray, runs: IndexArray) -> FloatArray:
-        """The logits `[len(which), length]` of some runs of some of the n rows; behind the end of the vocabulary there
-        is minus infinity."""
-        rows, vocab_size = self.rows[which], self.logits.shape[1]
-        if vocab_size % self.length == 0:
-            values: FloatArray = self.logits.reshape(len(self.logits), -1, self.length)[rows, runs]
-            return values
-        token_ids = runs[:, None] * self.length + np.arange(self.length)
-        values = self.logits[rows[:, None], np.minimum(token_ids, vocab_size - 1)]
-        values[token_ids >= vocab_size] = -np.inf
-        return values
-
-    def above(self, thresholds: FloatArray) -> tuple[FloatArray, IndexArray]:
-        """Values and ids `[n, columns]` of each row's tokens that reach its threshold, in order of id, padded with
-        minus infinity and 0."""
-        row, run = np.nonzero(self.maxima >= thresholds[:, None])
-        values = self.gather(row, run)
-        at, offset = np.nonzero(values >= thresholds[row][:, None])
-        rows = row[at]
-        counts = np.bincount(rows, minlength=len(self.rows))
-        columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        shape = (len(self.rows), max(1, int(counts.max())))
-        padded, token_ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.intp)
-        padded[rows, columns] = values[at, offset]
-        token_ids[rows, columns] = run[at] * self.length + offset
-        return padded, token_ids
-
-
-class Reducer(Protocol):
-    """Reads whole rows."""
-
-    def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Runs:
-        """The runs of `logits` `[n, vocab]`, n at least 1, with weights at `inverse_temperatures` `[n]`."""
-        ...
 
 
 class Filters(NamedTuple):
@@ -115,30 +42,6 @@ class Filters(NamedTuple):
     def any(self) -> npt.NDArray[np.bool_]:
         """`[n]`: whether a filter leaves out tokens of the row."""
         return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
-
-
-class NumpyReducer:
-    """Reduces with numpy: for few rows of any length."""
-
-    def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Runs:
-        """As `Reducer.reduce`."""
-        length = run_length(logits.shape[1]) or _MAX_RUN
-        starts = np.arange(0, logits.shape[1], length)
-        maxima = np.maximum.reduceat(logits, starts, axis=1)
-        weights = logits - maxima.max(axis=1)[:, None]
-        weights *= inverse_temperatures[:, None]
-        np.exp(weights, out=weights)
-        return Runs(logits, np.arange(len(logits)), maxima, np.add.reduceat(weights, starts, axis=1), length)
-
-
-def run_length(vocab_size: int) -> int:
-    """The longest run, a power of two from 32 to 256, into which the vocabulary divides; 0 if there is none."""
-    return next((length for length in (256, 128, 64, 32) if vocab_size % length == 0), 0)
-
-
-def inverse_temperature(temperature: float) -> float:
-    """What logits are multiplied with. Greedy rows have 1: nothing is drawn from them."""
-    return min(1.0 / temperature, _MAX_INVERSE_TEMPERATURE) if temperature > 0 else 1.0
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> DoubleArray:
@@ -186,23 +89,46 @@ def draw(runs: Runs, filters: Filters, quantiles: DoubleArray) -> IndexArray:
 def _in_nucleus(runs: Runs, filters: Filters, token_ids: IndexArray) -> npt.NDArray[np.bool_]:
     """Whether the tokens that go before each row's token, more probable or equal with a lower id, have less than
     `top_p` of all weight together."""
-    is_in = filters.top_p >= 1.0
-    values = runs.logits[runs.rows, token_ids]
-    enough = filters.top_p * runs.sums.sum(axis=1, dtype=np.float64)
+    values = runs.at(token_ids)
+    enough = filters.top_p * runs.totals
     # All of the runs that hold such tokens is more than those tokens are.
     may_precede = runs.maxima >= values[:, None]
-    is_in |= np.where(may_precede, runs.sums, 0.0).sum(axis=1) < enough
+    at_most = np.where(may_precede, runs.sums, np.float32(0.0)).sum(axis=1, dtype=np.float64)
+    is_in: npt.NDArray[np.bool_] = (filters.top_p >= 1.0) | (at_most < enough)
     unsure = np.flatnonzero(~is_in)
-    if len(unsure):
-        which, run = np.nonzero(may_precede[unsure])
+    begin = 0
+    # Most rows are decided by what some of these runs hold behind the token.
+    for part in _NUCLEUS_PARTS:
+        if not len(unsure):
+            break
+        end = int(part * may_precede.shape[1])
+        count = np.cumsum(may_precede[unsure], axis=1, dtype=np.int32)
+        which, run = np.nonzero(may_precede[unsure] & (count > begin) & (count <= end))
         which = unsure[which]
-        gathered = runs.gather(which, run)
-        at, offset = np.nonzero(gathered >= values[which][:, None])
-        which, before = which[at], gathered[at, offset]
-        precedes = (before > values[which]) | (run[at] * runs.length + offset < token_ids[which])
-        weights = np.exp((before.astype(np.float64) - runs.best[which]) * filters.inverse_temperatures[which])
-        is_in[unsure] = np.bincount(which, weights * precedes, minlength=len(values))[unsure] < enough[unsure]
+        behind = runs.sums[which, run] - _weight_before(runs, filters, token_ids, values, which, run)
+        at_most -= np.bincount(which, behind, minlength=len(values))
+        is_in[unsure] = at_most[unsure] < enough[unsure]
+        unsure = unsure[~is_in[unsure] & (count[:, -1] > end)]
+        begin = end
     return is_in
+
+
+def _weight_before(
+    runs: Runs, filters: Filters, token_ids: IndexArray, values: FloatArray, which: IndexArray, run: IndexArray
+) -> FloatArray:
+    """Weight of the tokens that go before the token of row `which`, in each of some runs."""
+    gathered = runs.gather(which, run)
+    limits = values[which][:, None]
+    precedes = gathered > limits
+    own = np.flatnonzero(run <= token_ids[which] // runs.length)
+    ids = run[own][:, None] * runs.length + np.arange(runs.length)
+    precedes[own] |= (gathered[own] == limits[own]) & (ids < token_ids[which[own]][:, None])
+    gathered -= runs.best[which][:, None]
+    gathered *= filters.inverse_temperatures[which][:, None]
+    weights = np.exp(gathered, out=gathered)
+    weights *= precedes
+    before: FloatArray = weights.sum(axis=1)
+    return before
 
 
 def _draw_from_all(runs: Runs, filters: Filters, quantiles: DoubleArray) -> IndexArray:
@@ -218,7 +144,7 @@ def _draw_from_all(runs: Runs, filters: Filters, quantiles: DoubleArray) -> Inde
 
 def _draw_filtered(runs: Runs, filters: Filters, quantiles: DoubleArray) -> IndexArray:
     """Draw among the tokens above a threshold that keeps all that the filters can leave."""
-    totals = runs.sums.sum(axis=1, dtype=np.float64)
+    totals = runs.totals
     chosen = np.empty(len(quantiles), np.intp)
     exact = _thresholds(runs, filters)
     by_nucleus = (filters.top_p < 1.0) & (filters.top_k == 0)
@@ -251,7 +177,7 @@ def _thresholds(runs: Runs, filters: Filters) -> DoubleArray:
     for top_k in np.unique(filters.top_k[filters.top_k > 0]):
         which = np.flatnonzero(filters.top_k == top_k)
         # The k largest lie in runs whose maximum is at least the k-th largest maximum.
-        values = runs.maxima[which] if top_k <= num_runs else runs.logits[runs.rows[which]]
+        values = runs.maxima[which] if top_k <= num_runs else runs.logits.whole(runs.rows[which])
         last = min(int(top_k), values.shape[1]) - 1
         thresholds[which] = np.maximum(thresholds[which], -np.partition(-values, last, axis=1)[:, last])
     return thresholds
@@ -306,12 +232,12 @@ class RowLogprobs:
     def __init__(self, runs: Runs, num_top: int) -> None:
         """`runs` has weights at temperature 1."""
         self._runs = runs
-        self._normalisers = runs.best + np.log(runs.sums.sum(axis=1, dtype=np.float64))
+        self._normalisers = runs.best + np.log(runs.totals)
         self._top_ids: list[list[int]] = [[]] * len(runs.rows)
         self._top_logprobs: list[list[float]] = [[]] * len(runs.rows)
         num_top = min(num_top, runs.logits.shape[1])
         if num_top:
-            maxima = runs.maxima if num_top <= runs.maxima.shape[1] else runs.logits[runs.rows]
+            maxima = runs.maxima if num_top <= runs.maxima.shape[1] else runs.logits.whole(runs.rows)
             values, token_ids = runs.above(-np.partition(-maxima, num_top - 1, axis=1)[:, num_top - 1])
             order = np.argsort(-values, axis=1, kind="stable")[:, :num_top]
             self._top_ids = np.take_along_axis(token_ids, order, axis=1).tolist()
@@ -321,7 +247,7 @@ class RowLogprobs:
     def of(self, token_ids: IndexArray, num_top: Sequence[int]) -> list[TokenLogprobs]:
         """For each row the log-probability and rank of its token, and as many of the best as it wants."""
         runs = self._runs
-        values = runs.logits[runs.rows, token_ids]
+        values = runs.at(token_ids)
         row, run = np.nonzero(runs.maxima > values[:, None])
         num_greater = np.count_nonzero(runs.gather(row, run) > values[row][:, None], axis=1)
         ranks = 1 + np.bincount(row, num_greater, minlength=len(values)).astype(np.int64)

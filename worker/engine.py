@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.batch import Batch, PromptRows, build_batch, padded
+from headrace.worker.logits import Logits
 from headrace.worker.padding import Padding
 from headrace.worker.request import Request, RequestOutput, StepNote, TokenLogprobs
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput, SchedulerStats
@@ -30,7 +28,7 @@ class ModelRunner(Protocol):
 
     infer_s: float
 
-    def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
+    def execute(self, batch: Batch) -> Logits:
         """Logits `[rows, vocab_size]`, rows as the batch says, valid until the next call. Updates the KV cache."""
         ...
 
@@ -38,13 +36,11 @@ class ModelRunner(Protocol):
 class Sampler(Protocol):
     """Chooses tokens."""
 
-    def sample(self, requests: Sequence[Request], logits: npt.NDArray[np.float32]) -> list[Sampled]:
-        """The next token of each request from its row of `logits`, which may be overwritten."""
+    def sample(self, requests: Sequence[Request], logits: Logits) -> list[Sampled]:
+        """The next token of each request from its row of `logits`."""
         ...
 
-    def logprobs(
-        self, logits: npt.NDArray[np.float32], token_ids: Sequence[int], num_top: int
-    ) -> Sequence[TokenLogprobs]:
+    def logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprobs]:
         """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
         ...
 
@@ -108,8 +104,9 @@ class Engine:
             logits = self.runner.execute(batch)
             num_sampled = len(batch.sampled)
             if batch.prompts:
-                read_prompts(batch.prompts, logits[num_sampled:], self.sampler)
-            outputs = self.scheduler.update(output, self.sampler.sample(batch.sampled, logits[:num_sampled]))
+                read_prompts(batch.prompts, logits.part(slice(num_sampled, None)), self.sampler)
+                logits = logits.part(slice(num_sampled))
+            outputs = self.scheduler.update(output, self.sampler.sample(batch.sampled, logits))
         except Exception as error:
             log.exception("a step of %d requests failed", len(output.scheduled))
             return self.scheduler.fail([request for request, _ in output.scheduled], _step_error(error))
@@ -135,7 +132,7 @@ def note_step(output: SchedulerOutput, step_s: float) -> None:
             request.steps.append(StepNote(start_s, step_s, num_tokens, output.num_tokens, len(output.scheduled)))
 
 
-def read_prompts(prompts: Sequence[PromptRows], logits: npt.NDArray[np.float32], sampler: Sampler) -> None:
+def read_prompts(prompts: Sequence[PromptRows], logits: Logits, sampler: Sampler) -> None:
     """Note the log-probabilities of prompt tokens, each read from the row of the token before it."""
     first = 0
     for request, position, num_rows in prompts:
@@ -146,7 +143,7 @@ def read_prompts(prompts: Sequence[PromptRows], logits: npt.NDArray[np.float32],
         token_ids = request.token_ids[position + num_known + 1 : position + num_rows + 1]
         if token_ids:
             request.prompt_logprobs += sampler.logprobs(
-                logits[first + num_known : first + num_rows], token_ids, num_top
+                logits.part(slice(first + num_known, first + num_rows)), token_ids, num_top
             )
         first += num_rows
 

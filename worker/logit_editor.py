@@ -1,101 +1,111 @@
 """What requests change in their rows of logits before a token is chosen: penalties, biases, bans, and what a constraint
 forbids.
 
-Rows are changed in place, for a copy of a batch costs as much as reading it; where log-probabilities of the model's own
-distribution are wanted, `Edits` notes what was there and puts it back.
+The logits themselves stay as they are, for log-probabilities are of them, and a copy of a batch costs as much as
+reading it. Changed are single logits, noted beside the rows, and whole rows, which are copied first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.distribution import FloatArray, IndexArray
-from headrace.worker.grammar import LookAhead, Matcher
-from headrace.worker.request import Request
+from headrace.worker.grammar import Allowed, LookAhead, Matcher
+from headrace.worker.logits import Changes, FloatArray, IndexArray, Logits
+from headrace.worker.request import Request, SamplingParams
 
 
-class TokenCounts:
-    """How often each token was generated, as arrays that grow with the distinct tokens. With `prompt_token_ids`, those
-    are there too, as often as they were generated."""
+class SeenTokens:
+    """Distinct tokens of a request, and what presence and frequency penalty take off each, as arrays that grow. With
+    `prompt_token_ids` those are among them, without such a penalty until they are generated."""
 
-    __slots__ = ("_counts", "_index", "_length", "_num_counted", "_token_ids")
+    __slots__ = ("_counts", "_frequency", "_num_counted", "_penalties", "_presence", "_slots", "_token_ids")
 
-    def __init__(self, prompt_token_ids: Sequence[int] = ()) -> None:
-        prompt_ids = np.unique(np.asarray(prompt_token_ids, np.int64))
-        self._length = len(prompt_ids)
-        self._token_ids = np.concatenate([prompt_ids, np.zeros(16, np.int64)])
-        self._counts = np.zeros(len(self._token_ids), np.float32)
+    def __init__(self, sampling: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
+        prompt_ids = np.unique(np.asarray(prompt_token_ids, np.intp))
+        self._slots = {token_id: slot for slot, token_id in enumerate(prompt_ids.tolist())}
+        self._counts = [0] * len(prompt_ids)
+        self._token_ids = np.concatenate([prompt_ids, np.zeros(16, np.intp)])
+        self._penalties = np.zeros(len(self._token_ids), np.float32)
+        self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
         self._num_counted = 0
-        self._index = {token_id: slot for slot, token_id in enumerate(prompt_ids.tolist())}
 
     def count(self, request: Request) -> None:
         """Take in the request's generated tokens that were not counted yet."""
-        for token_id in request.token_ids[request.num_prompt_tokens + self._num_counted :]:
-            slot = self._index.get(token_id)
+        tokens = request.token_ids
+        for position in range(request.num_prompt_tokens + self._num_counted, len(tokens)):
+            token_id = tokens[position]
+            slot = self._slots.get(token_id)
             if slot is None:
-                slot = self._index[token_id] = self._length
-                self._length += 1
-                if slot == len(self._token_ids):
-                    self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
-                    self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-                self._token_ids[slot] = token_id
+                slot = self._add(token_id)
             self._counts[slot] += 1
+            self._penalties[slot] = self._presence + self._frequency * self._counts[slot]
             self._num_counted += 1
 
+    def _add(self, token_id: int) -> int:
+        slot = self._slots[token_id] = len(self._counts)
+        self._counts.append(0)
+        if slot == len(self._token_ids):
+            self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
+            self._penalties = np.concatenate([self._penalties, np.zeros_like(self._penalties)])
+        self._token_ids[slot] = token_id
+        return slot
+
     @property
-    def seen(self) -> tuple[npt.NDArray[np.int64], FloatArray]:
-        """Distinct tokens and their counts."""
-        return self._token_ids[: self._length], self._counts[: self._length]
+    def token_ids(self) -> IndexArray:
+        """The tokens."""
+        return self._token_ids[: len(self._counts)]
+
+    @property
+    def penalties(self) -> FloatArray:
+        """What is taken off each."""
+        return self._penalties[: len(self._counts)]
 
 
+@dataclass(frozen=True, slots=True)
 class Edits:
-    """The changes of one batch of rows, which can be put back if `keep`. `few` has, by row, the tokens to choose from
-    where a constraint leaves few of them."""
+    """What requests change in a step's rows: `logits` with single changes; by row, `few` tokens to choose from where a
+    constraint leaves few of them; and the `whole` rows `[vocab]` of which many logits are changed."""
 
-    def __init__(self, logits: FloatArray, *, keep: bool) -> None:
-        self.any = False
-        self.few: dict[int, IndexArray] = {}
-        self._logits = logits
-        self._keep = keep
-        self._kept: list[tuple[Any, FloatArray]] = []
+    logits: Logits
+    few: dict[int, IndexArray]
+    whole: dict[int, FloatArray]
 
-    def set(self, where: Any, values: Any) -> None:
-        """Change the logits at an index of the batch."""
-        self.any = True
-        if self._keep:
-            self._kept.append((where, self._logits[where].copy()))
-        self._logits[where] = values
+    def values(self, row: int, token_ids: IndexArray) -> FloatArray:
+        """Logits of a row, as changed."""
+        if row in self.whole:
+            return self.whole[row][token_ids]
+        return self.logits.at(np.full(len(token_ids), row), token_ids)
 
-    def put_back(self) -> None:
-        """Undo all changes, the last one first."""
-        for where, values in reversed(self._kept):
-            self._logits[where] = values
+
+# Rows, tokens and new values.
+_Single = tuple[IndexArray, IndexArray, npt.NDArray[np.floating]]
 
 
 class LogitEditor:
-    """Keeps token counts for requests with penalties, and matchers for those with a constraint, for as long as they
+    """Keeps the tokens seen of requests with penalties, and matchers for those with a constraint, for as long as they
     live."""
 
     def __init__(self) -> None:
-        self._counts: WeakKeyDictionary[Request, TokenCounts] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Request, SeenTokens] = WeakKeyDictionary()
         self._matchers: WeakKeyDictionary[Request, Matcher] = WeakKeyDictionary()
         self._look_ahead = LookAhead()
 
-    def edit(self, requests: Sequence[Request], logits: FloatArray, *, keep: bool) -> Edits:
-        """Change rows `[len(requests), vocab]` as their requests want it."""
-        edits = Edits(logits, keep=keep)
+    def edit(self, requests: Sequence[Request], logits: Logits) -> Edits:
+        """How the requests want their rows `[len(requests), vocab]` changed."""
         penalised = [row for row, request in enumerate(requests) if request.sampling.has_penalties]
-        if penalised:
-            self._penalise(requests, penalised, logits, edits)
-        for row, request in enumerate(requests):
-            if request.sampling.has_edits:
-                self._edit_row(request, logits, row, edits)
-        return edits
+        edited = [row for row, request in enumerate(requests) if request.sampling.has_edits]
+        single = [self._penalties(requests, penalised, logits)] if penalised else []
+        edits = Edits(_changed(logits, single), {}, {})
+        if not edited:
+            return edits
+        for row in edited:
+            single += self._edit_row(requests[row], row, edits)
+        return Edits(_changed(logits, single), edits.few, edits.whole)
 
     def begin_look_ahead(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:
         """Let the matchers of requests that go on follow the tokens that were chosen for them."""
@@ -109,72 +119,100 @@ class LogitEditor:
         if steps:
             self._look_ahead.begin(steps)
 
-    def _penalise(self, requests: Sequence[Request], rows: Sequence[int], logits: FloatArray, edits: Edits) -> None:
-        """Take penalties off the tokens that were seen, in all of `rows` at once."""
-        seen = []
+    def _penalties(self, requests: Sequence[Request], rows: Sequence[int], logits: Logits) -> _Single:
+        """The tokens that were seen, less their penalties, for all of `rows` at once."""
+        token_ids, penalties = [], []
         for row in rows:
             request = requests[row]
-            counts = self._counts.get(request)
-            if counts is None:
+            seen = self._seen.get(request)
+            if seen is None:
                 repeats = request.sampling.repetition_penalty != 1.0
-                counts = self._counts[request] = TokenCounts(request.prompt_token_ids if repeats else ())
-            counts.count(request)
-            seen.append(counts.seen)
-        lengths = [len(token_ids) for token_ids, _ in seen]
-        where = (np.repeat(rows, lengths), np.concatenate([token_ids for token_ids, _ in seen]))
-        occurrences = np.concatenate([counts for _, counts in seen])
-        of_rows = [requests[row].sampling for row in rows]
-        presence = np.repeat([s.presence_penalty for s in of_rows], lengths)
-        frequency = np.repeat([s.frequency_penalty for s in of_rows], lengths)
-        repetition = np.repeat([s.repetition_penalty for s in of_rows], lengths)
-        values = logits[where]
-        values = np.where(values > 0, values / repetition, values * repetition)
-        edits.set(where, values - np.where(occurrences > 0, presence + frequency * occurrences, 0.0))
+                seen = SeenTokens(request.sampling, request.prompt_token_ids if repeats else ())
+                self._seen[request] = seen
+            seen.count(request)
+            token_ids.append(seen.token_ids)
+            penalties.append(seen.penalties)
+        lengths = [len(ids) for ids in token_ids]
+        of_rows, ids = np.repeat(np.array(rows), lengths), np.concatenate(token_ids)
+        values = logits.at(of_rows, ids)
+        repetition = np.array([requests[row].sampling.repetition_penalty for row in rows])
+        if np.any(repetition != 1.0):
+            factors = np.repeat(repetition, lengths)
+            values = np.where(values > 0, values / factors, values * factors).astype(np.float32)
+        return of_rows, ids, values - np.concatenate(penalties)
 
-    def _edit_row(self, request: Request, logits: FloatArray, row: int, edits: Edits) -> None:
+    def _edit_row(self, request: Request, row: int, edits: Edits) -> list[_Single]:
+        """Single changes of a row, which come after those that `edits` has; or note the row among the whole ones."""
         sampling = request.sampling
+        single: list[_Single] = []
         if sampling.logit_bias:
-            token_ids = [token_id for token_id, _ in sampling.logit_bias]
+            token_ids = np.array([token_id for token_id, _ in sampling.logit_bias])
             biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
-            edits.set((row, token_ids), logits[row, token_ids] + biases)
-        if sampling.allowed_token_ids:
-            allowed_ids = np.asarray(sampling.allowed_token_ids)
-            kept = logits[row, allowed_ids]
-            edits.set(row, -np.inf)
-            edits.set((row, allowed_ids), kept)
+            single.append((np.full(len(token_ids), row), token_ids, edits.values(row, token_ids) + biases))
+        bias = None
         if sampling.constraint is not None:
-            self._constrain(request, logits, row, edits)
+            few, bias = self._allowed(request)
+            if few is not None:
+                edits.few[row] = few
         banned = _banned(request)
-        if banned:
-            kept = logits[row, banned]
-            edits.set((row, banned), -np.inf)
-            # A constraint goes before: where it allows only banned tokens, they stay.
-            allowed = logits[row, edits.few[row]] if row in edits.few else logits[row]
-            if sampling.constraint is not None and np.all(np.isneginf(allowed)):
-                edits.set((row, banned), kept)
+        if sampling.allowed_token_ids or bias is not None:
+            values = edits.logits.whole(np.array([row]))[0]
+            for _, ids, changed in single:
+                values[ids] = changed
+            if sampling.allowed_token_ids:
+                values = _only(values, np.asarray(sampling.allowed_token_ids))
+            if bias is not None:
+                values += bias
+            edits.whole[row] = _without(values, banned, sampling.constraint is not None)
+            return []
+        if len(banned) and not np.isin(edits.few.get(row, _NOTHING_LEFT_OUT), banned).all():
+            single.append((np.full(len(banned), row), banned, np.full(len(banned), -np.inf)))
+        return single
 
-    def _constrain(self, request: Request, logits: FloatArray, row: int, edits: Edits) -> None:
-        """Take out what the request's constraint forbids, or note the few tokens that it allows."""
+    def _allowed(self, request: Request) -> Allowed:
+        """What the request's constraint allows next."""
         assert request.sampling.constraint is not None
         self._look_ahead.finish()
         matcher = self._matchers.get(request)
         if matcher is None:
             matcher = self._matchers[request] = request.sampling.constraint.begin()
-        few, bias = matcher.allowed(request.token_ids[request.num_prompt_tokens :])
-        if few is not None:
-            edits.few[row] = few
-        if bias is not None:
-            edits.set(row, logits[row] + bias)
+        return matcher.allowed(request.token_ids[request.num_prompt_tokens :])
 
 
-def _banned(request: Request) -> list[int]:
+# Stands for the tokens of a row that no constraint cuts: not all of them are banned.
+_NOTHING_LEFT_OUT = np.array([-1])
+
+
+def _changed(logits: Logits, single: Sequence[_Single]) -> Logits:
+    if not any(len(token_ids) for _, token_ids, _ in single):
+        return logits
+    rows, token_ids, values = single[0] if len(single) == 1 else map(np.concatenate, zip(*single, strict=True))
+    return logits.changed(Changes(logits.shape, rows, token_ids, values))
+
+
+def _only(values: FloatArray, token_ids: IndexArray) -> FloatArray:
+    kept = np.full(len(values), -np.inf, np.float32)
+    kept[token_ids] = values[token_ids]
+    return kept
+
+
+def _without(values: FloatArray, banned: IndexArray, is_constrained: bool) -> FloatArray:
+    """The row less what is banned. A constraint goes before: where it allows only banned tokens, they stay."""
+    kept = values[banned]
+    values[banned] = -np.inf
+    if is_constrained and np.all(np.isneginf(values)):
+        values[banned] = kept
+    return values
+
+
+def _banned(request: Request) -> IndexArray:
     """Tokens that bad words and minimum length forbid."""
     sampling = request.sampling
-    banned = []
+    banned: set[int] = set()
     for word in sampling.bad_words:
         begun = len(word) - 1
         if begun == 0 or tuple(request.token_ids[-begun:]) == word[:-1]:
-            banned.append(word[-1])
+            banned.add(word[-1])
     if request.num_generated_tokens < sampling.min_tokens:
-        banned.extend(sampling.stop_token_ids)
-    return banned
+        banned.update(sampling.stop_token_ids)
+    return np.array(sorted(banned), np.intp)

@@ -1,7 +1,7 @@
 """The one place where OpenVINO computes: a model with PagedAttention, its KV cache tensors, and a step.
 
 stateful IR --(paged_attention_transformation)--> inputs of batch.Batch + key_cache.N, value_cache.N
-            --(gather before the vocabulary projection)--> logits of the sampled rows only
+            --(vocabulary_head)--> logits of the sampled rows only, and what sampling reads of them
             --(compile)--> the cache's layout and precision, read from the compiled inputs
 """
 
@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import openvino as ov
-from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.worker.batch import Batch
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv_arena import KVArena
+from headrace.worker.logits import Logits
+from headrace.worker.vocabulary_head import HeadRequest, replace_head
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
-_SAMPLED = "sampled_tokens_indices"
 _STEP_INPUTS = (
     "input_ids",
     "position_ids",
@@ -31,7 +31,6 @@ _STEP_INPUTS = (
     "block_indices",
     "block_indices_begins",
     "max_context_len",
-    _SAMPLED,
 )
 
 
@@ -41,9 +40,10 @@ class OpenVINOModelRunner:
 
     def __init__(self, model_dir: Path, *, threads: int, kv_precision: str, execution_mode: str) -> None:
         core = ov.Core()
+        core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model = _read(core, model_dir / "openvino_model.xml")
         _make_paged(model, model_dir)
-        _project_only_sampled(model)
+        heads = replace_head(model, is_bfloat16=core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16)
         self._compiled = _compile(core, model, threads, kv_precision, execution_mode)
         self._infer = self._compiled.create_infer_request()
         self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]
@@ -56,7 +56,8 @@ class OpenVINOModelRunner:
         self.block_size = _dims(value)[1]
         self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in self._caches)
         self.kv_precision = str(key.element_type.get_type_name())
-        self.vocab_size = int(self._compiled.outputs[0].partial_shape[2].get_length())
+        self.vocab_size = int(self._compiled.output(heads[0].output("logits")).partial_shape[2].get_length())
+        self._head = HeadRequest(self._infer, heads, self.vocab_size)
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> KVArena:
         """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding. Pages are touched as they
@@ -83,18 +84,18 @@ class OpenVINOModelRunner:
         for cache in self._cache_views:
             cache[0, 0] = 0
 
-    def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Logits `[rows, vocab_size]`, rows as the batch says: a view that the next call overwrites."""
+    def execute(self, batch: Batch) -> Logits:
+        """Logits `[rows, vocab_size]`, rows as the batch says: views that the next call overwrites."""
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]
         for name in _STEP_INPUTS:
             self._set_input(name, getattr(batch, name))
+        self._head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums)
         start = time.perf_counter()
         self._infer.infer()
         self.infer_s = time.perf_counter() - start
-        logits: npt.NDArray[np.float32] = self._infer.get_output_tensor(0).data
-        return logits.reshape(-1, self.vocab_size)
+        return self._head.logits()
 
     def _set_input(self, name: str, values: npt.NDArray[np.generic]) -> None:
         """Write into the tensor of the step before if the shape is the same, as in a run of decode steps: a tenth of
@@ -161,19 +162,6 @@ def _make_paged(model: ov.Model, model_dir: Path) -> None:
         raise ConfigurationError(f"{cannot}: it wants inputs that are not tokens: {', '.join(unknown)}")
     if not any("_cache." in port.any_name for port in model.inputs):
         raise ConfigurationError(f"{cannot}: no attention of it was recognised")
-
-
-def _project_only_sampled(model: ov.Model) -> None:
-    """Let only the rows named by a new input reach the last matrix product, the one with the vocabulary."""
-    node = model.get_results()[0]
-    while node.get_type_name() != "MatMul":
-        node = node.input_value(0).get_node()
-    rows = opset13.parameter([-1], dtype=np.int64, name=_SAMPLED)
-    rows.output(0).get_tensor().set_names({_SAMPLED})
-    picked = opset13.gather(node.input_value(0), rows, opset13.constant(np.int64(0)))
-    node.input(0).replace_source_output(picked.output(0))
-    model.add_parameters([rows])
-    model.validate_nodes_and_infer_types()
 
 
 def _reason(error: Exception) -> str:

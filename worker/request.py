@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from headrace.worker.grammar import Constraint
 
 
+# Beyond this, differences that float32 can hold near the best logit decide alone.
+_MAX_INVERSE_TEMPERATURE = 1e6
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when to stop; fields and ranges are those of the message of the same name.
@@ -54,6 +58,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
 
+    inverse_temperature: float = field(init=False)
     is_greedy: bool = field(init=False)
     has_penalties: bool = field(init=False)
     has_edits: bool = field(init=False)
@@ -62,7 +67,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """What every step asks, answered once. `is_greedy`: the most probable token is always chosen. `has_penalties`:
         tokens that were seen are penalised. `has_edits`: logits are changed otherwise. `is_plain`: an argmax over the
-        raw logits is all that is needed."""
+        raw logits is all that is needed. `inverse_temperature`: what logits are multiplied with; 1 for greedy rows,
+        from which nothing is drawn."""
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
         has_edits = bool(
             self.logit_bias
@@ -72,6 +78,8 @@ class SamplingParams:
             or (self.min_tokens and self.stop_token_ids)
         )
         is_greedy = self.temperature == 0.0
+        inverse = 1.0 if is_greedy else min(1.0 / self.temperature, _MAX_INVERSE_TEMPERATURE)
+        object.__setattr__(self, "inverse_temperature", inverse)
         object.__setattr__(self, "is_greedy", is_greedy)
         object.__setattr__(self, "has_penalties", has_penalties)
         object.__setattr__(self, "has_edits", has_edits)

@@ -3,36 +3,35 @@
 Logits are first changed as a request asks (penalties, biases, bans, what its constraint forbids), then drawn from
 after temperature and filters. Reported log-probabilities are of the model's own distribution, before any of it.
 
-A request that needs nothing special is one row of one argmax. All others go through `distribution` together, in two
-groups at most: with log-probabilities and without. Where a constraint allows few tokens, only those are looked at; what
-it allows behind a chosen token is computed in another thread, while the kernels run.
+Where nobody needs anything special, a step is one argmax. Else all of its rows go through `distribution` together, from
+the sums that were made while the logits were computed, corrected for what was edited. Where a constraint allows few
+tokens, only those are looked at; what it allows behind a chosen token is computed in another thread, while the kernels
+run.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.distribution import (
+from headrace.worker.distribution import Filters, RowLogprobs, best_of, choose, draw, uniforms, weights_of
+from headrace.worker.logit_editor import Edits, LogitEditor
+from headrace.worker.logits import (
     DoubleArray,
-    Filters,
     FloatArray,
     IndexArray,
+    Logits,
     NumpyReducer,
     Reducer,
-    RowLogprobs,
+    Reduction,
     Runs,
-    best_of,
-    choose,
-    draw,
-    inverse_temperature,
-    uniforms,
-    weights_of,
+    after_changes,
 )
-from headrace.worker.logit_editor import LogitEditor
 from headrace.worker.request import Request, SamplingParams, TokenLogprobs
 from headrace.worker.scheduler import Sampled
 
@@ -47,125 +46,175 @@ NOTHING_ALLOWED = StatusError(
 # In the place of a token: none is allowed; the logits are not numbers.
 _NOTHING, _NO_NUMBER = -1, -2
 _SEED_MASK = (1 << 64) - 1
+# Rows of a prompt that become float32 at a time.
+_ROWS_AT_ONCE = 16
 
 
 class BatchSampler:
     """Samples the rows of a step."""
 
     def __init__(self, reducer: Reducer | None = None) -> None:
-        """Without a `reducer` whole rows are read with numpy."""
+        """`reducer` reads what was not read while the logits were computed; without one, numpy does."""
         self._reducer = reducer or NumpyReducer()
         self._editor = LogitEditor()
 
-    def sample(self, requests: Sequence[Request], logits: FloatArray) -> list[Sampled]:
-        """The next token of each request. `logits` `[len(requests), vocab]` may be overwritten. -1 for a row that
-        has no number to choose by."""
-        if all(request.sampling.is_plain for request in requests):
-            return _greedy(logits) if requests else []
-        sampled: dict[int, Sampled] = {}
-        groups: dict[bool, list[int]] = {}
-        for row, request in enumerate(requests):
-            if request.sampling.is_plain:
-                sampled.update(zip([row], _greedy(logits[row : row + 1]), strict=True))
-            else:
-                groups.setdefault(request.sampling.num_logprobs is not None, []).append(row)
-        for rows in groups.values():
-            is_all = len(rows) == len(requests)
-            of_group = self._sample_group([requests[row] for row in rows], logits if is_all else logits[rows])
-            sampled.update(zip(rows, of_group, strict=True))
-        entries = [sampled[row] for row in range(len(requests))]
-        self._editor.begin_look_ahead(requests, [entry.token_id for entry in entries])
-        return entries
-
-    def logprobs(self, logits: FloatArray, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
-        with np.errstate(all="ignore"):
-            runs = self._reducer.reduce(logits, np.ones(len(logits), np.float32))
-            return RowLogprobs(runs, num_top).of(np.asarray(token_ids, np.intp), [num_top] * len(logits))
-
-    def _sample_group(self, requests: Sequence[Request], logits: FloatArray) -> list[Sampled]:
-        """Sample rows of which all or none report log-probabilities."""
-        samplings = [request.sampling for request in requests]
-        filters = _filters(samplings)
-        wants_logprobs = samplings[0].num_logprobs is not None
-        num_top = [sampling.num_logprobs or 0 for sampling in samplings]
+    def sample(self, requests: Sequence[Request], logits: Logits) -> list[Sampled]:
+        """The next token of each request. `logits` has one row for each. -1 for a row that has no number to choose
+        by."""
+        if not requests:
+            return []
         # Rows without numbers, or without any token that may be chosen, are found afterwards.
         with np.errstate(all="ignore"):
-            runs = logprobs = None
-            if wants_logprobs:
-                runs = self._reducer.reduce(logits, np.ones(len(logits), np.float32))
-                logprobs = RowLogprobs(runs, max(num_top))
-            edits = self._editor.edit(requests, logits, keep=wants_logprobs)
-            if runs is None or edits.any or np.any(filters.inverse_temperatures != 1.0):
-                runs = self._reducer.reduce(logits, filters.inverse_temperatures)
-            chosen = _choose(requests, runs, filters, edits.few)
-            edits.put_back()
-            if logprobs is None:
-                return [_sampled(token_id) for token_id in chosen.tolist()]
-            reported = logprobs.of(np.maximum(chosen, 0), num_top)
-        return [_sampled(token_id, entry) for token_id, entry in zip(chosen.tolist(), reported, strict=True)]
+            if all(request.sampling.is_plain for request in requests):
+                return _greedy(logits)
+            sampled = self._sample(requests, logits)
+        self._editor.begin_look_ahead(requests, [entry.token_id for entry in sampled])
+        return sampled
+
+    def logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
+        entries = []
+        with np.errstate(all="ignore"):
+            for first in range(0, len(token_ids), _ROWS_AT_ONCE):
+                chosen = np.asarray(token_ids[first : first + _ROWS_AT_ONCE], np.intp)
+                runs = self._read(logits, first + np.arange(len(chosen)), np.ones(len(chosen), np.float32))
+                entries += RowLogprobs(runs, num_top).of(chosen, [num_top] * len(chosen))
+        return entries
+
+    def _sample(self, requests: Sequence[Request], logits: Logits) -> list[Sampled]:
+        samplings = [request.sampling for request in requests]
+        reported = np.array([row for row, s in enumerate(samplings) if s.num_logprobs is not None], np.intp)
+        num_top = [samplings[row].num_logprobs or 0 for row in reported.tolist()]
+        edits = self._editor.edit(requests, logits)
+        chosen = self._choose(requests, edits)
+        entries = [_sampled(token_id) for token_id in chosen.tolist()]
+        if num_top:
+            runs = self._model_runs(logits, reported)
+            of_rows = RowLogprobs(runs, max(num_top)).of(np.maximum(chosen[reported], 0), num_top)
+            for row, entry in zip(reported.tolist(), of_rows, strict=True):
+                if entries[row].token_id >= 0:
+                    entries[row] = Sampled(entries[row].token_id, entry)
+        return entries
+
+    def _choose(self, requests: Sequence[Request], edits: Edits) -> IndexArray:
+        """The token of each row, _NOTHING or _NO_NUMBER."""
+        draws = _Draws.of(requests)
+        chosen = np.empty(len(requests), np.intp)
+        for row, token_ids in edits.few.items():
+            chosen[row] = _choose_among(edits.values(row, token_ids), token_ids, draws.part(np.array([row])))
+        for row, values in edits.whole.items():
+            if row not in edits.few:
+                part = draws.part(np.array([row]))
+                runs = self._read(Logits(values[None]), np.array([0]), part.filters.inverse_temperatures)
+                chosen[row] = _choose(runs, part)[0]
+        rows = np.array([row for row in range(len(requests)) if row not in edits.few and row not in edits.whole], int)
+        if len(rows):
+            part = draws.part(rows)
+            chosen[rows] = _choose(self._runs(edits.logits, rows, draws, part), part)
+        return chosen
+
+    def _runs(self, logits: Logits, rows: IndexArray, draws: _Draws, part: _Draws) -> Runs:
+        """Some rows with their changes; `part` is that of `draws`."""
+        reduction = logits.reduction
+        if reduction is None or not (part.is_greedy.all() or reduction.sums.shape[1]):
+            return self._read(logits, rows, part.filters.inverse_temperatures)
+        inverse_temperatures = draws.filters.inverse_temperatures
+        reduction = after_changes(logits, reduction, inverse_temperatures)
+        return Runs.made_of(logits, reduction, inverse_temperatures).of(rows)
+
+    def _model_runs(self, logits: Logits, rows: IndexArray) -> Runs:
+        """Some rows at temperature 1, as the model gave them."""
+        ones = np.ones(len(logits.values), np.float32)
+        if logits.reduction is None or not logits.reduction.sums.shape[1]:
+            return self._read(logits, rows, ones[rows])
+        sums = logits.reduction.sums if logits.model_sums is None else logits.model_sums
+        return Runs.made_of(logits, Reduction(logits.reduction.maxima, sums), ones).of(rows)
+
+    def _read(self, logits: Logits, rows: IndexArray, inverse_temperatures: FloatArray) -> Runs:
+        """Some rows, read as a whole."""
+        values = logits.whole(rows)
+        return Runs.made_of(Logits(values), self._reducer.reduce(values, inverse_temperatures), inverse_temperatures)
+
+
+class _Draws(NamedTuple):
+    """How each of n rows is chosen from."""
+
+    filters: Filters
+    is_greedy: npt.NDArray[np.bool_]
+    quantiles: DoubleArray
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> _Draws:
+        samplings = [request.sampling for request in requests]
+        quantiles = uniforms(
+            np.array([sampling.seed & _SEED_MASK for sampling in samplings], np.uint64),
+            np.array([request.num_generated_tokens for request in requests], np.uint64),
+        )
+        return cls(_filters(samplings), np.array([sampling.is_greedy for sampling in samplings]), quantiles)
+
+    def part(self, rows: IndexArray) -> _Draws:
+        """Those of some of the rows."""
+        return _Draws(self.filters.of(rows), self.is_greedy[rows], self.quantiles[rows])
 
 
 def _filters(samplings: Sequence[SamplingParams]) -> Filters:
     """What the rows of these parameters are drawn with. Greedy rows are not drawn; theirs has no meaning."""
     return Filters(
-        np.array([inverse_temperature(sampling.temperature) for sampling in samplings], np.float32),
+        np.array([sampling.inverse_temperature for sampling in samplings], np.float32),
         np.array([sampling.top_k for sampling in samplings], np.int64),
         np.array([sampling.top_p for sampling in samplings], np.float64),
         np.array([sampling.min_p for sampling in samplings], np.float64),
     )
 
 
-def _choose(requests: Sequence[Request], runs: Runs, filters: Filters, few: dict[int, IndexArray]) -> IndexArray:
+def _choose(runs: Runs, draws: _Draws) -> IndexArray:
     """The token of each row: the best of greedy ones, a drawn one of the others. _NOTHING or _NO_NUMBER for a row that
     has nothing to choose from."""
-    samplings = [request.sampling for request in requests]
-    is_greedy = np.array([sampling.is_greedy for sampling in samplings])
-    quantiles = uniforms(
-        np.array([sampling.seed & _SEED_MASK for sampling in samplings], np.uint64),
-        np.array([request.num_generated_tokens for request in requests], np.uint64),
-    )
-    is_whole = np.ones(len(requests), bool)
-    is_whole[list(few)] = False
     is_empty = np.isneginf(runs.best)
-    is_sound = ~is_empty & np.isfinite(runs.sums.sum(axis=1, dtype=np.float64))
+    is_sound = ~is_empty & np.isfinite(runs.totals)
     chosen = np.where(is_empty, _NOTHING, _NO_NUMBER).astype(np.intp)
-    best, drawn = np.flatnonzero(is_whole & is_sound & is_greedy), np.flatnonzero(is_whole & is_sound & ~is_greedy)
+    best, drawn = np.flatnonzero(is_sound & draws.is_greedy), np.flatnonzero(is_sound & ~draws.is_greedy)
     if len(best):
-        chosen[best] = best_of(runs.of(best))
+        chosen[best] = _best_of(runs.of(best))
     if len(drawn):
-        chosen[drawn] = draw(runs.of(drawn), filters.of(drawn), quantiles[drawn])
-    for row, token_ids in few.items():
-        values = runs.logits[row, token_ids]
-        chosen[row] = _choose_among(
-            values, token_ids, filters.of(np.array([row])), quantiles[[row], 0], is_greedy=is_greedy[row]
-        )
+        part = draws.part(drawn)
+        chosen[drawn] = draw(runs.of(drawn), part.filters, part.quantiles)
     return chosen
 
 
-def _choose_among(
-    values: FloatArray, token_ids: IndexArray, filters: Filters, quantile: DoubleArray, *, is_greedy: bool
-) -> int:
+def _choose_among(values: FloatArray, token_ids: IndexArray, draws: _Draws) -> int:
     """One of a row's few tokens, whose logits are `values`."""
     best = int(values.argmax()) if len(values) else -1
     if best < 0 or np.isneginf(values[best]):
         return _NOTHING
     if not math.isfinite(values[best]):
         return _NO_NUMBER
-    if not is_greedy:
-        weights = weights_of(values[None], filters.inverse_temperatures)
-        best = int(choose(weights, filters, weights.sum(axis=1), quantile)[0])
+    if not draws.is_greedy[0]:
+        weights = weights_of(values[None], draws.filters.inverse_temperatures)
+        best = int(choose(weights, draws.filters, weights.sum(axis=1), draws.quantiles[:, 0])[0])
     return int(token_ids[best])
 
 
-def _sampled(token_id: int, logprobs: TokenLogprobs | None = None) -> Sampled:
+def _sampled(token_id: int) -> Sampled:
     if token_id == _NOTHING:
         return Sampled(-1, error=NOTHING_ALLOWED)
-    return Sampled(-1) if token_id == _NO_NUMBER else Sampled(token_id, logprobs)
+    return Sampled(max(token_id, -1))
 
 
-def _greedy(logits: FloatArray) -> list[Sampled]:
-    """The best token of each row, or -1 if there is none: argmax stops at the first NaN."""
-    best = logits.argmax(axis=1)
-    is_number = np.isfinite(logits[np.arange(len(logits)), best])
-    return [Sampled(token_id) for token_id in np.where(is_number, best, -1).tolist()]
+def _greedy(logits: Logits) -> list[Sampled]:
+    """The best token of each row, or -1 if there is none."""
+    if logits.reduction is not None:
+        maxima = logits.reduction.maxima
+        best = _best_of(Runs.made_of(logits, Reduction(maxima, maxima[:, :0]), maxima[:, 0]))
+    else:
+        values = logits.whole(np.arange(len(logits.values))) if logits.values.dtype == np.uint16 else logits.values
+        best = values.argmax(axis=1)
+        best[~np.isfinite(values[np.arange(len(best)), best])] = _NO_NUMBER
+    return [_sampled(token_id) for token_id in best.tolist()]
+
+
+def _best_of(runs: Runs) -> IndexArray:
+    """The best token of each row, or _NO_NUMBER: argmax stops at the first NaN."""
+    best = best_of(runs)
+    best[~np.isfinite(runs.at(best))] = _NO_NUMBER
+    return best

@@ -20,6 +20,7 @@ from headrace.worker.block_pool import BlockPool
 from headrace.worker.config import ConfigurationError
 from headrace.worker.engine import Engine
 from headrace.worker.kv_cache import KVCacheManager
+from headrace.worker.logits import Logits
 from headrace.worker.model_runner import OpenVINOModelRunner
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
@@ -41,9 +42,9 @@ class RealEngine:
         self._execute = self.runner.execute
         self.runner.execute = self._record  # type: ignore[method-assign]
 
-    def _record(self, batch: Batch) -> npt.NDArray[np.float32]:
+    def _record(self, batch: Batch) -> Logits:
         logits = self._execute(batch)
-        for request, row in zip(batch.sampled, logits, strict=True):
+        for request, row in zip(batch.sampled, logits.values, strict=True):
             self.logits.setdefault(request, []).append(row.copy())
         return logits
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.worker.batch import Batch
+from headrace.worker.logits import Logits
 
 EMPTY = -1
 
@@ -45,7 +45,7 @@ class FakeRunner:
         self.batch_sizes: list[int] = []
         self.fail_next: Exception | None = None
 
-    def execute(self, batch: Batch) -> npt.NDArray[np.float32]:
+    def execute(self, batch: Batch) -> Logits:
         """One-hot logits of the next tokens."""
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
@@ -64,7 +64,7 @@ class FakeRunner:
             sequence = int(np.searchsorted(batch.subsequence_begins, index, side="right")) - 1
             context = contexts[sequence][: len(contexts[sequence]) - (ends[sequence] - index)]
             logits[row, next_token(context, self.vocab_size)] = 1.0
-        return logits
+        return Logits(logits)
 
     def _compute(self, batch: Batch, sequence: int) -> list[int]:
         """Store a sequence's new tokens; give all its tokens, read back."""

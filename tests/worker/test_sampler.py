@@ -11,19 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.worker.distribution import (
-    DRAWS,
-    Filters,
-    FloatArray,
-    NumpyReducer,
-    Reducer,
-    RowLogprobs,
-    draw,
-    inverse_temperature,
-    run_length,
-    uniforms,
-)
+from headrace.worker.distribution import DRAWS, Filters, RowLogprobs, draw, uniforms
 from headrace.worker.logit_editor import LogitEditor
+from headrace.worker.logits import FloatArray, Logits, NumpyReducer, Reducer, Runs, run_length
 from headrace.worker.request import Request, SamplingParams, TokenLogprobs
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.vocabulary_reducer import OpenVINOReducer
@@ -39,24 +29,28 @@ def request(sampling: SamplingParams, prompt: list[int] | None = None, generated
     return Request("r", prompt or [1, 2, 3], sampling, 0, resume_token_ids=generated)
 
 
+def runs_of(rows: FloatArray, inverse_temperatures: FloatArray) -> Runs:
+    return Runs.made_of(Logits(rows), NumpyReducer().reduce(rows, inverse_temperatures), inverse_temperatures)
+
+
 def drawn(logits: FloatArray, sampling: SamplingParams, seed: int, num_draws: int) -> npt.NDArray[np.intp]:
     """Tokens drawn from one row at the first positions."""
     size = min(num_draws, 200)
     filters = Filters(
-        np.full(size, inverse_temperature(sampling.temperature), np.float32),
+        np.full(size, sampling.inverse_temperature, np.float32),
         np.full(size, sampling.top_k),
         np.full(size, sampling.top_p),
         np.full(size, sampling.min_p),
     )
     with np.errstate(divide="ignore"):
-        runs = NumpyReducer().reduce(np.repeat(logits[None], size, axis=0), filters.inverse_temperatures)
+        runs = runs_of(np.repeat(logits[None], size, axis=0), filters.inverse_temperatures)
         quantiles = uniforms(np.full(num_draws, seed, np.uint64), np.arange(num_draws, dtype=np.uint64))
         return np.concatenate([draw(runs, filters, part) for part in np.split(quantiles, num_draws // size)])
 
 
 def logprobs_of(row: FloatArray, chosen: int, num_top: int) -> TokenLogprobs:
     """Log-probabilities of one row."""
-    runs = NumpyReducer().reduce(row[None], np.ones(1, np.float32))
+    runs = runs_of(row[None], np.ones(1, np.float32))
     return RowLogprobs(runs, num_top).of(np.array([chosen]), [num_top])[0]
 
 
@@ -134,9 +128,9 @@ def test_seed_and_position_decide_whatever_else_is_in_the_batch() -> None:
     rng = np.random.default_rng(3)
     rows = (rng.normal(size=(6, VOCAB)) * 3).astype(np.float32)
     requests = [request(params(seed=i, top_p=0.9), generated=tuple(range(i))) for i in range(6)]
-    together = [sampled.token_id for sampled in BatchSampler().sample(requests, rows.copy())]
-    alone = [BatchSampler().sample([requests[i]], rows[i : i + 1].copy())[0].token_id for i in range(6)]
-    backwards = [sampled.token_id for sampled in BatchSampler().sample(requests[::-1], rows[::-1].copy())]
+    together = [sampled.token_id for sampled in BatchSampler().sample(requests, Logits(rows.copy()))]
+    alone = [BatchSampler().sample([requests[i]], Logits(rows[i : i + 1].copy()))[0].token_id for i in range(6)]
+    backwards = [sampled.token_id for sampled in BatchSampler().sample(requests[::-1], Logits(rows[::-1].copy()))]
     assert together == alone == backwards[::-1]
 
 
@@ -155,7 +149,7 @@ def test_uniform_numbers_differ_by_seed_and_position_and_fill_the_interval() -> 
 def test_greedy_takes_the_best_and_the_lowest_id_among_equals() -> None:
     rows = np.zeros((2, 10), np.float32)
     rows[0, 7] = 1
-    sampled = BatchSampler().sample([request(params(temperature=0.0))] * 2, rows)
+    sampled = BatchSampler().sample([request(params(temperature=0.0))] * 2, Logits(rows))
     assert [entry.token_id for entry in sampled] == [7, 0]
 
 
@@ -165,18 +159,15 @@ def test_greedy_takes_the_best_and_the_lowest_id_among_equals() -> None:
 def test_a_row_without_numbers_is_reported_and_harms_no_other(fields: dict[str, Any]) -> None:
     rows = np.zeros((3, 10), np.float32)
     rows[1, 4] = np.nan
-    sampled = BatchSampler().sample([request(params(**fields)) for _ in range(3)], rows)
+    sampled = BatchSampler().sample([request(params(**fields)) for _ in range(3)], Logits(rows))
     assert sampled[1].token_id == -1
     assert sampled[0].token_id >= 0
     assert sampled[2].token_id >= 0
 
 
 def changed(sampling: SamplingParams, logits: FloatArray, generated: tuple[int, ...]) -> list[float]:
-    rows = logits[None].copy()
-    edits = LogitEditor().edit([request(sampling, [1, 2, 3], generated)], rows, keep=True)
-    values: list[float] = rows[0].tolist()
-    edits.put_back()
-    assert rows[0].tolist() == logits.tolist()
+    edits = LogitEditor().edit([request(sampling, [1, 2, 3], generated)], Logits(logits[None]))
+    values: list[float] = edits.values(0, np.arange(len(logits))).tolist()
     return values
 
 
@@ -202,7 +193,7 @@ def test_token_counts_keep_up_with_a_growing_answer() -> None:
     logits = np.full((1, 40), -50.0, np.float32)
     logits[0, :3] = [2.5, 2.0, 1.0]
     for _ in range(6):
-        growing.token_ids.append(sampler.sample([growing], logits.copy())[0].token_id)
+        growing.token_ids.append(sampler.sample([growing], Logits(logits.copy()))[0].token_id)
     assert list(growing.token_ids[3:]) == [0, 1, 0, 1, 2, 0]
 
 
@@ -221,7 +212,7 @@ def test_bias_allowed_tokens_bad_words_and_minimum_length_change_what_can_be_cho
 
 def test_a_request_that_forbids_every_token_is_reported() -> None:
     sampling = params(allowed_token_ids=(2,), bad_words=((2,),))
-    sampled = BatchSampler().sample([request(sampling)], np.zeros((1, 10), np.float32))[0]
+    sampled = BatchSampler().sample([request(sampling)], Logits(np.zeros((1, 10), np.float32)))[0]
     assert sampled.token_id == -1
     assert "leave no token to choose" in sampled.error.message
 
@@ -231,7 +222,7 @@ def test_a_request_that_forbids_every_token_is_reported() -> None:
 def test_a_row_in_which_all_is_forbidden_is_found_by_every_reducer(reducer: Reducer, temperature: float) -> None:
     sampling = params(temperature=temperature, allowed_token_ids=(2,), bad_words=((2,),))
     requests = [request(params(temperature=0.5)), request(sampling)]
-    sound, empty = BatchSampler(reducer).sample(requests, np.zeros((2, 4096), np.float32))
+    sound, empty = BatchSampler(reducer).sample(requests, Logits(np.zeros((2, 4096), np.float32)))
     assert sound.token_id >= 0
     assert empty.token_id == -1
     assert "leave no token to choose" in empty.error.message
@@ -256,14 +247,14 @@ def test_logprobs_equal_a_float64_reference(seed: int, num_top: int, size: int) 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.7, "presence_penalty": 1.0}])
 def test_logprobs_of_drawn_tokens_are_of_the_row_as_it_came(fields: dict[str, Any]) -> None:
     logits = (np.random.default_rng(8).normal(size=(1, VOCAB)) * 3).astype(np.float32)
-    sampled = BatchSampler().sample([request(params(num_logprobs=3, **fields))], logits.copy())[0]
+    sampled = BatchSampler().sample([request(params(num_logprobs=3, **fields))], Logits(logits.copy()))[0]
     assert sampled.logprobs == logprobs_of(logits[0], sampled.token_id, 3)
 
 
 def test_reported_logprobs_are_of_the_model_not_of_what_penalties_made_of_it() -> None:
     logits = np.zeros((1, 10), np.float32)
     sampling = params(temperature=0.0, num_logprobs=1, logit_bias=((4, 50.0),))
-    sampled = BatchSampler().sample([request(sampling)], logits)[0]
+    sampled = BatchSampler().sample([request(sampling)], Logits(logits))[0]
     assert sampled.token_id == 4
     assert sampled.logprobs is not None
     assert sampled.logprobs.logprob == pytest.approx(math.log(0.1), abs=1e-6)
@@ -276,7 +267,7 @@ def test_a_row_that_is_drawn_at_last_from_its_nucleus_is_not_taken_for_another()
     filters = Filters(np.array([0.001, 1.0], np.float32), np.array([0, 3]), np.array([0.5, 1.0]), np.array([0.0, 0.0]))
     quantiles = np.full((2, DRAWS), 0.999)
     with np.errstate(divide="ignore"):
-        runs = NumpyReducer().reduce(rows, filters.inverse_temperatures)
+        runs = runs_of(rows, filters.inverse_temperatures)
         first, second = draw(runs, filters, quantiles).tolist()
         alone = draw(runs.of(np.array([0])), filters.of(np.array([0])), quantiles[:1]).tolist()
     assert second == 42  # the last of the three best
@@ -290,7 +281,6 @@ def test_openvino_reduces_as_numpy_does(vocab_size: int) -> None:
     inverse_temperatures = np.linspace(0.5, 4, 37).astype(np.float32)
     ours = OpenVINOReducer(vocab_size, 1).reduce(rows, inverse_temperatures)
     wanted = NumpyReducer().reduce(rows, inverse_temperatures)
-    assert ours.length == wanted.length
     assert np.array_equal(ours.maxima, wanted.maxima)
     np.testing.assert_allclose(ours.sums, wanted.sums, rtol=2e-6, atol=1e-30)
 
@@ -328,9 +318,9 @@ def test_rows_of_all_kinds_in_one_batch_are_sampled_as_alone(vocab_size: int) ->
         {"top_p": 0.6, "min_p": 0.01, "num_logprobs": 20},
     ]
     requests = [request(params(seed=row, **fields), generated=(3, 3, 9)) for row, fields in enumerate(kinds)]
-    together = BatchSampler().sample(requests, rows.copy())
+    together = BatchSampler().sample(requests, Logits(rows.copy()))
     for row, entry in enumerate(together):
-        alone = BatchSampler().sample([requests[row]], rows[row : row + 1].copy())[0]
+        alone = BatchSampler().sample([requests[row]], Logits(rows[row : row + 1].copy()))[0]
         assert entry.token_id == alone.token_id >= 0
         assert entry.logprobs == alone.logprobs
         assert (entry.logprobs is None) == (requests[row].sampling.num_logprobs is None)

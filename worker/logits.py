@@ -1,0 +1,281 @@
+"""Rows of logits, as the model gives them and as requests change them, and what is read of whole rows. Pure.
+
+A row of 49k to 152k logits is read as runs of some hundred tokens. The maximum of each run, and the sum of its weights,
+exp((logit - maximum) / temperature), are made where the logits are; that takes the only passes over the whole
+vocabulary. All else looks only into runs that can matter: a draw from everything finds its run by the sums, and what
+filters and log-probabilities want lies in runs whose maximum is large enough.
+
+    logits  [n, vocab]   | run 0 | run 1 | ... | run r |
+    maxima  [n, runs]        4.1     9.7    ...    0.3       a nucleus above 7.0 is in run 1 alone
+    sums    [n, runs]        1.2    31.0    ...    2.0       a draw at 0.5 of all is in run 1
+
+A model that computes in bfloat16 gives its logits so, in half the memory; they become float32 where they are looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
+IndexArray = npt.NDArray[np.intp]
+# The upper half of a float32.
+HalfArray = npt.NDArray[np.uint16]
+
+_MAX_RUN = 256
+
+
+def run_length(vocab_size: int) -> int:
+    """The longest run, a power of two from 32 to 256, into which the vocabulary divides; 0 if there is none."""
+    return next((length for length in (256, 128, 64, 32) if vocab_size % length == 0), 0)
+
+
+def length_of(vocab_size: int) -> int:
+    """The length of all runs but the last, which may be shorter."""
+    return run_length(vocab_size) or _MAX_RUN
+
+
+def float_of(bits: HalfArray) -> FloatArray:
+    """bfloat16 as float32."""
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+class Reduction(NamedTuple):
+    """Rows of logits, read as runs: `maxima` `[n, runs]`, and `sums` `[n, runs]` of exp((logit - the run's maximum) *
+    inverse temperature), or `[n, 0]` where they are not wanted. Nothing of a run depends on another."""
+
+    maxima: FloatArray
+    sums: FloatArray
+
+
+class Changes:
+    """Logits that requests change: `rows`, `token_ids` and `values` of each, no pair twice."""
+
+    __slots__ = ("_keys", "_starts", "rows", "token_ids", "values")
+
+    def __init__(
+        self, shape: tuple[int, int], rows: IndexArray, token_ids: IndexArray, values: npt.NDArray[np.floating]
+    ) -> None:
+        """Of rows of this shape, `[n, vocab]`. Of a pair that comes twice, the last value counts."""
+        num_rows, vocab_size = shape
+        keys = rows * vocab_size + token_ids
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        is_last = np.append(keys[1:] != keys[:-1], True)
+        order, self._keys = order[is_last], keys[is_last]
+        self.rows, self.token_ids = rows[order], token_ids[order]
+        self.values: FloatArray = values[order].astype(np.float32)
+        length = length_of(vocab_size)
+        num_runs = -(-vocab_size // length)
+        counts = np.bincount(self.rows * num_runs + self.token_ids // length, minlength=num_rows * num_runs)
+        # Changes of run r of all the rows' runs are [starts[r], starts[r + 1]).
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+
+    def apply(self, values: FloatArray, keys: IndexArray) -> None:
+        """Replace those of `values` that are changed; `keys` are row * vocab + token."""
+        at = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        is_changed = self._keys[at] == keys
+        values[is_changed] = self.values[at[is_changed]]
+
+    def apply_to_runs(self, values: FloatArray, runs: IndexArray) -> None:
+        """Replace what is changed in runs, `values` `[len(runs), length]`; runs are counted over all rows."""
+        first = self._starts[runs]
+        counts = self._starts[runs + 1] - first
+        which = np.repeat(np.arange(len(runs)), counts)
+        at = np.arange(len(which)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        values[which, self.token_ids[at] % values.shape[1]] = self.values[at]
+
+    def apply_to_rows(self, values: FloatArray, rows: IndexArray) -> None:
+        """Replace what is changed in whole rows, `values` `[len(rows), vocab]`."""
+        for position, row in enumerate(rows.tolist()):
+            first, last = np.searchsorted(self.rows, (row, row + 1))
+            values[position, self.token_ids[first:last]] = self.values[first:last]
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Rows of a step: `values` `[n, vocab]`, float32 or bfloat16, what changes them, and what was read of them, without
+    the changes, while they were computed: `reduction` at each row's temperature, and `model_sums`, those at temperature
+    1 if any row differs. Without a reduction the reader makes his own."""
+
+    values: FloatArray | HalfArray
+    reduction: Reduction | None = None
+    model_sums: FloatArray | None = None
+    changes: Changes | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and vocabulary."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def part(self, rows: slice) -> Logits:
+        """Some of the rows, unchanged."""
+        reduction = None if self.reduction is None else Reduction(*(array[rows] for array in self.reduction))
+        return Logits(self.values[rows], reduction, None if self.model_sums is None else self.model_sums[rows])
+
+    def changed(self, changes: Changes) -> Logits:
+        """The rows with other changes."""
+        return replace(self, changes=changes)
+
+    @property
+    def unchanged(self) -> Logits:
+        """The rows as the model gave them."""
+        return replace(self, changes=None)
+
+    def at(self, rows: IndexArray, token_ids: IndexArray) -> FloatArray:
+        """Single logits."""
+        values = self._floats(self.values[rows, token_ids])
+        if self.changes is not None:
+            self.changes.apply(values, rows * self.shape[1] + token_ids)
+        return values
+
+    def gather(self, rows: IndexArray, runs: IndexArray) -> FloatArray:
+        """`[len(rows), length]`: some runs of some rows; behind the end of the vocabulary there is minus infinity."""
+        num_rows, vocab_size = self.shape
+        length = length_of(vocab_size)
+        if vocab_size % length == 0:
+            values = self._floats(self.values.reshape(num_rows, -1, length)[rows, runs])
+        else:
+            token_ids = runs[:, None] * length + np.arange(length)
+            values = self._floats(self.values[rows[:, None], np.minimum(token_ids, vocab_size - 1)])
+            values[token_ids >= vocab_size] = -np.inf
+        if self.changes is not None:
+            self.changes.apply_to_runs(values, rows * -(-vocab_size // length) + runs)
+        return values
+
+    def whole(self, rows: IndexArray) -> FloatArray:
+        """Whole rows, copied."""
+        values = self._floats(self.values[rows])
+        if self.changes is not None:
+            self.changes.apply_to_rows(values, rows)
+        return values
+
+    def _floats(self, values: FloatArray | HalfArray) -> FloatArray:
+        return float_of(values) if values.dtype == np.uint16 else values  # type: ignore[return-value, arg-type]
+
+
+class Reducer(Protocol):
+    """Reads whole rows."""
+
+    def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Reduction:
+        """The runs of `logits` `[n, vocab]`, n at least 1, with sums at `inverse_temperatures` `[n]`."""
+        ...
+
+
+class NumpyReducer:
+    """Reduces with numpy: for few rows of any length."""
+
+    def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Reduction:
+        """As `Reducer.reduce`."""
+        vocab_size = logits.shape[1]
+        starts = np.arange(0, vocab_size, length_of(vocab_size))
+        maxima = np.maximum.reduceat(logits, starts, axis=1)
+        with np.errstate(invalid="ignore"):
+            weights = logits - np.repeat(maxima, np.diff(starts, append=vocab_size), axis=1)
+        weights *= inverse_temperatures[:, None]
+        np.exp(weights, out=weights)
+        sums = np.add.reduceat(weights, starts, axis=1)
+        # What is forbidden altogether has no weight.
+        sums[np.isneginf(maxima)] = 0.0
+        return Reduction(maxima, sums)
+
+
+def after_changes(logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray) -> Reduction:
+    """The reduction of logits, made without their changes, with them. Weights are taken off and added; a run is read
+    again where that would leave nothing but rounding, or where its maximum may be another."""
+    changes = logits.changes
+    if changes is None:
+        return reduction
+    maxima, sums = reduction.maxima.copy(), reduction.sums.copy()
+    num_runs = maxima.shape[1]
+    key = changes.rows * num_runs + changes.token_ids // length_of(logits.shape[1])
+    highest = maxima.reshape(-1)[key]
+    before = logits.unchanged.at(changes.rows, changes.token_ids)
+    is_stale = (changes.values > highest) | (before >= highest)
+    if sums.shape[1]:
+        scale = inverse_temperatures[changes.rows]
+        lost = np.bincount(key, np.exp((before - highest) * scale), sums.size)
+        gained = np.bincount(key, np.exp((changes.values - highest) * scale), sums.size)
+        is_stale |= (lost > 0.5 * sums.reshape(-1))[key]
+        sums += (gained - lost).reshape(sums.shape)
+    stale = np.unique(key[is_stale])
+    if len(stale):
+        row, run = np.divmod(stale, num_runs)
+        values = logits.gather(row, run)
+        highest = maxima[row, run] = values.max(axis=1)
+        if sums.shape[1]:
+            weights = np.exp((values - highest[:, None]) * inverse_temperatures[row][:, None])
+            sums[row, run] = np.where(np.isneginf(highest), 0.0, weights.sum(axis=1))
+    return Reduction(maxima, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Rows of logits to be drawn from. `rows` `[n]` are those of `logits` that are meant; `maxima` `[n, runs]` and
+    their largest, `best` `[n]`; `sums` `[n, runs]` of exp((logit - best) * inverse temperature), `[n, 0]` where nobody
+    draws, and their `totals` `[n]`. Tokens `[r * length, (r + 1) * length)` are run r; the last may be shorter. A row
+    that holds a NaN, or nothing finite, has a total that is not finite."""
+
+    logits: Logits
+    rows: IndexArray
+    maxima: FloatArray
+    best: FloatArray
+    sums: FloatArray
+    totals: DoubleArray
+    length: int
+
+    @classmethod
+    def made_of(cls, logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray) -> Runs:
+        """All rows of `logits`, as reduced with their changes at `inverse_temperatures` `[n]`."""
+        maxima, sums = reduction
+        best = maxima.max(axis=1)
+        if sums.shape[1]:
+            exponents = maxima - best[:, None]
+            exponents *= inverse_temperatures[:, None]
+            sums = np.exp(exponents, out=exponents) * sums
+        totals = sums.sum(axis=1, dtype=np.float64)
+        return cls(logits, np.arange(len(maxima)), maxima, best, sums, totals, length_of(logits.shape[1]))
+
+    def of(self, which: IndexArray) -> Runs:
+        """Those of some of the n rows, `which` in ascending order."""
+        assert np.all(which[1:] > which[:-1]), "rows in another order would be taken for others"
+        if len(which) == len(self.rows):
+            return self
+        return replace(
+            self,
+            rows=self.rows[which],
+            maxima=self.maxima[which],
+            best=self.best[which],
+            sums=self.sums[which],
+            totals=self.totals[which],
+        )
+
+    def at(self, token_ids: IndexArray) -> FloatArray:
+        """`[n]`: the logit of a token of each row."""
+        return self.logits.at(self.rows, token_ids)
+
+    def gather(self, which: IndexArray, runs: IndexArray) -> FloatArray:
+        """The logits `[len(which), length]` of some runs of some of the n rows; behind the end of the vocabulary there
+        is minus infinity."""
+        return self.logits.gather(self.rows[which], runs)
+
+    def above(self, thresholds: FloatArray) -> tuple[FloatArray, IndexArray]:
+        """Values and ids `[n, columns]` of each row's tokens that reach its threshold, in order of id, padded with
+        minus infinity and 0."""
+        row, run = np.nonzero(self.maxima >= thresholds[:, None])
+        values = self.gather(row, run)
+        at, offset = np.nonzero(values >= thresholds[row][:, None])
+        rows = row[at]
+        counts = np.bincount(rows, minlength=len(self.rows))
+        columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        shape = (len(self.rows), max(1, int(counts.max())))
+        padded, token_ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.intp)
+        padded[rows, columns] = values[at, offset]
+        token_ids[rows, columns] = run[at] * self.length + offset
+        return padded, token_ids
