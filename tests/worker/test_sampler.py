@@ -274,6 +274,19 @@ def test_a_row_that_is_drawn_at_last_from_its_nucleus_is_not_taken_for_another()
     assert first == alone[0] != second
 
 
+def test_logits_that_differ_a_little_rarely_change_a_draw() -> None:
+    rng = np.random.default_rng(6)
+    rows = (rng.normal(size=(20, 49152)) * 2.5).astype(np.float32)
+    others = (rows + rng.normal(size=rows.shape) * 2e-4).astype(np.float32)
+    filters = Filters(np.ones(20, np.float32), np.zeros(20, np.int64), np.ones(20), np.zeros(20))
+    runs, other_runs = (runs_of(logits, filters.inverse_temperatures) for logits in (rows, others))
+    num_changed = 0
+    for position in range(200):
+        quantiles = uniforms(np.arange(20, dtype=np.uint64), np.full(20, position, np.uint64))
+        num_changed += int(np.sum(draw(runs, filters, quantiles) != draw(other_runs, filters, quantiles)))
+    assert num_changed <= 40, "one in a hundred"
+
+
 @pytest.mark.parametrize("vocab_size", [4096, 4128, 49152])
 def test_openvino_reduces_as_numpy_does(vocab_size: int) -> None:
     rows = (np.random.default_rng(4).normal(size=(37, vocab_size)) * 4).astype(np.float32)
