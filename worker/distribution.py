@@ -21,6 +21,8 @@ DRAWS = 2 * _ATTEMPTS + 1
 _WIDE_NUCLEUS = 0.5
 # Parts of the runs that may hold tokens before a drawn one, looked at one after the other until it is decided.
 _NUCLEUS_PARTS = (0.125, 0.375, 1.0)
+# Runs that are weighed at a time, in the second-level cache.
+_RUNS_AT_ONCE = 512
 # Tokens with at least this part of all probability are looked at first for the nucleus: few, and mostly enough.
 _NUCLEUS_SHARES = (1e-3, 1e-5)
 # Taken off a threshold that an exact comparison follows, so that rounding leaves nothing out.
@@ -118,17 +120,22 @@ def _weight_before(
     runs: Runs, filters: Filters, token_ids: IndexArray, values: FloatArray, which: IndexArray, run: IndexArray
 ) -> FloatArray:
     """Weight of the tokens that go before the token of row `which`, in each of some runs."""
-    gathered = runs.gather(which, run)
-    limits = values[which][:, None]
-    precedes = gathered > limits
-    own = np.flatnonzero(run <= token_ids[which] // runs.length)
-    ids = run[own][:, None] * runs.length + np.arange(runs.length)
-    precedes[own] |= (gathered[own] == limits[own]) & (ids < token_ids[which[own]][:, None])
-    gathered -= runs.best[which][:, None]
-    gathered *= filters.inverse_temperatures[which][:, None]
-    weights = np.exp(gathered, out=gathered)
-    weights *= precedes
-    before: FloatArray = weights.sum(axis=1)
+    before = np.empty(len(which), np.float32)
+    own_run, own_offset = np.divmod(token_ids[which], runs.length)
+    limits = values[which]
+    # Of equals, those with a lower id go before.
+    limits = np.where(run < own_run, np.nextafter(limits, np.float32(-np.inf)), limits)
+    for first in range(0, len(which), _RUNS_AT_ONCE):
+        part = slice(first, first + _RUNS_AT_ONCE)
+        row = which[part]
+        gathered = runs.gather(row, run[part])
+        precedes = gathered > limits[part, None]
+        own = np.flatnonzero(run[part] == own_run[part])
+        lower = np.arange(runs.length) < own_offset[part][own][:, None]
+        precedes[own] |= (gathered[own] == limits[part][own][:, None]) & lower
+        weights = _weights(gathered, runs.best[row], filters.inverse_temperatures[row])
+        weights *= precedes
+        before[part] = np.einsum("ij->i", weights)
     return before
 
 
@@ -160,7 +167,7 @@ def _draw_filtered(runs: Runs, filters: Filters, quantiles: DoubleArray) -> Inde
         nucleus = part.best + np.log(wanted) / of_part.inverse_temperatures - _SLACK
         thresholds = np.where(by_nucleus[left], np.maximum(nucleus, exact[left]), exact[left])
         values, token_ids = part.above(thresholds.astype(np.float32))
-        weights = _weights(values, part.best, of_part.inverse_temperatures)
+        weights = _weights(values, part.best, of_part.inverse_temperatures).astype(np.float64)
         columns = choose(weights, of_part, totals[left], quantiles[left])
         enough = weights.sum(axis=1) >= of_part.top_p * totals[left]
         done = enough | (thresholds <= exact[left]) | (share * totals[left] <= least[left])
@@ -217,15 +224,15 @@ def _pick(weights: npt.NDArray[np.floating], targets: DoubleArray) -> IndexArray
     return picked
 
 
-def _weights(values: FloatArray, best: FloatArray, inverse_temperatures: FloatArray) -> DoubleArray:
-    exponents = values.astype(np.float64) - best[:, None]
+def _weights(values: FloatArray, best: FloatArray, inverse_temperatures: FloatArray) -> FloatArray:
+    exponents: FloatArray = values - best[:, None]
     exponents *= inverse_temperatures[:, None]
     return np.exp(exponents, out=exponents)
 
 
 def weights_of(values: FloatArray, inverse_temperatures: FloatArray) -> DoubleArray:
     """Weights of `values` `[n, columns]`, 1 for the best of each row. Rows are padded with minus infinity."""
-    return _weights(values, values.max(axis=1), inverse_temperatures)
+    return _weights(values, values.max(axis=1), inverse_temperatures).astype(np.float64)
 
 
 class RowLogprobs:
@@ -252,7 +259,7 @@ class RowLogprobs:
         runs = self._runs
         values = runs.at(token_ids)
         row, run = np.nonzero(runs.maxima > values[:, None])
-        num_greater = np.count_nonzero(runs.gather(row, run) > values[row][:, None], axis=1)
+        num_greater = runs.logits.count_above(runs.rows[row], run, values[row])
         ranks = 1 + np.bincount(row, num_greater, minlength=len(values)).astype(np.int64)
         logprobs = (values - self._normalisers).tolist()
         return [

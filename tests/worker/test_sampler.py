@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from headrace.worker.distribution import DRAWS, Filters, RowLogprobs, draw, uniforms
 from headrace.worker.logit_editor import LogitEditor
-from headrace.worker.logits import FloatArray, Logits, NumpyReducer, Reducer, Runs, run_length
+from headrace.worker.logits import (
+    Changes,
+    FloatArray,
+    Logits,
+    NumpyReducer,
+    Reducer,
+    Runs,
+    after_changes,
+    run_length,
+)
 from headrace.worker.request import Request, SamplingParams, TokenLogprobs
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.vocabulary_reducer import OpenVINOReducer
@@ -339,3 +348,81 @@ def test_rows_of_all_kinds_in_one_batch_are_sampled_as_alone(vocab_size: int) ->
         assert (entry.logprobs is None) == (requests[row].sampling.num_logprobs is None)
     assert together[8].token_id in (5, 6)
     assert together[10].token_id == 8
+
+
+def bfloat16(rows: FloatArray) -> npt.NDArray[np.uint16]:
+    """The upper halves."""
+    return (rows.view(np.uint32) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("limit", [-3.0, -0.0, 0.0, 2.5])
+def test_bfloat16_logits_are_counted_as_float32_ones_are(limit: float) -> None:
+    rows = np.round(np.random.default_rng(9).normal(size=(3, 4096)) * 8).astype(np.float32) / 2
+    rows[0, :9] = [-0.0, 0.0, -np.inf, np.inf, 3e38, -3e38, 1e-30, -1e-30, limit]
+    which, runs = np.repeat(np.arange(3), 16), np.tile(np.arange(16), 3)
+    limits = np.full(48, limit, np.float32)
+    halves = Logits(bfloat16(rows))
+    counts = halves.count_above(which, runs, limits)
+    assert counts.tolist() == Logits(halves.whole(np.arange(3))).count_above(which, runs, limits).tolist()
+    assert counts.sum() == (halves.whole(np.arange(3)) > limit).sum()
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"temperature": 0.0}])
+@pytest.mark.parametrize("vocab_size", [700, 4096])
+def test_bfloat16_logits_and_their_reduction_give_what_float32_ones_give(
+    vocab_size: int, fields: dict[str, Any]
+) -> None:
+    rows = (np.random.default_rng(10).normal(size=(9, vocab_size)) * 3).astype(np.float32)
+    bits = bfloat16(rows)
+    rows = Logits(bits).whole(np.arange(9))
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"num_logprobs": 3},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "num_logprobs": 3},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": ((5, 30.0), (6, -50.0))},
+        {"logit_bias": ((int(rows[5].argmax()), -60.0),), "presence_penalty": 1.0},
+        {"bad_words": ((int(rows[6].argmax()),),)},
+        {"allowed_token_ids": (3, 9, 27)},
+        {"min_tokens": 9, "stop_token_ids": frozenset({int(rows[8].argmax()), 3})},
+    ]
+    requests = [
+        request(params(seed=i, **fields, **kind), generated=(3, 3, 9, int(rows[i].argmax())))
+        for i, kind in enumerate(kinds)
+    ]
+    inverse_temperatures = np.array([each.sampling.inverse_temperature for each in requests], np.float32)
+    reduction = NumpyReducer().reduce(rows, inverse_temperatures)
+    model_sums = NumpyReducer().reduce(rows, np.ones(9, np.float32)).sums
+    ours = BatchSampler().sample(requests, Logits(bits, reduction, model_sums))
+    plain = BatchSampler().sample(requests, Logits(rows))
+    assert [entry.token_id for entry in ours] == [entry.token_id for entry in plain]
+    for one, other in zip(ours, plain, strict=True):
+        assert (one.logprobs is None) == (other.logprobs is None)
+        if one.logprobs is not None and other.logprobs is not None:
+            assert one.logprobs.top_token_ids == other.logprobs.top_token_ids
+            assert one.logprobs.rank == other.logprobs.rank
+            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), size=st.sampled_from([300, 2048]), reach=st.sampled_from([0.5, 10.0, 80.0]))
+def test_a_reduction_after_changes_is_that_of_the_changed_rows(seed: int, size: int, reach: float) -> None:
+    rng = np.random.default_rng(seed)
+    rows = (rng.normal(size=(3, size)) * 4).astype(np.float32)
+    which, token_ids = np.divmod(rng.choice(3 * size, 40, replace=False), size)
+    values = np.where(rng.random(40) < 0.1, -np.inf, rows[which, token_ids] + reach * rng.normal(size=40))
+    best = rows.argmax(axis=1)
+    # The best of a row counts least of all, and is named twice: the last value counts.
+    which, token_ids = np.append(which, np.arange(3)), np.append(token_ids, best)
+    values = np.append(values, [-np.inf, -90.0, 3.0])
+    logits = Logits(rows).changed(Changes(rows.shape, which, token_ids, values))
+    inverse_temperatures = np.array([0.5, 1.0, 5.0], np.float32)
+    with np.errstate(all="ignore"):
+        after = after_changes(logits, NumpyReducer().reduce(rows, inverse_temperatures), inverse_temperatures)
+        changed_rows = rows.copy()
+        for row, token_id, value in zip(which, token_ids, values, strict=True):
+            changed_rows[row, token_id] = value
+        wanted = NumpyReducer().reduce(changed_rows, inverse_temperatures)
+    assert np.array_equal(logits.whole(np.arange(3)), changed_rows)
+    assert np.array_equal(after.maxima, wanted.maxima)
+    np.testing.assert_allclose(after.sums, wanted.sums, rtol=3e-6)
