@@ -1,10 +1,12 @@
 """What the engine does outside the kernels, as a part of the step: greedy, and with everything that sampling offers.
 
-    python -m benchmarks.overhead MODEL_DIR [--batch 64] [--steps 60] [--text]
+    python -m benchmarks.overhead MODEL_DIR [--batch 64] [--steps 60] [--text] [--model own|widened|random]...
 
-For a vocabulary of 152k the model's last layer is repeated to that width, so the kernels do that work too. Time outside
-is all of `Engine.step` but the call of `infer()` itself. There is no peer here: the figure is a share of our own step.
-Prompts are random tokens, whose distributions are flat, or pieces of our documentation (`--text`), as people write.
+Three models: the one given; the same with its last layer repeated to 152k tokens, so that the kernels do that work too;
+and one of the shape of Qwen2.5-0.5B, the smallest on the market with such a vocabulary, whose weights are random. Time
+outside is all of `Engine.step` but the call of `infer()` itself. There is no peer here: the figure is a share of our
+own step. Prompts are random tokens, whose distributions are flat, or pieces of our documentation (`--text`), as people
+write; random weights answer everything with flat distributions.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
 from headrace.worker.vocabulary_reducer import reducer_for
 
+MODELS = ("own", "widened", "random")
 WIDE_VOCABULARY = 151_936
 PROMPT = 128
 KINDS: dict[str, dict[str, float]] = {
@@ -60,6 +63,17 @@ def widened(model_dir: Path, out: Path) -> Path:
     model.validate_nodes_and_infer_types()
     ov.save_model(model, out / "openvino_model.xml")
     return out
+
+
+def directory_of(model: str, model_dir: Path, folder: Path) -> Path:
+    """Where one of the three models is; made if need be."""
+    if model == "own":
+        return model_dir
+    if model == "widened":
+        return widened(model_dir, folder)
+    from benchmarks.random_model import write_random_model
+
+    return write_random_model(folder)
 
 
 def random_prompts(batch: int) -> list[list[int]]:
@@ -111,24 +125,26 @@ def measure(
 
 
 def main() -> None:
-    """Measure each kind of sampling at both vocabularies."""
+    """Measure each kind of sampling with each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--model", choices=MODELS, action="append", help="only this one")
     parser.add_argument("--text", action="store_true", help="prompts of text")
     args = parser.parse_args()
     prompts = text_prompts(args.model_dir, args.batch) if args.text else random_prompts(args.batch)
     num_blocks = args.batch * (-(-(PROMPT + 2 * args.steps) // 32) + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        for directory in (args.model_dir, widened(args.model_dir, Path(folder))):
+    for model in args.model or MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            directory = directory_of(model, args.model_dir, Path(folder))
             runner = OpenVINOModelRunner(
                 directory, threads=len(usable_cpus()), kv_precision="u8", execution_mode="performance"
             )
             runner.allocate(num_blocks)
             for name, sampling in KINDS.items():
                 figures = measure(runner, num_blocks, prompts, args.steps, sampling)
-                print(f"vocabulary {runner.vocab_size}, batch {args.batch}, {name}: {figures}", flush=True)
+                print(f"{model}, vocabulary {runner.vocab_size}, batch {args.batch}, {name}: {figures}", flush=True)
 
 
 if __name__ == "__main__":
