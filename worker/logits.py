@@ -162,7 +162,8 @@ class Logits:
         """How many logits of each of some runs are above its limit."""
         length = length_of(self.shape[1])
         if self.values.dtype != np.uint16 or self.changes is not None or self.shape[1] % length:
-            return np.count_nonzero(self.gather(rows, runs) > limits[:, None], axis=1)
+            few: IndexArray = np.count_nonzero(self.gather(rows, runs) > limits[:, None], axis=1)
+            return few
         counts = np.empty(len(rows), np.intp)
         in_runs, num_runs = self.values.reshape(-1, length), self.shape[1] // length
         order = _in_order(limits.view(np.uint32) >> 16)[:, None]
