@@ -46,7 +46,8 @@ KINDS: dict[str, dict[str, float]] = {
 
 
 def widened(model_dir: Path, out: Path) -> Path:
-    """The model with its last layer repeated to WIDE_VOCABULARY rows."""
+    """The model with its last layer repeated to WIDE_VOCABULARY rows; tokens beyond its own are read as those they
+    repeat."""
     import openvino as ov
     from openvino import opset13
 
@@ -60,6 +61,11 @@ def widened(model_dir: Path, out: Path) -> Path:
     begin, step, axis = (opset13.constant(np.array([value], np.int64)) for value in (0, 1, 0))
     part = opset13.slice(weights, begin, opset13.constant(np.array([rest], np.int64)), step, axis)
     node.input(1).replace_source_output(opset13.concat([weights] * whole + [part.output(0)], 0).output(0))
+    token_ids = model.input("input_ids")
+    readers = list(token_ids.get_target_inputs())
+    own = opset13.floor_mod(token_ids, opset13.constant(np.int64(rows)))
+    for reader in readers:
+        reader.replace_source_output(own.output(0))
     model.validate_nodes_and_infer_types()
     ov.save_model(model, out / "openvino_model.xml")
     return out
