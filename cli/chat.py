@@ -52,7 +52,10 @@ class Conversation:
 class ChatClient:
     """Talks to one server. Every failure is a CommandError with what the server said."""
 
-    def __init__(self, url: str, model: str | None = None, access: ApiAccess = OPEN) -> None:
+    def __init__(
+        self, url: str, model: str | None = None, access: ApiAccess = OPEN, *, max_tokens: int | None = None
+    ) -> None:
+        self._max_tokens = max_tokens
         self._url = url.rstrip("/").removesuffix("/v1")
         # A slow prompt is silent for long; only a server that is not there should fail fast.
         self._http = access.client(httpx.Timeout(600.0, connect=5.0))
@@ -64,12 +67,14 @@ class ChatClient:
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[Chunk]:
         """Stream the answer to the last of the messages. Closing the iterator cancels it on the server."""
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self._max_tokens is not None:
+            body["max_completion_tokens"] = self._max_tokens
         try:
             with self._http.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -206,14 +211,19 @@ def default_url() -> str:
 @click.option("--url", help="Server, such as http://127.0.0.1:8000.  [default: the one on this host]")
 @click.option("--model", help="Model to ask.  [default: the first one served]")
 @click.option("--system", help="System message.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Longest answer.  [default: what the model's context holds]",
+)
 @api_options
-def chat(url: str | None, model: str | None, system: str | None, access: ApiAccess) -> None:
+def chat(url: str | None, model: str | None, system: str | None, max_tokens: int | None, access: ApiAccess) -> None:
     """Chat with a served model.
 
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With a pipe as input, each line
     is a question and gets its answer.
     """
-    client = ChatClient(url or default_url(), model, access)
+    client = ChatClient(url or default_url(), model, access, max_tokens=max_tokens)
     interactive = sys.stdin.isatty()
     try:
         if interactive:

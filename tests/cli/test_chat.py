@@ -89,6 +89,12 @@ def test_the_first_model_is_asked_unless_another_is_named(server: Server) -> Non
     assert [body["model"] for body in server.asked] == ["m1", "m2"]
 
 
+def test_an_answer_is_as_long_as_it_is_allowed_to_be(server: Server) -> None:
+    chat(server, "a\n")
+    chat(server, "a\n", "--max-tokens", "7")
+    assert [body.get("max_completion_tokens") for body in server.asked] == [None, 7]
+
+
 def test_the_conversation_is_sent_along_until_reset(server: Server) -> None:
     chat(server, "ab\ncd\n/reset\nef\n", "--system", "be brief")
     system = {"role": "system", "content": "be brief"}

@@ -171,7 +171,8 @@ def test_explain_shows_where_a_chat_would_go(system: Serve, client: openai.OpenA
 
 
 def test_chat_answers_a_pipe(system: Serve) -> None:
-    chatted = headrace("chat", "--url", system.base_url, stdin="What is the capital of France?\n")
+    limits = ("--max-tokens", "40")
+    chatted = headrace("chat", "--url", system.base_url, *limits, stdin="What is the capital of France?\n")
     assert chatted.returncode == 0, chatted.stderr
     assert chatted.stdout.strip()
     assert "tokens/s" in chatted.stderr
