@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from headrace.worker.request import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,10 @@ class EngineSettings:
     split_prompts: bool = True
 
 
+# A job, how many new tokens it got, and whether it has ended.
+Event = tuple[int, int, bool]
+
+
 class Side(Protocol):
     """An engine that is fed and stepped."""
 
@@ -53,8 +60,9 @@ class Side(Protocol):
         """Take a job in."""
         ...
 
-    def step(self) -> list[tuple[int, int, bool]]:
-        """One step: (job, new tokens, whether it has ended) for each job that got something."""
+    def step(self) -> tuple[float, list[Event]]:
+        """One step: what jobs got, and when they did by time.perf_counter: of a side that delivers a step's tokens
+        while the next one runs, those of the step before."""
         ...
 
 
@@ -73,6 +81,7 @@ class HeadraceSide:
         from headrace.worker.vocabulary_reducer import reducer_for
 
         self._request, self._params = Request, SamplingParams
+        self._delivered: tuple[float, list[Event]] = (0.0, [])
         runner = OpenVINOModelRunner(
             settings.model_dir, threads=len(usable_cpus()), kv_precision="u8", execution_mode="performance"
         )
@@ -86,11 +95,14 @@ class HeadraceSide:
         sampling = self._params(max_tokens=job.output, seed=0, temperature=0.0)
         self.engine.scheduler.add(self._request(str(index), job.prompt, sampling, 0, arrival_s=time.monotonic()))
 
-    def step(self) -> list[tuple[int, int, bool]]:
+    def step(self) -> tuple[float, list[Event]]:
         """See Side."""
-        return [
-            (int(output.request.request_id), len(output.token_ids), output.is_last) for output in self.engine.step()
-        ]
+        self.engine.advance(self._deliver)
+        return self._delivered
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        events = [(int(output.request.request_id), len(output.token_ids), output.is_last) for output in outputs]
+        self._delivered = time.perf_counter(), events
 
 
 class GenaiSide:
@@ -120,7 +132,7 @@ class GenaiSide:
         prompt = self._ov.Tensor(np.asarray([job.prompt], np.int64))
         self._handles[index] = self._pipeline.add_request(index, prompt, config)
 
-    def step(self) -> list[tuple[int, int, bool]]:
+    def step(self) -> tuple[float, list[Event]]:
         """See Side."""
         self._pipeline.step()
         events = []
@@ -133,7 +145,7 @@ class GenaiSide:
                 del self._handles[index]
             if new or ended:
                 events.append((index, new, ended))
-        return events
+        return time.perf_counter(), events
 
 
 SIDES = {"headrace": HeadraceSide, "openvino-genai": GenaiSide}
@@ -154,8 +166,8 @@ def run_jobs(side: Side, jobs: Sequence[Job]) -> tuple[float, list[JobTimes]]:
         if len(last) == due:
             time.sleep(max(0.0, jobs[due].arrival_s - now))
             continue
-        events = side.step()
-        now = time.perf_counter() - start
+        at_s, events = side.step()
+        now = at_s - start
         for index, new, ended in events:
             if new:
                 first.setdefault(index, now)

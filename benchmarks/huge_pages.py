@@ -39,7 +39,7 @@ def measure(model_dir: Path, threads: int, *, huge_pages: bool) -> dict[str, flo
     runner = OpenVINOModelRunner(model_dir, threads=threads, kv_precision="u8", execution_mode="performance")
     arena = runner.allocate(NUM_BLOCKS, huge_pages=huge_pages)
     for _ in range(WARM_UP_STEPS):
-        runner.execute(_prompt(np.arange(CHUNK // runner.block_size), 0, runner.block_size))
+        _timed(runner, _prompt(np.arange(CHUNK // runner.block_size), 0, runner.block_size))
     in_order = np.arange(NUM_BLOCKS).reshape(-1, CHUNK // runner.block_size)
     filling = [_timed(runner, _prompt(blocks, 0, runner.block_size)) for blocks in in_order[1:]]
     per_seq = (CONTEXT + MEASURED_STEPS) // runner.block_size + 1
@@ -62,7 +62,8 @@ def measure(model_dir: Path, threads: int, *, huge_pages: bool) -> dict[str, flo
 
 def _timed(runner: OpenVINOModelRunner, batch: Batch) -> float:
     start = time.perf_counter()
-    runner.execute(batch)
+    runner.bind(batch)
+    runner.run()
     return (time.perf_counter() - start) * 1e3
 
 

@@ -1,22 +1,36 @@
-"""The heartbeat: schedule, build the batch, run the model, sample, account for it."""
+"""The heartbeat: schedule, build the batch, run the model, sample, account for it.
+
+What does not decide the next step is done while the kernels compute it, in another thread, for they leave the GIL free:
+log-probabilities of the tokens before, their delivery, and what can be prepared for sampling.
+
+    schedule, build, bind  ->  kernels                        ->  sample, account for it
+                               deliver what the step before
+                               gave; plan the sampling
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.batch import Batch, PromptRows, build_batch, padded
 from headrace.worker.logits import Logits
 from headrace.worker.padding import Padding
-from headrace.worker.request import Request, RequestOutput, StepNote, TokenLogprobs
+from headrace.worker.request import Request, RequestOutput, RequestState, StepNote, TokenLogprobs
+from headrace.worker.sampler import Plan
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.step_cost import StepCostModel, StepShape
 
 log = logging.getLogger(__name__)
+
+Deliver = Callable[[list[RequestOutput]], None]
 
 # Steps that are noted of a traced request; a longer answer says nothing new.
 MAX_NOTED_STEPS = 128
@@ -26,21 +40,37 @@ class ModelRunner(Protocol):
     """Computes a step. The real one is OpenVINO; tests have one that stores token ids. `infer_s` is the time that the
     last step spent in the kernels, in seconds."""
 
+    vocab_size: int
     infer_s: float
 
-    def execute(self, batch: Batch) -> Logits:
-        """Logits `[rows, vocab_size]`, rows as the batch says, valid until the next call. Updates the KV cache."""
+    def bind(self, batch: Batch) -> None:
+        """Take a step in."""
+        ...
+
+    def run(self) -> Logits:
+        """Compute it, which updates the KV cache: logits `[rows, vocab_size]`, rows as the batch says. Valid until the
+        second `run` from now begins."""
         ...
 
 
 class Sampler(Protocol):
     """Chooses tokens."""
 
-    def sample(self, requests: Sequence[Request], logits: Logits) -> list[Sampled]:
-        """The next token of each request from its row of `logits`."""
+    def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
+        """What can be known of how the requests are to be sampled before there are logits."""
         ...
 
-    def logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprobs]:
+    def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
+        """The next token of each request from its row of `logits`, as planned."""
+        ...
+
+    def logprobs(
+        self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
+    ) -> list[TokenLogprobs | None]:
+        """Log-probabilities with which what was sampled came out of `logits`, of those requests that want them."""
+        ...
+
+    def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprobs]:
         """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
         ...
 
@@ -55,6 +85,32 @@ class EngineStats:
     num_padding_tokens: int = 0
 
 
+class _Step(NamedTuple):
+    """A step that is computed. `shape` is what its cost is learned for, if it is."""
+
+    output: SchedulerOutput
+    batch: Batch
+    num_padding: int
+    shape: StepShape | None
+    start_s: float
+
+    @property
+    def is_decode(self) -> bool:
+        return self.output.num_tokens == len(self.output.scheduled)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.output.scheduled]
+
+
+class _Late(NamedTuple):
+    """What was sampled from logits whose log-probabilities are still to be read."""
+
+    requests: Sequence[Request]
+    logits: Logits
+    sampled: Sequence[Sampled]
+
+
 @dataclass(slots=True)
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls everything.
@@ -67,6 +123,16 @@ class Engine:
     sampler: Sampler
     stats: EngineStats = field(default_factory=EngineStats)
     padding: Padding = field(default_factory=Padding)
+    _is_computing: bool = False
+    _outputs: list[RequestOutput] = field(default_factory=list)
+    _late: _Late | None = None
+    _failed: set[Request] = field(default_factory=set)
+    _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "beside-engine"))
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is something to deliver."""
+        return bool(self._outputs)
 
     def warm_up(self, request: Request) -> None:
         """Run a request to its end before any other, and leave no trace of it: the first step of a model costs a
@@ -83,45 +149,133 @@ class Engine:
         self.padding = Padding()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and give what it gave to each request. Whatever goes wrong in it ends its requests and
-        leaves the engine as good as before."""
-        start = time.perf_counter()
+        """Compute the next step and give what it gave to each request."""
+        outputs: list[RequestOutput] = []
+        self.advance(outputs.extend)
+        return outputs + self._take_outputs()
+
+    def advance(self, deliver: Deliver) -> bool:
+        """Compute the next step if there is one, and tell whether there was. While the kernels run, deliver what the
+        step before gave. Whatever goes wrong in a step ends its requests and leaves the engine as good as before."""
+        step = self._begin()
+        if step is None:
+            deliver(self._take_outputs())
+            return False
+        is_traced = self.scheduler.num_traced > 0
+        self._is_computing = True
+        try:
+            outputs = self._compute(step, deliver)
+        except Exception as error:
+            outputs = self._fail(step.requests, error)
+        else:
+            step_s = time.perf_counter() - step.start_s
+            self._observe(step, step_s)
+            if is_traced:
+                note_step(step.output, step_s)
+        self._is_computing = False
+        if self._failed:
+            outputs = [output for output in outputs if output.request not in self._failed]
+            self._end_failed()
+        self._outputs += outputs
+        return True
+
+    def _begin(self) -> _Step | None:
+        start_s = time.perf_counter()
         output = self.scheduler.schedule()
         if not output.scheduled:
-            return []
-        is_traced = self.scheduler.num_traced > 0
+            return None
         num_padding = self.padding.of(output.num_tokens, self.scheduler.step_cost.token_ms)
-        is_decode = output.num_tokens == len(output.scheduled)
         # Runs of decode steps are alike: one in four says enough.
         shape = None
-        if not is_decode or self.stats.num_steps % 4 == 0:
+        if output.num_tokens > len(output.scheduled) or self.stats.num_steps % 4 == 0:
             shape = StepShape.of((request.num_computed_tokens, new) for request, new in output.scheduled)
             shape = shape._replace(tokens=shape.tokens + num_padding)
         try:
             batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
             if num_padding:
                 batch = padded(batch, num_padding, self.scheduler.kv_cache.pool.num_blocks)
-            logits = self.runner.execute(batch)
-            num_sampled = len(batch.sampled)
-            if batch.prompts:
-                read_prompts(batch.prompts, logits.part(slice(num_sampled, None)), self.sampler)
-                logits = logits.part(slice(num_sampled))
-            outputs = self.scheduler.update(output, self.sampler.sample(batch.sampled, logits))
+            self.runner.bind(batch)
         except Exception as error:
-            log.exception("a step of %d requests failed", len(output.scheduled))
-            return self.scheduler.fail([request for request, _ in output.scheduled], _step_error(error))
-        step_s = time.perf_counter() - start
-        self.padding.observe(1000 * step_s, is_decode=is_decode)
-        if shape is not None:
+            self._outputs += self._fail([request for request, _ in output.scheduled], error)
+            return None
+        return _Step(output, batch, num_padding, shape, start_s)
+
+    def _compute(self, step: _Step, deliver: Deliver) -> list[RequestOutput]:
+        batch = step.batch
+        requests = batch.sampled
+        if self._late is None and all(request.sampling.is_plain for request in requests):
+            # Nothing that is worth waking a thread.
+            deliver(self._take_outputs())
+            plan, logits = None, self.runner.run()
+        else:
+            beside = self._beside.submit(self._deliver_and_plan, deliver, requests)
+            try:
+                logits = self.runner.run()
+            finally:
+                plan = beside.result()
+        if batch.prompts:
+            read_prompts(batch.prompts, logits.part(slice(len(requests), None)), self.sampler)
+            logits = logits.part(slice(len(requests)))
+        sampled = self.sampler.sample(requests, logits, plan)
+        if any(request.sampling.num_logprobs is not None for request in requests):
+            self._late = _Late(requests, logits, sampled)
+        return self.scheduler.update(step.output, sampled)
+
+    def _deliver_and_plan(self, deliver: Deliver, requests: Sequence[Request]) -> Plan | None:
+        deliver(self._take_outputs())
+        return self.sampler.plan(requests, self.runner.vocab_size)
+
+    def _take_outputs(self) -> list[RequestOutput]:
+        """What the steps before gave to each request. Log-probabilities are only read now."""
+        outputs, self._outputs = self._outputs, []
+        late, self._late = self._late, None
+        if late is None:
+            return outputs
+        try:
+            entries = dict(zip(late.requests, self.sampler.logprobs(*late), strict=True))
+        except Exception as error:
+            return self._without_logprobs(outputs, error)
+        return [
+            output if (entry := entries.get(output.request)) is None else replace(output, logprobs=(entry,))
+            for output in outputs
+        ]
+
+    def _observe(self, step: _Step, step_s: float) -> None:
+        self.padding.observe(1000 * step_s, is_decode=step.is_decode)
+        if step.shape is not None:
             change_ms = self.padding.change_ms if self.padding.changed else 0.0
-            self.scheduler.step_cost.observe(shape, 1000 * step_s - change_ms)
+            self.scheduler.step_cost.observe(step.shape, 1000 * step_s - change_ms)
         self.stats.num_steps += 1
-        self.stats.num_padding_tokens += num_padding
+        self.stats.num_padding_tokens += step.num_padding
         self.stats.infer_s += self.runner.infer_s
         self.stats.overhead_s += step_s - self.runner.infer_s
-        if is_traced:
-            note_step(output, step_s)
-        return outputs
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> list[RequestOutput]:
+        log.error("a step of %d requests failed", len(requests), exc_info=error)
+        return self.scheduler.fail(requests, _step_error(error))
+
+    def _without_logprobs(self, outputs: Sequence[RequestOutput], error: Exception) -> list[RequestOutput]:
+        """Errors instead of the outputs that miss their log-probabilities. If a step is being computed, their requests
+        end with it, for they are in it."""
+        log.error("log-probabilities of a step could not be read", exc_info=error)
+        status = _step_error(error)
+        given = []
+        for output in outputs:
+            request = output.request
+            if request.sampling.num_logprobs is None or output.error is not None:
+                given.append(output)
+                continue
+            given.append(RequestOutput(request, output.start_pos, (), error=status))
+            if request.state is not RequestState.FINISHED:
+                self._failed.add(request)
+        if not self._is_computing:
+            self._end_failed()
+        return given
+
+    def _end_failed(self) -> None:
+        """End the requests that were told that they have failed."""
+        self.scheduler.fail(self._failed, _ENDED)
+        self._failed.clear()
 
 
 def note_step(output: SchedulerOutput, step_s: float) -> None:
@@ -142,10 +296,14 @@ def read_prompts(prompts: Sequence[PromptRows], logits: Logits, sampler: Sampler
         num_known = min(max(0, len(request.prompt_logprobs) - position), num_rows)
         token_ids = request.token_ids[position + num_known + 1 : position + num_rows + 1]
         if token_ids:
-            request.prompt_logprobs += sampler.logprobs(
+            request.prompt_logprobs += sampler.prompt_logprobs(
                 logits.part(slice(first + num_known, first + num_rows)), token_ids, num_top
             )
         first += num_rows
+
+
+# Ends requests whose error was given before.
+_ENDED = StatusError(Reason.INTERNAL, "the request has failed")
 
 
 def _step_error(error: Exception) -> StatusError:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from headrace.worker.engine import Engine
 from headrace.worker.mailbox import LoadReport, Mailbox
+from headrace.worker.request import RequestOutput
 from headrace.worker.step_rates import StepRates
 
 log = logging.getLogger(__name__)
@@ -25,23 +26,35 @@ class EngineThread(threading.Thread):
         self._engine = engine
         self._mailbox = mailbox
         self._next_report_s = 0.0
+        self._report: LoadReport | None = None
         self._rates = StepRates()
 
     def run(self) -> None:
         """Step until stopped. With nothing to compute, wait for a command."""
         scheduler = self._engine.scheduler
         self._mailbox.deliver((), report_of(self._engine, self._rates))
-        while (commands := self._mailbox.take(block=not scheduler.has_requests)) is not None:
+        while (commands := self._mailbox.take(block=not self._has_work)) is not None:
             for request, is_cancel in commands:
                 if is_cancel:
                     scheduler.cancel(request)
                 else:
                     scheduler.add(request)
-            outputs = self._engine.step()
-            observe_step(self._engine, self._rates)
-            report = self._report_if_due(commands_came=bool(commands))
-            if outputs or report:
-                self._mailbox.deliver(outputs, report)
+            has_stepped = self._engine.advance(self._deliver)
+            if has_stepped:
+                observe_step(self._engine, self._rates)
+            if has_stepped or commands:
+                self._report = self._report_if_due(commands_came=bool(commands))
+
+    @property
+    def _has_work(self) -> bool:
+        engine = self._engine
+        return engine.scheduler.has_requests or engine.has_outputs or self._report is not None
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Pass on what the last step gave, and the state after it."""
+        report, self._report = self._report, None
+        if outputs or report:
+            self._mailbox.deliver(outputs, report)
 
     def _report_if_due(self, *, commands_came: bool) -> LoadReport | None:
         now = time.monotonic()

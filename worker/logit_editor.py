@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.grammar import Allowed, LookAhead, Matcher
-from headrace.worker.logits import Changes, FloatArray, IndexArray, Logits
+from headrace.worker.logits import Changes, FloatArray, IndexArray, Logits, Places
 from headrace.worker.request import Request, SamplingParams
 
 
@@ -82,6 +83,15 @@ class Edits:
         return self.logits.at(np.full(len(token_ids), row), token_ids)
 
 
+class Penalties(NamedTuple):
+    """What penalties do to logits of a step's rows, known before there are logits: `places`, and for each of them the
+    repetition penalty, which divides it or multiplies it, and what is subtracted."""
+
+    places: Places
+    repetition: FloatArray
+    subtracted: FloatArray
+
+
 # Rows, tokens and new values.
 _Single = tuple[IndexArray, IndexArray, npt.NDArray[np.floating]]
 
@@ -95,14 +105,36 @@ class LogitEditor:
         self._matchers: WeakKeyDictionary[Request, Matcher] = WeakKeyDictionary()
         self._look_ahead = LookAhead()
 
-    def edit(self, requests: Sequence[Request], logits: Logits) -> Edits:
-        """How the requests want their rows `[len(requests), vocab]` changed."""
-        penalised = [row for row, request in enumerate(requests) if request.sampling.has_penalties]
+    def penalties(self, requests: Sequence[Request], vocab_size: int) -> Penalties | None:
+        """What the requests' penalties take off the logits of their next tokens."""
+        rows = [row for row, request in enumerate(requests) if request.sampling.has_penalties]
+        if not rows:
+            return None
+        seen = [self._seen_by(requests[row]) for row in rows]
+        lengths = [len(of_row.token_ids) for of_row in seen]
+        if not any(lengths):
+            return None
+        places = Places(
+            (len(requests), vocab_size),
+            np.repeat(np.array(rows), lengths),
+            np.concatenate([of_row.token_ids for of_row in seen]),
+        )
+        repetition = np.array([requests[row].sampling.repetition_penalty for row in rows], np.float32)
+        subtracted = np.concatenate([of_row.penalties for of_row in seen])
+        return Penalties(places, np.repeat(repetition, lengths)[places.order], subtracted[places.order])
+
+    def edit(self, requests: Sequence[Request], logits: Logits, penalties: Penalties | None) -> Edits:
+        """How the requests want their rows `[len(requests), vocab]` changed; `penalties` are theirs."""
+        if penalties is not None:
+            logits = _penalised(logits, penalties)
         edited = [row for row, request in enumerate(requests) if request.sampling.has_edits]
-        single = [self._penalties(requests, penalised, logits)] if penalised else []
-        edits = Edits(_changed(logits, single), {}, {})
+        edits = Edits(logits, {}, {})
         if not edited:
             return edits
+        single: list[_Single] = []
+        if logits.changes is not None:
+            places = logits.changes.places
+            single.append((places.rows, places.token_ids, logits.changes.values))
         for row in edited:
             single += self._edit_row(requests[row], row, edits)
         return Edits(_changed(logits, single), edits.few, edits.whole)
@@ -119,27 +151,14 @@ class LogitEditor:
         if steps:
             self._look_ahead.begin(steps)
 
-    def _penalties(self, requests: Sequence[Request], rows: Sequence[int], logits: Logits) -> _Single:
-        """The tokens that were seen, less their penalties, for all of `rows` at once."""
-        token_ids, penalties = [], []
-        for row in rows:
-            request = requests[row]
-            seen = self._seen.get(request)
-            if seen is None:
-                repeats = request.sampling.repetition_penalty != 1.0
-                seen = SeenTokens(request.sampling, request.prompt_token_ids if repeats else ())
-                self._seen[request] = seen
-            seen.count(request)
-            token_ids.append(seen.token_ids)
-            penalties.append(seen.penalties)
-        lengths = [len(ids) for ids in token_ids]
-        of_rows, ids = np.repeat(np.array(rows), lengths), np.concatenate(token_ids)
-        values = logits.at(of_rows, ids)
-        repetition = np.array([requests[row].sampling.repetition_penalty for row in rows])
-        if np.any(repetition != 1.0):
-            factors = np.repeat(repetition, lengths)
-            values = np.where(values > 0, values / factors, values * factors).astype(np.float32)
-        return of_rows, ids, values - np.concatenate(penalties)
+    def _seen_by(self, request: Request) -> SeenTokens:
+        seen = self._seen.get(request)
+        if seen is None:
+            repeats = request.sampling.repetition_penalty != 1.0
+            seen = SeenTokens(request.sampling, request.prompt_token_ids if repeats else ())
+            self._seen[request] = seen
+        seen.count(request)
+        return seen
 
     def _edit_row(self, request: Request, row: int, edits: Edits) -> list[_Single]:
         """Single changes of a row, which come after those that `edits` has; or note the row among the whole ones."""
@@ -186,8 +205,19 @@ _NOTHING_LEFT_OUT = np.array([-1])
 def _changed(logits: Logits, single: Sequence[_Single]) -> Logits:
     if not any(len(token_ids) for _, token_ids, _ in single):
         return logits
-    rows, token_ids, values = single[0] if len(single) == 1 else map(np.concatenate, zip(*single, strict=True))
-    return logits.changed(Changes(logits.shape, rows, token_ids, values))
+    rows, token_ids, values = map(np.concatenate, zip(*single, strict=True))
+    places = Places(logits.shape, rows, token_ids)
+    before = logits.unchanged.at(places.rows, places.token_ids)
+    return logits.changed(Changes(places, before, values[places.order]))
+
+
+def _penalised(logits: Logits, penalties: Penalties) -> Logits:
+    places, repetition, subtracted = penalties
+    before = logits.at(places.rows, places.token_ids)
+    values = before
+    if np.any(repetition != 1.0):
+        values = np.where(values > 0, values / repetition, values * repetition)
+    return logits.changed(Changes(places, before, values - subtracted))
 
 
 def _only(values: FloatArray, token_ids: IndexArray) -> FloatArray:

@@ -63,48 +63,60 @@ class Reduction(NamedTuple):
     sums: FloatArray
 
 
-class Changes:
-    """Logits that requests change: `rows`, `token_ids` and `values` of each, no pair twice."""
+class Places:
+    """Where rows `[n, vocab]` are changed, known before there are logits: `rows` and `token_ids`, in order and no pair
+    twice, by `order` taken from what was given; `runs`, counted over all rows, in which they are."""
 
-    __slots__ = ("_keys", "_starts", "rows", "token_ids", "values")
+    __slots__ = ("keys", "order", "rows", "runs", "starts", "token_ids")
 
-    def __init__(
-        self, shape: tuple[int, int], rows: IndexArray, token_ids: IndexArray, values: npt.NDArray[np.floating]
-    ) -> None:
-        """Of rows of this shape, `[n, vocab]`. Of a pair that comes twice, the last value counts."""
+    def __init__(self, shape: tuple[int, int], rows: IndexArray, token_ids: IndexArray) -> None:
+        """Of rows of this shape. Of a pair that comes twice, the last is taken."""
         num_rows, vocab_size = shape
         keys = rows * vocab_size + token_ids
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
         is_last = np.append(keys[1:] != keys[:-1], True)
-        order, self._keys = order[is_last], keys[is_last]
-        self.rows, self.token_ids = rows[order], token_ids[order]
-        self.values: FloatArray = values[order].astype(np.float32)
+        self.order: IndexArray = order[is_last]
+        self.keys: IndexArray = keys[is_last]
+        self.rows, self.token_ids = rows[self.order], token_ids[self.order]
         length = length_of(vocab_size)
         num_runs = -(-vocab_size // length)
-        counts = np.bincount(self.rows * num_runs + self.token_ids // length, minlength=num_rows * num_runs)
-        # Changes of run r of all the rows' runs are [starts[r], starts[r + 1]).
-        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self.runs: IndexArray = self.rows * num_runs + self.token_ids // length
+        # Places in run r are [starts[r], starts[r + 1]).
+        counts = np.bincount(self.runs, minlength=num_rows * num_runs)
+        self.starts: IndexArray = np.concatenate([[0], np.cumsum(counts)])
+
+
+class Changes:
+    """Logits that requests change: at each of `places` the one `before`, and the one that comes there instead."""
+
+    __slots__ = ("before", "places", "values")
+
+    def __init__(self, places: Places, before: FloatArray, values: npt.NDArray[np.floating]) -> None:
+        self.places = places
+        self.before = before
+        self.values: FloatArray = values.astype(np.float32, copy=False)
 
     def apply(self, values: FloatArray, keys: IndexArray) -> None:
         """Replace those of `values` that are changed; `keys` are row * vocab + token."""
-        at = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        is_changed = self._keys[at] == keys
+        places = self.places.keys
+        at = np.minimum(np.searchsorted(places, keys), len(places) - 1)
+        is_changed = places[at] == keys
         values[is_changed] = self.values[at[is_changed]]
 
     def apply_to_runs(self, values: FloatArray, runs: IndexArray) -> None:
         """Replace what is changed in runs, `values` `[len(runs), length]`; runs are counted over all rows."""
-        first = self._starts[runs]
-        counts = self._starts[runs + 1] - first
+        first = self.places.starts[runs]
+        counts = self.places.starts[runs + 1] - first
         which = np.repeat(np.arange(len(runs)), counts)
         at = np.arange(len(which)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        values[which, self.token_ids[at] % values.shape[1]] = self.values[at]
+        values[which, self.places.token_ids[at] % values.shape[1]] = self.values[at]
 
     def apply_to_rows(self, values: FloatArray, rows: IndexArray) -> None:
         """Replace what is changed in whole rows, `values` `[len(rows), vocab]`."""
         for position, row in enumerate(rows.tolist()):
-            first, last = np.searchsorted(self.rows, (row, row + 1))
-            values[position, self.token_ids[first:last]] = self.values[first:last]
+            first, last = np.searchsorted(self.places.rows, (row, row + 1))
+            values[position, self.places.token_ids[first:last]] = self.values[first:last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,7 @@ class Logits:
     @property
     def unchanged(self) -> Logits:
         """The rows as the model gave them."""
-        return replace(self, changes=None)
+        return self if self.changes is None else replace(self, changes=None)
 
     def at(self, rows: IndexArray, token_ids: IndexArray) -> FloatArray:
         """Single logits."""
@@ -220,12 +232,12 @@ def after_changes(logits: Logits, reduction: Reduction, inverse_temperatures: Fl
         return reduction
     maxima, sums = reduction.maxima.copy(), reduction.sums.copy()
     num_runs = maxima.shape[1]
-    key = changes.rows * num_runs + changes.token_ids // length_of(logits.shape[1])
+    key = changes.places.runs
     highest = maxima.reshape(-1)[key]
-    before = logits.unchanged.at(changes.rows, changes.token_ids)
+    before = changes.before
     is_stale = (changes.values > highest) | (before >= highest)
     if sums.shape[1]:
-        scale = inverse_temperatures[changes.rows]
+        scale = inverse_temperatures[changes.places.rows]
         lost = np.bincount(key, np.exp((before - highest) * scale), sums.size)
         gained = np.bincount(key, np.exp((changes.values - highest) * scale), sums.size)
         is_stale |= (lost > 0.5 * sums.reshape(-1))[key]

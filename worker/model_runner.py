@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from headrace.worker.batch import Batch
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv_arena import KVArena
 from headrace.worker.logits import Logits
-from headrace.worker.vocabulary_head import HeadRequest, InputTensors, replace_head
+from headrace.worker.vocabulary_head import Head, HeadRequest, InputTensors, replace_head
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _STEP_INPUTS = (
@@ -36,7 +37,7 @@ _STEP_INPUTS = (
 
 class OpenVINOModelRunner:
     """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `vocab_size` and `kv_precision` are
-    read from it; `allocate` must come before `execute`."""
+    read from it; `allocate` must come before `bind`."""
 
     def __init__(self, model_dir: Path, *, threads: int, kv_precision: str, execution_mode: str) -> None:
         core = ov.Core()
@@ -45,10 +46,8 @@ class OpenVINOModelRunner:
         _make_paged(model, model_dir)
         heads = replace_head(model, is_bfloat16=core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16)
         self._compiled = _compile(core, model, threads, kv_precision, execution_mode)
-        self._infer = self._compiled.create_infer_request()
         self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]
         self.infer_s = 0.0
-        self._inputs = InputTensors(self._infer)
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
         key = next(port for port in self._caches if port.any_name.startswith("key_cache."))
@@ -57,11 +56,11 @@ class OpenVINOModelRunner:
         self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in self._caches)
         self.kv_precision = str(key.element_type.get_type_name())
         self.vocab_size = int(self._compiled.output(heads[0].output("logits")).partial_shape[2].get_length())
-        self._head = HeadRequest(self._infer, heads, self.vocab_size)
+        self._slots = deque(_Slot(self._compiled, heads, self.vocab_size) for _ in range(2))
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> KVArena:
         """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding. Pages are touched as they
-        come into use, in `execute`: by OpenVINO's threads, or by the caller's where blocks are copied."""
+        come into use, in steps: by OpenVINO's threads, or by the caller's where blocks are copied."""
         num_blocks += 1
         try:
             arena = KVArena(num_blocks * self.block_bytes, len(self._caches), huge_pages=huge_pages)
@@ -73,7 +72,8 @@ class OpenVINOModelRunner:
         for port in self._caches:
             piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
             tensor = ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
-            self._infer.set_tensor(port.any_name, tensor)
+            for slot in self._slots:
+                slot.request.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
             # They own the memory that the tensors refer to.
             self._cache_views.append(piece.reshape(num_blocks, -1))
@@ -84,18 +84,35 @@ class OpenVINOModelRunner:
         for cache in self._cache_views:
             cache[0, 0] = 0
 
-    def execute(self, batch: Batch) -> Logits:
-        """Logits `[rows, vocab_size]`, rows as the batch says: views that the next call overwrites."""
+    def bind(self, batch: Batch) -> None:
+        """Make the inputs of the next step."""
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]
+        self._slots.rotate()
+        slot = self._slots[0]
         for name in _STEP_INPUTS:
-            self._inputs.set(name, getattr(batch, name))
-        self._head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums)
-        start = time.perf_counter()
-        self._infer.infer()
-        self.infer_s = time.perf_counter() - start
-        return self._head.logits()
+            slot.inputs.set(name, getattr(batch, name))
+        slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums)
+
+    def run(self) -> Logits:
+        """Compute the step: logits `[rows, vocab_size]`, rows as the batch says, views that the second run from now
+        overwrites. The GIL is free meanwhile."""
+        slot = self._slots[0]
+        start_s = time.perf_counter()
+        slot.request.infer()
+        self.infer_s = time.perf_counter() - start_s
+        return slot.head.logits()
+
+
+class _Slot:
+    """A request for inference with its inputs and outputs. There are two in turn, so that what one step gave can be
+    read while the next one runs."""
+
+    def __init__(self, compiled: ov.CompiledModel, heads: list[Head], vocab_size: int) -> None:
+        self.request = compiled.create_infer_request()
+        self.inputs = InputTensors(self.request)
+        self.head = HeadRequest(self.request, heads, vocab_size)
 
 
 def _dims(port: ov.Output) -> list[int]:

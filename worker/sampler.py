@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.distribution import Filters, RowLogprobs, best_of, choose, draw, uniforms, weights_of
-from headrace.worker.logit_editor import Edits, LogitEditor
+from headrace.worker.logit_editor import Edits, LogitEditor, Penalties
 from headrace.worker.logits import (
     DoubleArray,
     FloatArray,
@@ -50,6 +50,13 @@ _SEED_MASK = (1 << 64) - 1
 _ROWS_AT_ONCE = 16
 
 
+class Plan(NamedTuple):
+    """What is known of how requests want to be sampled before there are logits."""
+
+    draws: _Draws
+    penalties: Penalties | None
+
+
 class BatchSampler:
     """Samples the rows of a step."""
 
@@ -58,20 +65,46 @@ class BatchSampler:
         self._reducer = reducer or NumpyReducer()
         self._editor = LogitEditor()
 
-    def sample(self, requests: Sequence[Request], logits: Logits) -> list[Sampled]:
-        """The next token of each request. `logits` has one row for each. -1 for a row that has no number to choose
-        by."""
+    def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
+        """How the next token of each request is to be chosen; None where the best is all that is asked for. Can be made
+        while the kernels run."""
+        if all(request.sampling.is_plain for request in requests):
+            return None
+        return Plan(_Draws.of(requests), self._editor.penalties(requests, vocab_size))
+
+    def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
+        """The next token of each request, for which `plan` was made. `logits` has one row for each. -1 for a row that
+        has no number to choose by."""
         if not requests:
             return []
         # Rows without numbers, or without any token that may be chosen, are found afterwards.
         with np.errstate(all="ignore"):
-            if all(request.sampling.is_plain for request in requests):
+            if plan is None:
                 return _greedy(logits)
-            sampled = self._sample(requests, logits)
+            edits = self._editor.edit(requests, logits, plan.penalties)
+            token_ids = self._choose(plan.draws, edits).tolist()
+        sampled = [_sampled(token_id) for token_id in token_ids]
         self._editor.begin_look_ahead(requests, [entry.token_id for entry in sampled])
         return sampled
 
-    def logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    def logprobs(
+        self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
+    ) -> list[TokenLogprobs | None]:
+        """Of each request that wants them, the log-probabilities with which its token came out of these logits."""
+        entries: list[TokenLogprobs | None] = [None] * len(requests)
+        wanted = [request.sampling.num_logprobs for request in requests]
+        rows = [row for row, num_top in enumerate(wanted) if num_top is not None and sampled[row].token_id >= 0]
+        if not rows:
+            return entries
+        num_top = [wanted[row] or 0 for row in rows]
+        with np.errstate(all="ignore"):
+            of_rows = RowLogprobs(self._model_runs(logits, np.array(rows, np.intp)), max(num_top))
+            chosen = np.array([sampled[row].token_id for row in rows], np.intp)
+            for row, entry in zip(rows, of_rows.of(chosen, num_top), strict=True):
+                entries[row] = entry
+        return entries
+
+    def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
         entries = []
         with np.errstate(all="ignore"):
@@ -81,25 +114,10 @@ class BatchSampler:
                 entries += RowLogprobs(runs, num_top).of(chosen, [num_top] * len(chosen))
         return entries
 
-    def _sample(self, requests: Sequence[Request], logits: Logits) -> list[Sampled]:
-        samplings = [request.sampling for request in requests]
-        reported = np.array([row for row, s in enumerate(samplings) if s.num_logprobs is not None], np.intp)
-        num_top = [samplings[row].num_logprobs or 0 for row in reported.tolist()]
-        edits = self._editor.edit(requests, logits)
-        chosen = self._choose(requests, edits)
-        entries = [_sampled(token_id) for token_id in chosen.tolist()]
-        if num_top:
-            runs = self._model_runs(logits, reported)
-            of_rows = RowLogprobs(runs, max(num_top)).of(np.maximum(chosen[reported], 0), num_top)
-            for row, entry in zip(reported.tolist(), of_rows, strict=True):
-                if entries[row].token_id >= 0:
-                    entries[row] = Sampled(entries[row].token_id, entry)
-        return entries
-
-    def _choose(self, requests: Sequence[Request], edits: Edits) -> IndexArray:
+    def _choose(self, draws: _Draws, edits: Edits) -> IndexArray:
         """The token of each row, _NOTHING or _NO_NUMBER."""
-        draws = _Draws.of(requests)
-        chosen = np.empty(len(requests), np.intp)
+        num_rows = len(draws.is_greedy)
+        chosen = np.empty(num_rows, np.intp)
         for row, token_ids in edits.few.items():
             chosen[row] = _choose_among(edits.values(row, token_ids), token_ids, draws.part(np.array([row])))
         for row, values in edits.whole.items():
@@ -107,7 +125,7 @@ class BatchSampler:
                 part = draws.part(np.array([row]))
                 runs = self._read(Logits(values[None]), np.array([0]), part.filters.inverse_temperatures)
                 chosen[row] = _choose(runs, part)[0]
-        rows = np.array([row for row in range(len(requests)) if row not in edits.few and row not in edits.whole], int)
+        rows = np.array([row for row in range(num_rows) if row not in edits.few and row not in edits.whole], int)
         if len(rows):
             part = draws.part(rows)
             chosen[rows] = _choose(self._runs(edits.logits, rows, draws, part), part)

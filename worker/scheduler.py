@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.kv_cache import BlockCopy, KVCacheManager
-from headrace.worker.request import FinishReason, Request, RequestOutput, RequestState, TokenLogprobs
+from headrace.worker.request import FinishReason, Request, RequestOutput, RequestState
 from headrace.worker.step_cost import StepCostModel, StepShape
 
 # Part of the budget for catching up that is kept for the first in rank.
@@ -69,7 +69,6 @@ class Sampled(NamedTuple):
     """The token chosen for a request; `token_id` is -1 when none could be, for the reason that `error` gives."""
 
     token_id: int
-    logprobs: TokenLogprobs | None = None
     error: StatusError = NOT_A_NUMBER
 
 
@@ -322,8 +321,7 @@ class Scheduler:
             self.stats.requests_finished += 1
             self.kv_cache.publish_beginning(request)
             self._end(request)
-        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        return RequestOutput(request, start_pos, (token_id,), logprobs, finish, stop_token_id)
+        return RequestOutput(request, start_pos, (token_id,), finish=finish, stop_token_id=stop_token_id)
 
     def _end(self, request: Request) -> None:
         (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)

@@ -39,12 +39,18 @@ class RealEngine:
 
     def __post_init__(self) -> None:
         self.logits: dict[Request, list[npt.NDArray[np.float32]]] = {}
-        self._execute = self.runner.execute
-        self.runner.execute = self._record  # type: ignore[method-assign]
+        self._sampled: Sequence[Request] = ()
+        self._bind, self._run = self.runner.bind, self.runner.run
+        self.runner.bind = self._note  # type: ignore[method-assign]
+        self.runner.run = self._record  # type: ignore[method-assign]
 
-    def _record(self, batch: Batch) -> Logits:
-        logits = self._execute(batch)
-        for request, row in zip(batch.sampled, logits.values, strict=True):
+    def _note(self, batch: Batch) -> None:
+        self._sampled = batch.sampled
+        self._bind(batch)
+
+    def _record(self) -> Logits:
+        logits = self._run()
+        for request, row in zip(self._sampled, logits.values, strict=True):
             self.logits.setdefault(request, []).append(row.copy())
         return logits
 

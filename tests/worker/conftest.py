@@ -22,13 +22,15 @@ BLOCK_SIZE = 4
 
 @dataclass
 class EngineUnderTest:
-    """Runs requests and collects what they get."""
+    """Runs requests and collects what they get: from whole steps, or if `is_pipelined` while the next one runs, as the
+    worker's thread does it."""
 
     engine: Engine
     runner: FakeRunner
     tokens: dict[Request, list[int]] = field(default_factory=dict)
     last: dict[Request, RequestOutput] = field(default_factory=dict)
     arrivals: itertools.count[int] = field(default_factory=itertools.count)
+    is_pipelined: bool = False
 
     @property
     def scheduler(self) -> Scheduler:
@@ -49,7 +51,11 @@ class EngineUnderTest:
 
     def step(self) -> list[RequestOutput]:
         """One step, everything checked behind it."""
-        outputs = self.engine.step()
+        outputs: list[RequestOutput] = []
+        if self.is_pipelined:
+            self.engine.advance(outputs.extend)
+        else:
+            outputs += self.engine.step()
         self.scheduler.check()
         for output in outputs:
             request = output.request
@@ -63,7 +69,7 @@ class EngineUnderTest:
     def run(self) -> None:
         """Step until nothing is left; all blocks must be free then."""
         steps = 0
-        while self.scheduler.has_requests:
+        while self.scheduler.has_requests or self.engine.has_outputs:
             self.step()
             steps += 1
             assert steps < 100_000, "no end in sight"

@@ -7,6 +7,7 @@ late or at the wrong position all give wrong tokens, and `expected_tokens` knows
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -41,12 +42,13 @@ class FakeRunner:
         self.blocks = np.full((num_blocks + 1, block_size), EMPTY, np.int64)
         self.vocab_size = vocab_size
         self.infer_s = 0.0
+        self._logits: deque[Logits] = deque(maxlen=2)
         self.num_tokens = 0
         self.batch_sizes: list[int] = []
         self.fail_next: Exception | None = None
 
-    def execute(self, batch: Batch) -> Logits:
-        """One-hot logits of the next tokens."""
+    def bind(self, batch: Batch) -> None:
+        """Compute one-hot logits of the next tokens, and spoil those of the step before the last."""
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
@@ -64,7 +66,13 @@ class FakeRunner:
             sequence = int(np.searchsorted(batch.subsequence_begins, index, side="right")) - 1
             context = contexts[sequence][: len(contexts[sequence]) - (ends[sequence] - index)]
             logits[row, next_token(context, self.vocab_size)] = 1.0
-        return Logits(logits)
+        if len(self._logits) == 2:
+            self._logits[0].values[:] = np.nan
+        self._logits.append(Logits(logits))
+
+    def run(self) -> Logits:
+        """What the last step gave."""
+        return self._logits[-1]
 
     def _compute(self, batch: Batch, sequence: int) -> list[int]:
         """Store a sequence's new tokens; give all its tokens, read back."""

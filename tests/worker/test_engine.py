@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from headrace.protos.status import Reason
 from headrace.worker import kv_cache
 from headrace.worker.batch import Batch
 from headrace.worker.engine import EngineStats
-from headrace.worker.request import FinishReason, Request, SamplingParams
+from headrace.worker.request import FinishReason, Request, RequestState, SamplingParams, TokenLogprobs
 from headrace.worker.scheduler import MIN_CHUNK_ROOM, SchedulerStats, chunk_of
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens, next_token
@@ -168,17 +168,17 @@ def test_no_prompt_token_is_ever_computed_alone(seed: int) -> None:
     rng = random.Random(seed)
     engine = make_engine(num_blocks=100, max_num_seqs=6, max_num_batched_tokens=8)
     lonely = []
-    execute = engine.runner.execute
+    bind = engine.runner.bind
 
-    def watch(batch: Batch) -> npt.NDArray[np.float32]:
+    def watch(batch: Batch) -> None:
         num_padding = np.count_nonzero(batch.block_indices == engine.runner.padding_block)
         new = np.diff(batch.subsequence_begins)[: len(batch.past_lens) - num_padding]
         computed = batch.past_lens[: len(new)][new == 1].tolist()
         decoding = [request.num_computed_tokens for request in engine.scheduler.running if request.num_generated_tokens]
         lonely.extend(set(computed) - set(decoding))
-        return execute(batch)
+        bind(batch)
 
-    engine.runner.execute = watch  # type: ignore[method-assign]
+    engine.runner.bind = watch  # type: ignore[method-assign]
     prefix = [rng.randrange(VOCAB_SIZE) for _ in range(30)]
     for _ in range(40):
         prompt = prefix[: rng.randint(2, 30)] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 9))]
@@ -352,6 +352,48 @@ def test_out_of_memory_in_a_step_says_that_trying_again_may_help(engine: EngineU
     assert (error.reason, error.retry_after_s) == (Reason.NO_CAPACITY, 1.0)
 
 
+@pytest.mark.parametrize("max_tokens", [2, 9])
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_log_probabilities_that_cannot_be_read_end_the_requests_that_want_them(
+    engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch, max_tokens: int, *, is_pipelined: bool
+) -> None:
+    engine.is_pipelined = is_pipelined
+    other = engine.request([1, 2, 3], max_tokens=9)
+    asked = engine.request([4, 5, 6], max_tokens=max_tokens, num_logprobs=1)
+    engine.step()
+    logprobs, failures = engine.engine.sampler.logprobs, [RuntimeError("no memory left")]
+
+    def fail_once(*args: Any) -> Any:
+        if asked.num_generated_tokens >= 2 and failures:
+            raise failures.pop()
+        return logprobs(*args)
+
+    monkeypatch.setattr(engine.engine.sampler, "logprobs", fail_once)
+    engine.run()
+    assert not failures
+    error = engine.last[asked].error
+    assert error is not None
+    assert error.reason is Reason.INTERNAL
+    assert engine.tokens[asked] == right(asked, 1)
+    assert engine.tokens[other] == right(other, 9)
+    after = engine.request([4, 5, 6], max_tokens=3, num_logprobs=1)
+    engine.run()
+    assert engine.tokens[after] == right(after, 3)
+
+
+def test_tokens_come_with_their_own_log_probabilities_while_the_next_step_runs(engine: EngineUnderTest) -> None:
+    engine.is_pipelined = True
+    asked = [engine.request([i] * 5, max_tokens=6, num_logprobs=num_top) for i, num_top in enumerate([0, 2, 1])]
+    engine.request([9] * 4, max_tokens=3)
+    given: dict[Request, list[TokenLogprobs]] = {}
+    while engine.scheduler.has_requests or engine.engine.has_outputs:
+        for output in engine.step():
+            given.setdefault(output.request, []).extend(output.logprobs)
+    for request in asked:
+        assert [entry.rank for entry in given.pop(request)] == [1] * 6, "greedy takes the best"
+    assert list(given.values()) == [[]]
+
+
 def test_a_block_computed_in_a_failed_step_is_not_found_afterwards(engine: EngineUnderTest) -> None:
     engine.request(list(range(20)), max_tokens=2)
     engine.runner.fail_next = RuntimeError("kernel")
@@ -409,6 +451,7 @@ def test_random_load_with_cancels_and_preemptions_keeps_every_promise(seed: int)
     engine = make_engine(
         num_blocks=rng.randint(16, 64), max_num_seqs=rng.randint(1, 8), max_num_batched_tokens=rng.randint(10, 40)
     )
+    engine.is_pipelined = seed % 2 == 1
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
     alive: list[Request] = []
     cancelled = set()
@@ -416,11 +459,12 @@ def test_random_load_with_cancels_and_preemptions_keeps_every_promise(seed: int)
         if rng.random() < 0.3:
             prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
             options = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+            options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
             priority = rng.choice([0, 0, 0, 1])
             alive.append(engine.request(prompt, max_tokens=rng.randint(1, 20), priority=priority, **options))
         if alive and rng.random() < 0.05:
             request = alive.pop(rng.randrange(len(alive)))
-            if request not in engine.last:
+            if request.state is not RequestState.FINISHED:
                 cancelled.add(request)
             engine.scheduler.cancel(request)
         engine.step()

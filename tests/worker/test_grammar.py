@@ -21,6 +21,7 @@ from headrace.worker.request import FinishReason, Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
 from tests.schemas import Schema, all_schemas, validate
 from tests.worker.conftest import VOCAB_SIZE, make_engine
+from tests.worker.sampling import sample
 from tests.worker.vocabulary import EOS, SPECIAL, TOKEN_BYTES, VOCABULARY, grammars, text_of
 
 A, B, X, NEWLINE = (ord(character) for character in "abx\n")
@@ -53,7 +54,7 @@ def answer(constraint: Constraint, generated: tuple[int, ...] = (), **fields: An
     request = Request("r", [1, 2, 3], SamplingParams(constraint=constraint, **options), 0, resume_token_ids=generated)
     sampler = BatchSampler()
     while request.num_generated_tokens < options["max_tokens"]:
-        (sampled,) = sampler.sample([request], Logits(logits_at(request.num_generated_tokens)[None].copy()))
+        (sampled,) = sample(sampler, [request], Logits(logits_at(request.num_generated_tokens)[None].copy()))
         assert sampled.token_id >= 0
         request.token_ids.append(sampled.token_id)
         if sampled.token_id in options["stop_token_ids"]:
@@ -323,7 +324,7 @@ async def test_logprobs_are_of_the_model_not_of_what_the_constraint_left(compile
     constraint = await constraint_of(compiler, ConstraintSource("regex", ("a",)))
     sampling = SamplingParams(max_tokens=1, seed=0, num_logprobs=1, constraint=constraint)
     logits = logits_at(0)
-    (sampled,) = BatchSampler().sample([Request("r", [1], sampling, 0)], Logits(logits[None].copy()))
+    (sampled,) = sample(BatchSampler(), [Request("r", [1], sampling, 0)], Logits(logits[None].copy()))
     assert sampled.token_id == A
     assert sampled.logprobs is not None
     assert sampled.logprobs.top_token_ids == (int(logits.argmax()),)
@@ -343,7 +344,7 @@ async def test_draws_follow_the_distribution_over_what_is_allowed(compiler: Gram
         sampler = BatchSampler()
         for seed in range(4000):
             request = Request("r", [1], SamplingParams(max_tokens=1, seed=seed, constraint=constraint), 0)
-            counts[sampler.sample([request], Logits(logits[None].copy()))[0].token_id] += 1
+            counts[sample(sampler, [request], Logits(logits[None].copy()))[0].token_id] += 1
         chi_square = sum((counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in zip(allowed, wanted, strict=True))
         assert chi_square <= len(allowed) + 5 * np.sqrt(2 * len(allowed))
 
@@ -434,7 +435,7 @@ async def test_a_grammar_that_grows_over_its_bounds_ends_its_request_and_is_comp
     sampler = BatchSampler()
     sampler._editor._matchers[request] = matcher
     request.token_ids.append(ord("1"))
-    assert sampler.sample([request], Logits(logits_at(0)[None]))[0].token_id == -1
+    assert sample(sampler, [request], Logits(logits_at(0)[None]))[0].token_id == -1
     assert (await constraint_of(compiler, LETTERS)).grammar is not constraint.grammar
 
 

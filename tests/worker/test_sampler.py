@@ -18,6 +18,7 @@ from headrace.worker.logits import (
     FloatArray,
     Logits,
     NumpyReducer,
+    Places,
     Reducer,
     Runs,
     after_changes,
@@ -26,6 +27,7 @@ from headrace.worker.logits import (
 from headrace.worker.request import Request, SamplingParams, TokenLogprobs
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.vocabulary_reducer import OpenVINOReducer
+from tests.worker.sampling import sample
 
 VOCAB = 3000
 
@@ -137,9 +139,9 @@ def test_seed_and_position_decide_whatever_else_is_in_the_batch() -> None:
     rng = np.random.default_rng(3)
     rows = (rng.normal(size=(6, VOCAB)) * 3).astype(np.float32)
     requests = [request(params(seed=i, top_p=0.9), generated=tuple(range(i))) for i in range(6)]
-    together = [sampled.token_id for sampled in BatchSampler().sample(requests, Logits(rows.copy()))]
-    alone = [BatchSampler().sample([requests[i]], Logits(rows[i : i + 1].copy()))[0].token_id for i in range(6)]
-    backwards = [sampled.token_id for sampled in BatchSampler().sample(requests[::-1], Logits(rows[::-1].copy()))]
+    together = [sampled.token_id for sampled in sample(BatchSampler(), requests, Logits(rows.copy()))]
+    alone = [sample(BatchSampler(), [requests[i]], Logits(rows[i : i + 1].copy()))[0].token_id for i in range(6)]
+    backwards = [sampled.token_id for sampled in sample(BatchSampler(), requests[::-1], Logits(rows[::-1].copy()))]
     assert together == alone == backwards[::-1]
 
 
@@ -158,7 +160,7 @@ def test_uniform_numbers_differ_by_seed_and_position_and_fill_the_interval() -> 
 def test_greedy_takes_the_best_and_the_lowest_id_among_equals() -> None:
     rows = np.zeros((2, 10), np.float32)
     rows[0, 7] = 1
-    sampled = BatchSampler().sample([request(params(temperature=0.0))] * 2, Logits(rows))
+    sampled = sample(BatchSampler(), [request(params(temperature=0.0))] * 2, Logits(rows))
     assert [entry.token_id for entry in sampled] == [7, 0]
 
 
@@ -168,14 +170,15 @@ def test_greedy_takes_the_best_and_the_lowest_id_among_equals() -> None:
 def test_a_row_without_numbers_is_reported_and_harms_no_other(fields: dict[str, Any]) -> None:
     rows = np.zeros((3, 10), np.float32)
     rows[1, 4] = np.nan
-    sampled = BatchSampler().sample([request(params(**fields)) for _ in range(3)], Logits(rows))
+    sampled = sample(BatchSampler(), [request(params(**fields)) for _ in range(3)], Logits(rows))
     assert sampled[1].token_id == -1
     assert sampled[0].token_id >= 0
     assert sampled[2].token_id >= 0
 
 
 def changed(sampling: SamplingParams, logits: FloatArray, generated: tuple[int, ...]) -> list[float]:
-    edits = LogitEditor().edit([request(sampling, [1, 2, 3], generated)], Logits(logits[None]))
+    editor, requests = LogitEditor(), [request(sampling, [1, 2, 3], generated)]
+    edits = editor.edit(requests, Logits(logits[None]), editor.penalties(requests, len(logits)))
     values: list[float] = edits.values(0, np.arange(len(logits))).tolist()
     return values
 
@@ -202,7 +205,7 @@ def test_token_counts_keep_up_with_a_growing_answer() -> None:
     logits = np.full((1, 40), -50.0, np.float32)
     logits[0, :3] = [2.5, 2.0, 1.0]
     for _ in range(6):
-        growing.token_ids.append(sampler.sample([growing], Logits(logits.copy()))[0].token_id)
+        growing.token_ids.append(sample(sampler, [growing], Logits(logits.copy()))[0].token_id)
     assert list(growing.token_ids[3:]) == [0, 1, 0, 1, 2, 0]
 
 
@@ -221,7 +224,7 @@ def test_bias_allowed_tokens_bad_words_and_minimum_length_change_what_can_be_cho
 
 def test_a_request_that_forbids_every_token_is_reported() -> None:
     sampling = params(allowed_token_ids=(2,), bad_words=((2,),))
-    sampled = BatchSampler().sample([request(sampling)], Logits(np.zeros((1, 10), np.float32)))[0]
+    sampled = sample(BatchSampler(), [request(sampling)], Logits(np.zeros((1, 10), np.float32)))[0]
     assert sampled.token_id == -1
     assert "leave no token to choose" in sampled.error.message
 
@@ -231,7 +234,7 @@ def test_a_request_that_forbids_every_token_is_reported() -> None:
 def test_a_row_in_which_all_is_forbidden_is_found_by_every_reducer(reducer: Reducer, temperature: float) -> None:
     sampling = params(temperature=temperature, allowed_token_ids=(2,), bad_words=((2,),))
     requests = [request(params(temperature=0.5)), request(sampling)]
-    sound, empty = BatchSampler(reducer).sample(requests, Logits(np.zeros((2, 4096), np.float32)))
+    sound, empty = sample(BatchSampler(reducer), requests, Logits(np.zeros((2, 4096), np.float32)))
     assert sound.token_id >= 0
     assert empty.token_id == -1
     assert "leave no token to choose" in empty.error.message
@@ -256,14 +259,14 @@ def test_logprobs_equal_a_float64_reference(seed: int, num_top: int, size: int) 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.7, "presence_penalty": 1.0}])
 def test_logprobs_of_drawn_tokens_are_of_the_row_as_it_came(fields: dict[str, Any]) -> None:
     logits = (np.random.default_rng(8).normal(size=(1, VOCAB)) * 3).astype(np.float32)
-    sampled = BatchSampler().sample([request(params(num_logprobs=3, **fields))], Logits(logits.copy()))[0]
+    sampled = sample(BatchSampler(), [request(params(num_logprobs=3, **fields))], Logits(logits.copy()))[0]
     assert sampled.logprobs == logprobs_of(logits[0], sampled.token_id, 3)
 
 
 def test_reported_logprobs_are_of_the_model_not_of_what_penalties_made_of_it() -> None:
     logits = np.zeros((1, 10), np.float32)
     sampling = params(temperature=0.0, num_logprobs=1, logit_bias=((4, 50.0),))
-    sampled = BatchSampler().sample([request(sampling)], Logits(logits))[0]
+    sampled = sample(BatchSampler(), [request(sampling)], Logits(logits))[0]
     assert sampled.token_id == 4
     assert sampled.logprobs is not None
     assert sampled.logprobs.logprob == pytest.approx(math.log(0.1), abs=1e-6)
@@ -340,9 +343,9 @@ def test_rows_of_all_kinds_in_one_batch_are_sampled_as_alone(vocab_size: int) ->
         {"top_p": 0.6, "min_p": 0.01, "num_logprobs": 20},
     ]
     requests = [request(params(seed=row, **fields), generated=(3, 3, 9)) for row, fields in enumerate(kinds)]
-    together = BatchSampler().sample(requests, Logits(rows.copy()))
+    together = sample(BatchSampler(), requests, Logits(rows.copy()))
     for row, entry in enumerate(together):
-        alone = BatchSampler().sample([requests[row]], Logits(rows[row : row + 1].copy()))[0]
+        alone = sample(BatchSampler(), [requests[row]], Logits(rows[row : row + 1].copy()))[0]
         assert entry.token_id == alone.token_id >= 0
         assert entry.logprobs == alone.logprobs
         assert (entry.logprobs is None) == (requests[row].sampling.num_logprobs is None)
@@ -393,8 +396,8 @@ def test_bfloat16_logits_and_their_reduction_give_what_float32_ones_give(
     inverse_temperatures = np.array([each.sampling.inverse_temperature for each in requests], np.float32)
     reduction = NumpyReducer().reduce(rows, inverse_temperatures)
     model_sums = NumpyReducer().reduce(rows, np.ones(9, np.float32)).sums
-    ours = BatchSampler().sample(requests, Logits(bits, reduction, model_sums))
-    plain = BatchSampler().sample(requests, Logits(rows))
+    ours = sample(BatchSampler(), requests, Logits(bits, reduction, model_sums))
+    plain = sample(BatchSampler(), requests, Logits(rows))
     assert [entry.token_id for entry in ours] == [entry.token_id for entry in plain]
     for one, other in zip(ours, plain, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
@@ -415,7 +418,9 @@ def test_a_reduction_after_changes_is_that_of_the_changed_rows(seed: int, size: 
     # The best of a row counts least of all, and is named twice: the last value counts.
     which, token_ids = np.append(which, np.arange(3)), np.append(token_ids, best)
     values = np.append(values, [-np.inf, -90.0, 3.0])
-    logits = Logits(rows).changed(Changes(rows.shape, which, token_ids, values))
+    places = Places(rows.shape, which, token_ids)
+    before = rows[places.rows, places.token_ids]
+    logits = Logits(rows).changed(Changes(places, before, values[places.order]))
     inverse_temperatures = np.array([0.5, 1.0, 5.0], np.float32)
     with np.errstate(all="ignore"):
         after = after_changes(logits, NumpyReducer().reduce(rows, inverse_temperatures), inverse_temperatures)

@@ -38,12 +38,16 @@ class GatedRunner:
     def __init__(self, runner: object) -> None:
         self.runner = runner
         self.infer_s = 0.0
+        self.vocab_size = VOCAB_SIZE
         self.gate = threading.Event()
         self.gate.set()
 
-    def execute(self, batch: object) -> object:
+    def bind(self, batch: object) -> None:
+        self.runner.bind(batch)  # type: ignore[attr-defined]
+
+    def run(self) -> object:
         assert self.gate.wait(30)
-        return self.runner.execute(batch)  # type: ignore[attr-defined]
+        return self.runner.run()  # type: ignore[attr-defined]
 
 
 @dataclass
