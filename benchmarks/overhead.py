@@ -12,6 +12,7 @@ our documentation (`--text`), as people write; random weights answer everything 
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,6 +122,7 @@ def measure(
         engine.scheduler.add(Request(str(index), prompt, params, 0, arrival_s=index))
     while any(request.num_uncomputed_tokens > 1 for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
+    gc.freeze()  # as the worker does
     shares, step_ms = [], []
     for _ in range(steps):
         infer_s, overhead_s = engine.stats.infer_s, engine.stats.overhead_s

@@ -19,10 +19,12 @@ from headrace.worker.request import TokenLogprobs
 _ATTEMPTS = 3
 DRAWS = 2 * _ATTEMPTS + 1
 _WIDE_NUCLEUS = 0.5
-# Parts of the runs that may hold tokens before a drawn one, looked at one after the other until it is decided.
-_NUCLEUS_PARTS = (0.125, 0.375, 1.0)
-# Runs that are weighed at a time, in the second-level cache.
-_RUNS_AT_ONCE = 512
+# Of the runs that may hold tokens before a drawn one, so many are looked at first; then so many times what were enough
+# if all held the same, and so many more.
+_FIRST_RUNS = 32
+_MORE_RUNS, _AND_MORE = 1.1, 16
+# Logits that are weighed at a time, about as many as the second-level cache holds.
+_AT_ONCE = 1 << 18
 # Tokens with at least this part of all probability are looked at first for the nucleus: few, and mostly enough.
 _NUCLEUS_SHARES = (1e-3, 1e-5)
 # Taken off a threshold that an exact comparison follows, so that rounding leaves nothing out.
@@ -38,7 +40,9 @@ class Filters(NamedTuple):
     min_p: DoubleArray
 
     def of(self, rows: IndexArray) -> Filters:
-        """Those of some of the rows."""
+        """Those of some of the rows, in ascending order."""
+        if len(rows) == len(self.top_k):
+            return self
         return Filters(self.inverse_temperatures[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
     @property
@@ -99,20 +103,25 @@ def _in_nucleus(runs: Runs, filters: Filters, token_ids: IndexArray) -> npt.NDAr
     at_most = np.where(may_precede, runs.sums, np.float32(0.0)).sum(axis=1, dtype=np.float64)
     is_in: npt.NDArray[np.bool_] = (filters.top_p >= 1.0) | (at_most < enough)
     unsure = np.flatnonzero(~is_in)
-    begin = 0
-    # Most rows are decided by what some of these runs hold behind the token.
-    for part in _NUCLEUS_PARTS:
-        if not len(unsure):
-            break
-        end = int(part * may_precede.shape[1])
-        count = np.cumsum(may_precede[unsure], axis=1, dtype=np.int32)
-        which, run = np.nonzero(may_precede[unsure] & (count > begin) & (count <= end))
-        which = unsure[which]
-        behind = runs.sums[which, run] - _weight_before(runs, filters, token_ids, values, which, run)
-        at_most -= np.bincount(which, behind, minlength=len(values))
-        is_in[unsure] = at_most[unsure] < enough[unsure]
-        unsure = unsure[~is_in[unsure] & (count[:, -1] > end)]
-        begin = end
+    row, run = np.nonzero(may_precede[unsure])
+    ends = np.searchsorted(row, np.arange(len(unsure)), side="right")
+    begins = np.append(0, ends)[:-1]
+    # Most rows are decided by what some of these runs hold behind the token: the first few tell how many it takes.
+    num_runs, num_read = ends - begins, np.zeros(len(unsure), np.intp)
+    num_wanted = np.minimum(_FIRST_RUNS, num_runs)
+    behind = np.zeros(len(unsure))
+    while len(left := np.flatnonzero(num_wanted)):
+        counts = num_wanted[left]
+        which = np.repeat(left, counts)
+        at = np.arange(len(which)) + np.repeat((begins + num_read)[left] - np.cumsum(counts) + counts, counts)
+        of_rows, of_runs = unsure[which], run[at]
+        weights = runs.sums[of_rows, of_runs] - _weight_before(runs, filters, token_ids, values, of_rows, of_runs)
+        behind += np.bincount(which, weights, minlength=len(unsure))
+        num_read += num_wanted
+        missing = (at_most - enough)[unsure] - behind
+        more = np.ceil(_MORE_RUNS * missing * num_read / behind) + _AND_MORE
+        num_wanted = np.where(missing < 0, 0, np.fmin(more, num_runs - num_read)).astype(np.intp)
+    is_in[unsure] = at_most[unsure] - behind < enough[unsure]
     return is_in
 
 
@@ -125,15 +134,18 @@ def _weight_before(
     limits = values[which]
     # Of equals, those with a lower id go before.
     limits = np.where(run < own_run, np.nextafter(limits, np.float32(-np.inf)), limits)
-    for first in range(0, len(which), _RUNS_AT_ONCE):
-        part = slice(first, first + _RUNS_AT_ONCE)
+    at_once = _AT_ONCE // runs.length
+    for first in range(0, len(which), at_once):
+        part = slice(first, first + at_once)
         row = which[part]
         gathered = runs.gather(row, run[part])
         precedes = gathered > limits[part, None]
         own = np.flatnonzero(run[part] == own_run[part])
         lower = np.arange(runs.length) < own_offset[part][own][:, None]
         precedes[own] |= (gathered[own] == limits[part][own][:, None]) & lower
-        weights = _weights(gathered, runs.best[row], filters.inverse_temperatures[row])
+        gathered -= runs.best[row][:, None]
+        gathered *= filters.inverse_temperatures[row][:, None]
+        weights = np.exp(gathered, out=gathered)
         weights *= precedes
         before[part] = np.einsum("ij->i", weights)
     return before

@@ -29,6 +29,8 @@ HalfArray = npt.NDArray[np.uint16]
 _MAX_RUN = 256
 # Runs that are looked at together, so that what is made of them stays in the second-level cache.
 _RUNS_AT_ONCE = 512
+# Of a run's sum; what is left when more is taken off it has lost digits.
+_MOST_LOST = 0.9
 
 
 def run_length(vocab_size: int) -> int:
@@ -65,9 +67,10 @@ class Reduction(NamedTuple):
 
 class Places:
     """Where rows `[n, vocab]` are changed, known before there are logits: `rows` and `token_ids`, in order and no pair
-    twice, by `order` taken from what was given; `runs`, counted over all rows, in which they are."""
+    twice, by `order` taken from what was given. Runs that have any are `runs` of `rows_of_runs`; place i is in the one
+    at `which[i]`, whose places begin at `firsts`."""
 
-    __slots__ = ("keys", "order", "rows", "runs", "starts", "token_ids")
+    __slots__ = ("firsts", "keys", "order", "rows", "rows_of_runs", "runs", "starts", "token_ids", "which")
 
     def __init__(self, shape: tuple[int, int], rows: IndexArray, token_ids: IndexArray) -> None:
         """Of rows of this shape. Of a pair that comes twice, the last is taken."""
@@ -81,9 +84,13 @@ class Places:
         self.rows, self.token_ids = rows[self.order], token_ids[self.order]
         length = length_of(vocab_size)
         num_runs = -(-vocab_size // length)
-        self.runs: IndexArray = self.rows * num_runs + self.token_ids // length
-        # Places in run r are [starts[r], starts[r + 1]).
-        counts = np.bincount(self.runs, minlength=num_rows * num_runs)
+        runs = self.rows * num_runs + self.token_ids // length
+        is_first = np.append(True, runs[1:] != runs[:-1])
+        self.firsts: IndexArray = np.flatnonzero(is_first)
+        self.which: IndexArray = np.cumsum(is_first) - 1
+        self.rows_of_runs, self.runs = np.divmod(runs[self.firsts], num_runs)
+        # Places in run r, counted over all rows, are [starts[r], starts[r + 1]).
+        counts = np.bincount(runs, minlength=num_rows * num_runs)
         self.starts: IndexArray = np.concatenate([[0], np.cumsum(counts)])
 
 
@@ -224,27 +231,35 @@ class NumpyReducer:
         return Reduction(maxima, sums)
 
 
-def after_changes(logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray) -> Reduction:
+def after_changes(
+    logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray, *, all_maxima: bool
+) -> Reduction:
     """The reduction of logits, made without their changes, with them. Weights are taken off and added; a run is read
-    again where that would leave nothing but rounding, or where its maximum may be another."""
+    again where that would leave nothing but rounding, or where it may hold the best of its row. Unless `all_maxima` are
+    wanted, others keep a maximum that is too large where it was changed."""
     changes = logits.changes
     if changes is None:
         return reduction
     maxima, sums = reduction.maxima.copy(), reduction.sums.copy()
-    num_runs = maxima.shape[1]
-    key = changes.places.runs
-    highest = maxima.reshape(-1)[key]
-    before = changes.before
-    is_stale = (changes.values > highest) | (before >= highest)
+    row, run, firsts = changes.places.rows_of_runs, changes.places.runs, changes.places.firsts
+    highest = maxima[row, run]
+    is_stale = np.maximum.reduceat(changes.values, firsts) > highest
     if sums.shape[1]:
-        scale = inverse_temperatures[changes.places.rows]
-        lost = np.bincount(key, np.exp((before - highest) * scale), sums.size)
-        gained = np.bincount(key, np.exp((changes.values - highest) * scale), sums.size)
-        is_stale |= (lost > 0.5 * sums.reshape(-1))[key]
-        sums += (gained - lost).reshape(sums.shape)
-    stale = np.unique(key[is_stale])
+        which = changes.places.which
+        exponents = np.stack([changes.before, changes.values])
+        exponents -= highest[which]
+        exponents *= inverse_temperatures[row][which]
+        lost, gained = np.add.reduceat(np.exp(exponents, out=exponents), firsts, axis=1)
+        is_stale |= lost > _MOST_LOST * sums[row, run]
+        sums[row, run] += gained - lost
+    is_doubtful = np.maximum.reduceat(changes.before, firsts) >= highest
+    if not all_maxima:
+        certain = maxima.copy()
+        certain[row[is_doubtful], run[is_doubtful]] = -np.inf
+        is_doubtful &= highest >= certain.max(axis=1)[row]
+    stale = np.flatnonzero(is_stale | is_doubtful)
     if len(stale):
-        row, run = np.divmod(stale, num_runs)
+        row, run = row[stale], run[stale]
         values = logits.gather(row, run)
         highest = maxima[row, run] = values.max(axis=1)
         if sums.shape[1]:
@@ -255,10 +270,10 @@ def after_changes(logits: Logits, reduction: Reduction, inverse_temperatures: Fl
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Rows of logits to be drawn from. `rows` `[n]` are those of `logits` that are meant; `maxima` `[n, runs]` and
-    their largest, `best` `[n]`; `sums` `[n, runs]` of exp((logit - best) * inverse temperature), `[n, 0]` where nobody
-    draws, and their `totals` `[n]`. Tokens `[r * length, (r + 1) * length)` are run r; the last may be shorter. A row
-    that holds a NaN, or nothing finite, has a total that is not finite."""
+    """Rows of logits to be drawn from. `rows` `[n]` are those of `logits` that are meant; `maxima` `[n, runs]`, see
+    `after_changes`, and their largest, `best` `[n]`, the best logit; `sums` `[n, runs]` of exp((logit - best) * inverse
+    temperature), `[n, 0]` where nobody draws, and their `totals` `[n]`. Tokens `[r * length, (r + 1) * length)` are run
+    r; the last may be shorter. A row that holds a NaN, or nothing finite, has a total that is not finite."""
 
     logits: Logits
     rows: IndexArray

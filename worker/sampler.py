@@ -137,7 +137,8 @@ class BatchSampler:
         if reduction is None or not (part.is_greedy.all() or reduction.sums.shape[1]):
             return self._read(logits, rows, part.filters.inverse_temperatures)
         inverse_temperatures = draws.filters.inverse_temperatures
-        reduction = after_changes(logits, reduction, inverse_temperatures)
+        some_top_k = bool((part.filters.top_k > 0).any())
+        reduction = after_changes(logits, reduction, inverse_temperatures, all_maxima=some_top_k)
         return Runs.made_of(logits, reduction, inverse_temperatures).of(rows)
 
     def _model_runs(self, logits: Logits, rows: IndexArray) -> Runs:
@@ -172,6 +173,8 @@ class _Draws(NamedTuple):
 
     def part(self, rows: IndexArray) -> _Draws:
         """Those of some of the rows."""
+        if len(rows) == len(self.is_greedy):
+            return self
         return _Draws(self.filters.of(rows), self.is_greedy[rows], self.quantiles[rows])
 
 
