@@ -236,7 +236,9 @@ class Engine:
         except Exception as error:
             return self._without_logprobs(outputs, error)
         return [
-            output if (entry := entries.get(output.request)) is None else replace(output, logprobs=(entry,))
+            replace(output, logprobs=(entry,))
+            if (entry := entries.get(output.request)) and output.token_ids
+            else output
             for output in outputs
         ]
 
