@@ -16,6 +16,7 @@ from typing import Protocol, cast
 from headrace.protos.api_keys import REDIS_KEYS, REDIS_VERSION, ApiKey, checked, load_key, read_keys, sha256_of
 from headrace.protos.redis_link import RedisClient, connect, failures
 from headrace.protos.status import Reason, StatusError
+from headrace.protos.watched_files import Stamp, stamp_of
 
 LOOK_S = 1.0
 MAX_SECRET_BYTES = 512
@@ -43,7 +44,7 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: Stamp | None = None
 
     async def read(self) -> Iterable[ApiKey] | None:
         """As `KeySource.read`."""
@@ -51,9 +52,8 @@ class KeyFile:
 
     def _read(self) -> Iterable[ApiKey] | None:
         try:
-            found = self._path.stat()
-            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
-            if stamp == self._stamp:
+            stamp = stamp_of(self._path)
+            if stamp is not None and stamp == self._stamp:
                 return None
             keys = read_keys(self._path)
         except OSError as error:

@@ -6,7 +6,6 @@ With a client authority, a client that shows a certificate must show one that it
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import ssl
 import time
@@ -16,7 +15,8 @@ from typing import Any
 
 import grpc
 
-LOOK_S = 1.0
+from headrace.protos.watched_files import WatchedFiles
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -40,9 +40,7 @@ class EdgeTls:
     ) -> None:
         """Raises TlsError."""
         self._paths = (certificate, key, *([client_ca] if client_ca is not None else []))
-        self._clock = clock
-        self._looked_at_s = clock()
-        self._stamps = self._stamp()
+        self._files = WatchedFiles(self._paths, clock)
         self._context = self._load()
         self._raw = self._read()
         # What a listening socket has: each handshake turns to the current context by way of it.
@@ -70,13 +68,8 @@ class EdgeTls:
         connection.context = self._context
 
     def _look(self) -> None:
-        if self._clock() - self._looked_at_s < LOOK_S:
+        if not self._files.changed():
             return
-        self._looked_at_s = self._clock()
-        stamps = self._stamp()
-        if stamps == self._stamps:
-            return
-        self._stamps = stamps
         try:
             self._context, self._raw = self._load(), self._read()
         except TlsError as error:
@@ -105,16 +98,6 @@ class EdgeTls:
             return tuple(path.read_bytes() for path in self._paths)
         except OSError as error:
             raise TlsError(f"{error.filename} cannot be read: {error.strerror}") from None
-
-    def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(_stamp_of, self._paths))
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    with contextlib.suppress(OSError):
-        found = path.stat()
-        return found.st_mtime_ns, found.st_ino, found.st_size
-    return None
 
 
 def _no_password() -> str:

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 
 from headrace.protos.status import Reason, StatusError, abort
+from headrace.protos.watched_files import WatchedFiles
 
 FLEET_NAME = "headrace.internal"
 JOIN_TOKEN_KEY = "x-headrace-join-token"
@@ -60,7 +61,6 @@ SERVER_OPTIONS: Options = (
 
 _FILES = ("ca.pem", "cert.pem", "key.pem")
 _MAX_FLIGHTS = 4  # of messages, in either direction, until a handshake is done
-_LOOK_AGAIN_S = 1.0
 _HEALTH = "/grpc.health.v1.Health/"
 _LOG = logging.getLogger(__name__)
 
@@ -155,11 +155,12 @@ class Transport:
             raise TransportError(f"{problem}: --join-token-file needs --tls-dir")
         self._tls_dir = tls_dir
         self._token_file = join_token_file
-        self._clock = clock
         self._lock = threading.Lock()
         self._version = 0
-        self._looked_at_s = clock()
-        self._stamps = self._stamp()
+        paths = [] if tls_dir is None else [tls_dir / name for name in _FILES]
+        if join_token_file is not None:
+            paths.append(join_token_file)
+        self._files = WatchedFiles(paths, clock)
         self._identity = None if tls_dir is None else read_identity(tls_dir)
         self._token = None if join_token_file is None else read_token(join_token_file)
 
@@ -234,16 +235,11 @@ class Transport:
 
     def _look(self) -> None:
         """Read the files again if they have changed, at most once a second."""
-        if self._tls_dir is None or self._clock() - self._looked_at_s < _LOOK_AGAIN_S:
+        if self._tls_dir is None or not self._files.is_due:
             return
         with self._lock:
-            if self._clock() - self._looked_at_s < _LOOK_AGAIN_S:
+            if not self._files.changed():
                 return
-            self._looked_at_s = self._clock()
-            stamps = self._stamp()
-            if stamps == self._stamps:
-                return
-            self._stamps = stamps
             try:
                 identity = read_identity(self._tls_dir)
                 token = None if self._token_file is None else read_token(self._token_file)
@@ -255,22 +251,6 @@ class Transport:
                 self._version += 1
                 _LOG.info("certificates were read again from %s", self._tls_dir)
             self._token = token
-
-    def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """By which a change of the files is seen; links, as in mounted secrets, are followed."""
-        paths: list[Path] = []
-        if self._tls_dir is not None:
-            paths += [self._tls_dir / name for name in _FILES]
-        if self._token_file is not None:
-            paths.append(self._token_file)
-        return tuple(map(_stamp_of, paths))
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    with contextlib.suppress(OSError):
-        found = path.stat()
-        return found.st_mtime_ns, found.st_ino, found.st_size
-    return None
 
 
 class _Presenting:

@@ -11,9 +11,8 @@ import grpc
 import httpx
 import pytest
 
-from headrace.gateway import tls
 from headrace.gateway.security import Security, SecuritySettings
-from headrace.protos import text_pb2, text_pb2_grpc
+from headrace.protos import text_pb2, text_pb2_grpc, watched_files
 from tests.certificates import make_certificates
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -105,7 +104,7 @@ async def test_with_an_authority_of_clients_only_health_is_for_those_without_a_c
 async def test_a_renewed_certificate_is_used_from_the_next_connection_on(
     kit: Any, router: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "LOOK_S", 0.0)
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.0)
     own, other = make_certificates(tmp_path / "own"), make_certificates(tmp_path / "other")
     go_on = asyncio.Event()
 

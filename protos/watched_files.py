@@ -1,0 +1,50 @@
+"""Files that change while a process runs, such as certificates and keys, and how it notices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+LOOK_S = 1.0
+
+Stamp: TypeAlias = tuple[int, int, int]
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """By which a change of a file is seen: time in ns, inode and size; None for a file that cannot be looked at.
+
+    Links, as in mounted secrets, are followed.
+    """
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_mtime_ns, found.st_ino, found.st_size
+    return None
+
+
+class WatchedFiles:
+    """Tells when any of some files has changed, and looks at them at most once in `LOOK_S`."""
+
+    def __init__(self, paths: Iterable[Path], clock: Callable[[], float]) -> None:
+        """`clock` gives seconds. Changes from now on count, so make it before the files are read."""
+        self._paths = tuple(paths)
+        self._clock = clock
+        self._looked_at_s = clock()
+        self._stamps = self._look()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `changed` would look at the files."""
+        return self._clock() - self._looked_at_s >= LOOK_S
+
+    def changed(self) -> bool:
+        """Whether the files are others than at the last look. False if that was just now."""
+        if not self.is_due:
+            return False
+        self._looked_at_s = self._clock()
+        before, self._stamps = self._stamps, self._look()
+        return self._stamps != before
+
+    def _look(self) -> tuple[Stamp | None, ...]:
+        return tuple(map(stamp_of, self._paths))
