@@ -22,6 +22,7 @@ from headrace.gateway.sampling import (
     check_range,
     invalid,
 )
+from headrace.gateway.sampling_fields import SamplingFields
 from headrace.gateway.structure import structure_of
 from headrace.protos.status import Reason, StatusError
 
@@ -40,34 +41,18 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(SamplingFields, kw_only=True):
     """Fields that chats and completions share. Those of type Any are known but honoured in their neutral value only."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
 
     best_of: int | None = None
     prompt_logprobs: int | None = None

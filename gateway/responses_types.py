@@ -15,6 +15,7 @@ from headrace.gateway.field_names import FieldNames
 from headrace.gateway.openai_types import ChatMessage, ChatRequest, unsupported
 from headrace.gateway.response_items import Turn
 from headrace.gateway.sampling import MAX_LOGPROBS, check_range, invalid
+from headrace.gateway.sampling_fields import SamplingFields
 
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
@@ -23,27 +24,6 @@ MAX_ID_CHARS = 128
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-
-# As this server's chats have them.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "min_tokens",
-    "ignore_eos",
-    "stop",
-    "stop_token_ids",
-    "chat_template_kwargs",
-    "prompt_cache_key",
-    "cache_salt",
-    "priority",
-)
 
 
 class ReasoningFields(msgspec.Struct, kw_only=True):
@@ -67,7 +47,7 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/responses. Fields of type Any are known but honoured in their neutral value only."""
 
     input: str | list[dict[str, Any]]
@@ -92,24 +72,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
 
     context_management: Any = None
     conversation: Any = None
@@ -213,7 +176,8 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn]) -> ResponseChat:
         parallel_tool_calls=request.parallel_tool_calls if tools else None,
         reasoning_effort=None if reasoning is None else reasoning.effort,
         response_format=_response_format(text.format),
-        **{name: getattr(request, name) for name in _SAMPLING_FIELDS},
+        chat_template_kwargs=request.chat_template_kwargs,
+        **{name: getattr(request, name) for name in SamplingFields.__struct_fields__},
     )
     return ResponseChat(chat, _names(places))
 

@@ -50,6 +50,7 @@ from headrace.protos.status import Reason, StatusError, abort  # noqa: F401  # R
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b"hell", b"o"), (b" ", b"w")]
+VOCAB = [text.encode() for text in SPECIAL] + [bytes([i]) for i in range(256)] + [a + b for a, b in MERGES]
 EOS = 2
 MODEL = "tiny"
 CHATML = (
@@ -57,6 +58,23 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# In the manner of Qwen 3: tools, calls, reasoning that can be switched off.
+TOOL_TEMPLATE = """\
+{%- if tools %}{{- '<|im_start|>tools\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+{{- '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- if open_think is defined %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"""
+MAX_CONTEXT = 4096
 core = openvino.Core()  # kept: nodes of the extension must not outlive it
 
 
@@ -72,22 +90,21 @@ def tokens_of(text: str) -> list[int]:
 
 def tiny_graphs(add_bos: bool) -> dict[str, bytes]:
     """OpenVINO files of a byte-level tokenizer with a few merges and special tokens."""
-    vocab = [text.encode() for text in SPECIAL] + [bytes([i]) for i in range(256)] + [a + b for a, b in MERGES]
     steps: list[Any] = [
         pipeline.SpecialTokensSplit.from_string_iter(SPECIAL),
         pipeline.RegexSplitStep(split_pattern=r" ?[^\s]+|\s+", behaviour="isolate"),
-        pipeline.BPETokenizationStep(vocab=vocab, merges=MERGES),
+        pipeline.BPETokenizationStep(vocab=VOCAB, merges=MERGES),
     ]
     if add_bos:
         bos = pipeline.AddToken(token=SPECIAL[0], _token_id=0)
         steps.append(pipeline.CombineSegmentsStep([bos, pipeline.Sequence()]))
     steps += [
         pipeline.PaddingStep(token=SPECIAL[EOS], _token_id=EOS, pad_right=False),
-        pipeline.VocabDecoderStep(vocab=vocab),
+        pipeline.VocabDecoderStep(vocab=VOCAB),
         pipeline.FuseStep(),
         pipeline.UTF8ValidateStep(),
     ]
-    whole = pipeline.TokenizerPipeline(vocab=vocab, skip_tokens=[0, 1, 2])
+    whole = pipeline.TokenizerPipeline(vocab=VOCAB, skip_tokens=[0, 1, 2])
     whole.add_steps(steps)
     encoder, decoder = whole.get_tokenizer_ov_subgraph(), whole.get_detokenizer_ov_subgraph()
     change_outputs_type(encoder, openvino.Type.i64)
@@ -173,9 +190,11 @@ class _Writing:
 class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterServicer, worker_pb2_grpc.WorkerServicer):
     """Speaks Inference and Router (or, with `is_worker`, Inference and Worker); a script makes the tokens."""
 
-    def __init__(self, bundle: bytes, is_worker: bool = False) -> None:
+    def __init__(self, bundle: bytes, is_worker: bool = False, max_context_tokens: int = 256) -> None:
         self.bundle = bundle
         self.is_worker = is_worker
+        self.max_context_tokens = max_context_tokens
+        self.address = ""  # once it is served
         self.reset()
 
     def reset(self) -> None:
@@ -195,13 +214,23 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
             "name": MODEL,
             "fingerprint": "0123456789abcdef" * 4,
             "tokenizer_sha256": hashlib.sha256(self.bundle).hexdigest(),
-            "max_context_tokens": 256,
+            "max_context_tokens": self.max_context_tokens,
             "vocab_size": 270,
             "block_size": 16,
             "eos_token_ids": [EOS],
             "created_s": 1_700_000_000,
         }
         return worker_pb2.ModelCard(**{**values, **changes})
+
+    @property
+    def prompt(self) -> str:
+        """The text of the last prompt."""
+        return b"".join(VOCAB[token] for token in self.streams[-1].request.token_ids).decode()
+
+    @property
+    def sampling(self) -> inference_pb2.SamplingParams:
+        """The sampling of the last request."""
+        return self.streams[-1].request.sampling
 
     def context_of(self, stream: Stream) -> Any:
         """The gRPC context of a call, for statuses that are no `StatusError`."""
@@ -278,12 +307,21 @@ async def serving_router(router: FakeRouter, address: str = "127.0.0.1:0") -> As
         worker_pb2_grpc.add_WorkerServicer_to_server(router, server)
     else:
         router_pb2_grpc.add_RouterServicer_to_server(router, server)
-    port = server.add_insecure_port(address)
+    router.address = f"127.0.0.1:{server.add_insecure_port(address)}"
     await server.start()
     try:
-        yield f"127.0.0.1:{port}", server
+        yield router.address, server
     finally:
         await server.stop(None)
+
+
+@asynccontextmanager
+async def serving_model(files: dict[str, bytes], template: str) -> AsyncIterator[FakeRouter]:
+    """The fake router on a port, with this chat template and a context of `MAX_CONTEXT` tokens."""
+    bundle = tar_of({**files, "chat_template.jinja": template.encode()})
+    fake = FakeRouter(bundle, max_context_tokens=MAX_CONTEXT)
+    async with serving_router(fake):
+        yield fake
 
 
 @dataclass
@@ -336,15 +374,28 @@ async def serving_gateway(
 async def router(tiny_bundle: bytes) -> AsyncIterator[FakeRouter]:
     """The fake router of the module's gateway."""
     fake = FakeRouter(tiny_bundle)
-    async with serving_router(fake) as (address, _):
-        fake.address = address  # type: ignore[attr-defined]
+    async with serving_router(fake):
         yield fake
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(router: FakeRouter) -> AsyncIterator[Gateway]:
     """The module's gateway, in front of `router`."""
-    async with serving_gateway(router.address) as running:  # type: ignore[attr-defined]
+    async with serving_gateway(router.address) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def model(tiny_files: dict[str, bytes]) -> AsyncIterator[FakeRouter]:
+    """A fake router with a model that has tools and reasoning."""
+    async with serving_model(tiny_files, TOOL_TEMPLATE) as fake:
+        yield fake
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def front(model: FakeRouter) -> AsyncIterator[Gateway]:
+    """The gateway before `model`."""
+    async with serving_gateway(model.address) as running:
         yield running
 
 

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.gateway.tool_model import ONE, TEXTS, TWO, in_pieces
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
-
-# In the manner of Qwen 3: tools, calls, reasoning that can be switched off.
-HERMES = """\
-{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
-{{- '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- if open_think is defined %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"""
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -38,39 +21,21 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 
 WEATHER, NOW = tool("weather", city={"type": "string"}), tool("now")
-ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-TWO = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tool_router(kit_of_module: Any, tiny_files: dict[str, bytes]) -> AsyncIterator[Any]:
-    fake = kit_of_module.FakeRouter(kit_of_module.tar_of({**tiny_files, "chat_template.jinja": HERMES.encode()}))
-    fake.cards = [fake.card(max_context_tokens=4096)]
-    async with kit_of_module.serving_router(fake) as (address, _):
-        fake.address = address
-        yield fake
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tool_gateway(kit_of_module: Any, tool_router: Any) -> AsyncIterator[Any]:
-    async with kit_of_module.serving_gateway(tool_router.address) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
-def _fresh(tool_router: Any) -> None:
-    tool_router.reset()
-    tool_router.cards = [tool_router.card(max_context_tokens=4096)]
+def _fresh(model: Any) -> None:
+    model.reset()
 
 
 @pytest.fixture
-def ask(tool_gateway: Any, tool_router: Any) -> Any:
+def ask(front: Any, model: Any) -> Any:
     """Post a chat to a model that answers in this text."""
 
     async def post(text: str, **fields: Any) -> Any:
-        tool_router.answer = text
+        model.answer = text
         body = {"model": "tiny", "messages": HI, **fields}
-        response = await tool_gateway.http.post(CHAT, json=body)
+        response = await front.http.post(CHAT, json=body)
         assert response.status_code == 200, response.text
         if not fields.get("stream"):
             return response.json()
@@ -82,21 +47,15 @@ def ask(tool_gateway: Any, tool_router: Any) -> Any:
 
 
 @pytest.fixture
-def refused(tool_gateway: Any) -> Any:
+def refused(front: Any) -> Any:
     """Post a chat that is refused; the error."""
 
     async def post(**fields: Any) -> Any:
-        response = await tool_gateway.http.post(CHAT, json={"model": "tiny", "messages": HI, **fields})
+        response = await front.http.post(CHAT, json={"model": "tiny", "messages": HI, **fields})
         assert response.status_code == 400, response.text
         return response.json()["error"]
 
     return post
-
-
-def prompt_of(router: Any, kit: Any) -> str:
-    """The text of the last prompt."""
-    table = [text.encode() for text in kit.SPECIAL] + [bytes([i]) for i in range(256)] + [a + b for a, b in kit.MERGES]
-    return b"".join(table[token] for token in router.streams[-1].request.token_ids).decode()
 
 
 async def test_a_call_is_a_tool_call_and_no_content(ask: Any) -> None:
@@ -150,14 +109,14 @@ async def test_a_call_that_is_cut_off_finishes_for_length(ask: Any) -> None:
     assert '{"city": "Köln"}'.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
-async def test_the_template_sees_the_tools_as_the_caller_wrote_them(ask: Any, tool_router: Any, kit: Any) -> None:
+async def test_the_template_sees_the_tools_as_the_caller_wrote_them(ask: Any, model: Any) -> None:
     await ask("x", tools=[WEATHER])
-    assert json.dumps(WEATHER) in prompt_of(tool_router, kit)
+    assert json.dumps(WEATHER) in model.prompt
     await ask("x")
-    assert "weather" not in prompt_of(tool_router, kit)
+    assert "weather" not in model.prompt
 
 
-async def test_calls_and_their_results_go_back_to_the_template(ask: Any, tool_router: Any, kit: Any) -> None:
+async def test_calls_and_their_results_go_back_to_the_template(ask: Any, model: Any) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Köln"}'}}
     messages = [
         *HI,
@@ -165,34 +124,34 @@ async def test_calls_and_their_results_go_back_to_the_template(ask: Any, tool_ro
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
     ]
     await ask("x", messages=messages, tools=[WEATHER])
-    text = prompt_of(tool_router, kit)
+    text = model.prompt
     assert 'assistant\n<think>Hm.</think><tool_call>weather{"city": "Köln"}</tool_call><|im_end|>' in text
     assert "<|im_start|>tool\nrain<|im_end|>" in text
 
 
-async def test_with_tool_choice_none_the_model_knows_no_tools(ask: Any, tool_router: Any, kit: Any) -> None:
+async def test_with_tool_choice_none_the_model_knows_no_tools(ask: Any, model: Any) -> None:
     message = (await ask(ONE, tools=[WEATHER], tool_choice="none"))["choices"][0]["message"]
     assert message["content"] == ONE
     assert "tool_calls" not in message
-    assert "weather" not in prompt_of(tool_router, kit)
+    assert "weather" not in model.prompt
 
 
-async def test_a_required_call_is_held_by_a_grammar(ask: Any, tool_router: Any) -> None:
+async def test_a_required_call_is_held_by_a_grammar(ask: Any, model: Any) -> None:
     answer = await ask(ONE, tools=[WEATHER, NOW], tool_choice="required")
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    grammar = tool_router.streams[-1].request.sampling.constraint.grammar
+    grammar = model.sampling.constraint.grammar
     assert "weather" in grammar
     assert "now" in grammar
     await ask(ONE, tools=[WEATHER, NOW])
-    assert not tool_router.streams[-1].request.sampling.HasField("constraint")
+    assert not model.sampling.HasField("constraint")
 
 
-async def test_a_named_call_is_the_only_one_and_finishes_as_a_stop(ask: Any, tool_router: Any) -> None:
+async def test_a_named_call_is_the_only_one_and_finishes_as_a_stop(ask: Any, model: Any) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     answer = await ask(ONE, tools=[WEATHER, NOW], tool_choice=choice)
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
-    grammar = tool_router.streams[-1].request.sampling.constraint.grammar
+    grammar = model.sampling.constraint.grammar
     assert "weather" in grammar
     assert "now" not in grammar
 
@@ -237,11 +196,11 @@ async def test_every_choice_has_calls_of_its_own(ask: Any) -> None:
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ],
 )
-async def test_what_is_wrong_with_tools_is_named(refused: Any, tool_router: Any, fields: Any, param: str) -> None:
+async def test_what_is_wrong_with_tools_is_named(refused: Any, model: Any, fields: Any, param: str) -> None:
     error = await refused(**fields)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
-    assert tool_router.streams == []
+    assert model.streams == []
 
 
 async def test_tools_are_refused_where_the_template_takes_none(gateway: Any) -> None:
@@ -280,12 +239,12 @@ async def test_a_message_that_goes_on_goes_on_in_its_reasoning(ask: Any) -> None
     assert (message["content"], message["reasoning_content"]) == ("Yes.", "what?")
 
 
-async def test_effort_none_switches_reasoning_off(ask: Any, tool_router: Any, kit: Any) -> None:
+async def test_effort_none_switches_reasoning_off(ask: Any, model: Any) -> None:
     for effort, closed in (("none", True), ("low", False)):
         await ask("x", reasoning_effort=effort)
-        assert prompt_of(tool_router, kit).endswith("</think>\n\n") is closed
+        assert model.prompt.endswith("</think>\n\n") is closed
     await ask("x", chat_template_kwargs={"enable_thinking": False})
-    assert prompt_of(tool_router, kit).endswith("</think>\n\n")
+    assert model.prompt.endswith("</think>\n\n")
 
 
 async def test_reasoning_then_a_call(ask: Any) -> None:
@@ -301,28 +260,10 @@ async def test_an_answer_in_json_is_never_taken_for_reasoning(ask: Any) -> None:
     assert message["content"] == '{"a": 1}'
 
 
-TEXTS = st.lists(
-    st.sampled_from(["<think>", "</think>", ONE, TWO, "\n", " ", "é😀", "<tool_call>", '{"name": "now"', "text", "}"]),
-    max_size=6,
-).map("".join)
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS, data=st.data())
-async def test_a_stream_adds_up_to_the_whole_answer(
-    tool_gateway: Any, tool_router: Any, kit: Any, text: str, data: st.DataObject
-) -> None:
-    tokens = kit.tokens_of(text)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(tokens)))), label="cuts") | {len(tokens)})
-    stopped = data.draw(st.booleans(), label="stopped")
-
-    async def cut(_: Any, stream: Any, send: Any) -> None:
-        for start, end in zip([0, *cuts], cuts, strict=False):
-            await send(tokens[start:end], start, None)
-        reason = kit.inference_pb2.FINISH_REASON_STOP if stopped else kit.inference_pb2.FINISH_REASON_LENGTH
-        await send([kit.EOS], len(tokens), reason)
-
-    tool_router.script = cut
+async def test_a_stream_adds_up_to_the_whole_answer(front: Any, model: Any, text: str, data: st.DataObject) -> None:
+    model.script = in_pieces(text, data)
     fields: dict[str, Any] = {
         "model": "tiny",
         "messages": HI,
@@ -331,9 +272,9 @@ async def test_a_stream_adds_up_to_the_whole_answer(
         "parallel_tool_calls": data.draw(st.booleans(), label="parallel"),
         "stop": data.draw(st.sampled_from([None, "é", "text"]), label="stop"),
     }
-    whole = (await tool_gateway.http.post(CHAT, json=fields)).json()
+    whole = (await front.http.post(CHAT, json=fields)).json()
     fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    raw = (await tool_gateway.http.post(CHAT, json=fields)).text
+    raw = (await front.http.post(CHAT, json=fields)).text
     *events, usage, done = [event.removeprefix("data: ") for event in raw.rstrip("\n").split("\n\n")]
     assert done == "[DONE]"
     assert json.loads(usage)["usage"] == whole["usage"]
@@ -355,9 +296,9 @@ async def test_a_stream_adds_up_to_the_whole_answer(
     assert streamed == (choice["logprobs"]["content"] if choice["logprobs"] else [])
 
 
-async def test_tools_go_together_with_a_response_format(ask: Any, tool_router: Any) -> None:
+async def test_tools_go_together_with_a_response_format(ask: Any, model: Any) -> None:
     def constraint() -> Any:
-        return tool_router.streams[-1].request.sampling.constraint
+        return model.sampling.constraint
 
     fields = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
     answer = await ask('{"city":"Köln"}', **fields)

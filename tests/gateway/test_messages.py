@@ -3,75 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway import exchange
+from tests.gateway.tool_model import ONE, TEXTS, TWO, events_of, in_pieces, without
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
-MAX_CONTEXT = 4096
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
 NOW = {"name": "now", "description": "The time.", "input_schema": {"type": "object", "properties": {}}}
-ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-TWO = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-# In the manner of Qwen 3: tools, calls, reasoning that can be switched off.
-TEMPLATE = """\
-{%- if tools %}{{- '<|im_start|>tools\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
-{{- '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}"""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def model(kit_of_module: Any, tiny_files: dict[str, bytes]) -> AsyncIterator[Any]:
-    """A fake router with a model that has tools and reasoning."""
-    fake = kit_of_module.FakeRouter(kit_of_module.tar_of({**tiny_files, "chat_template.jinja": TEMPLATE.encode()}))
-    fake.cards = [fake.card(max_context_tokens=MAX_CONTEXT)]
-    async with kit_of_module.serving_router(fake) as (address, _):
-        fake.address = address
-        yield fake
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def front(kit_of_module: Any, model: Any) -> AsyncIterator[Any]:
-    """The gateway before it."""
-    async with kit_of_module.serving_gateway(model.address) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
 def _fresh(model: Any) -> None:
     model.reset()
-    model.cards = [model.card(max_context_tokens=MAX_CONTEXT)]
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream; each is named as its type."""
-    events = []
-    for block in text.split("\n\n"):
-        if block:
-            name, data = block.split("\n")
-            events.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {events[-1]['type']}"
-    return events
 
 
 @pytest.fixture
@@ -102,17 +53,6 @@ def refused(front: Any, model: Any) -> Any:
         return str(error["error"]["message"])
 
     return post
-
-
-def prompt_of(model: Any, kit: Any) -> str:
-    """The text of the last prompt."""
-    table = [text.encode() for text in kit.SPECIAL] + [bytes([i]) for i in range(256)] + [a + b for a, b in kit.MERGES]
-    return b"".join(table[token] for token in model.streams[-1].request.token_ids).decode()
-
-
-def sampling_of(model: Any) -> Any:
-    """The sampling of the last request."""
-    return model.streams[-1].request.sampling
 
 
 # --- whole answers --------------------------------------------------------------------------------------------------
@@ -241,35 +181,17 @@ async def test_an_idle_stream_gets_pings(front: Any, model: Any, kit: Any, monke
     assert "message_stop" in rest
 
 
-TEXTS = st.lists(
-    st.sampled_from(["<think>", "</think>", ONE, TWO, "\n", " ", "é😀", "<tool_call>", '{"name": "now"', "text", "}"]),
-    max_size=6,
-).map("".join)
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS, data=st.data())
-async def test_a_stream_adds_up_to_the_whole_answer(
-    front: Any, model: Any, kit: Any, text: str, data: st.DataObject
-) -> None:
-    tokens = kit.tokens_of(text)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(tokens)))), label="cuts") | {len(tokens)})
-    stopped = data.draw(st.booleans(), label="stopped")
-
-    async def cut(_: Any, stream: Any, send: Any) -> None:
-        for start, end in zip([0, *cuts], cuts, strict=False):
-            await send(tokens[start:end], start, None)
-        reason = kit.inference_pb2.FINISH_REASON_STOP if stopped else kit.inference_pb2.FINISH_REASON_LENGTH
-        await send([kit.EOS], len(tokens), reason)
-
-    model.script = cut
+async def test_a_stream_adds_up_to_the_whole_answer(front: Any, model: Any, text: str, data: st.DataObject) -> None:
+    model.script = in_pieces(text, data)
     fields: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 3000}
     if data.draw(st.booleans(), label="tools"):
         fields["tools"] = [WEATHER, NOW]
     fields["stop_sequences"] = data.draw(st.sampled_from([None, ["é"], ["text"]]), label="stop")
     whole = (await front.http.post(MESSAGES, json=fields)).json()
     events = events_of((await front.http.post(MESSAGES, json={**fields, "stream": True})).text)
-    assert anonymous(added_up(events)) == anonymous(whole)
+    assert without({"id"}, added_up(events)) == without({"id"}, whole)
 
 
 def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -302,23 +224,16 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def anonymous(value: Any) -> Any:
-    """The value without ids."""
-    if isinstance(value, dict):
-        return {name: anonymous(one) for name, one in value.items() if name != "id"}
-    return [anonymous(one) for one in value] if isinstance(value, list) else value
-
-
 # --- the conversation -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
-async def test_the_system_prompt_comes_first(ask: Any, model: Any, kit: Any, system: Any) -> None:
+async def test_the_system_prompt_comes_first(ask: Any, model: Any, system: Any) -> None:
     await ask("x", system=system)
-    assert prompt_of(model, kit).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
+    assert model.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
 
 
-async def test_calls_results_and_thinking_go_back_to_the_template(ask: Any, model: Any, kit: Any) -> None:
+async def test_calls_results_and_thinking_go_back_to_the_template(ask: Any, model: Any) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
         {
@@ -340,7 +255,7 @@ async def test_calls_results_and_thinking_go_back_to_the_template(ask: Any, mode
         },
     ]
     await ask("x", messages=messages, tools=[WEATHER, NOW])
-    prompt = prompt_of(model, kit)
+    prompt = model.prompt
     assert (
         'assistant\n<think>Hm.</think>Look:<tool_call>weather{"city": "Köln"}</tool_call><tool_call>now{}</tool_call>'
     ) in prompt
@@ -349,18 +264,18 @@ async def test_calls_results_and_thinking_go_back_to_the_template(ask: Any, mode
     )
 
 
-async def test_turns_of_one_role_are_one(ask: Any, model: Any, kit: Any) -> None:
+async def test_turns_of_one_role_are_one(ask: Any, model: Any) -> None:
     await ask("x", messages=[*HI, {"role": "user", "content": "there"}])
-    assert prompt_of(model, kit).startswith("<|im_start|>user\nhi\nthere<|im_end|>")
+    assert model.prompt.startswith("<|im_start|>user\nhi\nthere<|im_end|>")
 
 
-async def test_a_last_message_of_the_assistant_goes_on(ask: Any, model: Any, kit: Any) -> None:
+async def test_a_last_message_of_the_assistant_goes_on(ask: Any, model: Any) -> None:
     answer = await ask(" Paris.", messages=[*HI, {"role": "assistant", "content": "It is"}])
-    assert prompt_of(model, kit).endswith("assistant\nIt is")
+    assert model.prompt.endswith("assistant\nIt is")
     assert answer["content"] == [{"type": "text", "text": " Paris."}]
 
 
-async def test_thinking_that_was_omitted_comes_back_by_its_signature(ask: Any, model: Any, kit: Any) -> None:
+async def test_thinking_that_was_omitted_comes_back_by_its_signature(ask: Any, model: Any) -> None:
     thinking = {"type": "adaptive", "display": "omitted"}
     answer = await ask("<think>Hm é.</think>Yes", thinking=thinking)
     block = answer["content"][0]
@@ -369,7 +284,7 @@ async def test_thinking_that_was_omitted_comes_back_by_its_signature(ask: Any, m
     assert "thinking_delta" not in str(events)
     messages = [*HI, {"role": "assistant", "content": [block, {"type": "text", "text": "Yes"}]}, *HI]
     await ask("x", messages=messages)
-    assert "<think>Hm é.</think>Yes" in prompt_of(model, kit)
+    assert "<think>Hm é.</think>Yes" in model.prompt
 
 
 @pytest.mark.parametrize(
@@ -411,7 +326,7 @@ async def test_what_is_wrong_with_a_message_is_named(refused: Any, messages: Any
 
 async def test_sampling_fields_reach_the_worker(ask: Any, model: Any) -> None:
     await ask("x", temperature=0.5, top_p=0.25, top_k=7, seed=3, min_p=0.125, max_tokens=9)
-    sampling = sampling_of(model)
+    sampling = model.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.25, 7, 3)
     assert (sampling.min_p, sampling.max_tokens) == (0.125, 9)
 
@@ -423,9 +338,9 @@ async def test_fields_that_change_nothing_are_taken(ask: Any) -> None:
     assert answer["content"][0]["text"] == "x"
 
 
-async def test_the_template_sees_the_tools(ask: Any, model: Any, kit: Any) -> None:
+async def test_the_template_sees_the_tools(ask: Any, model: Any) -> None:
     await ask("x", tools=[WEATHER, {**NOW, "type": "custom", "cache_control": {"type": "ephemeral"}}])
-    prompt = prompt_of(model, kit)
+    prompt = model.prompt
     assert '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}' in prompt
     assert '"description": "The time."' in prompt
     assert "cache_control" not in prompt
@@ -433,16 +348,16 @@ async def test_the_template_sees_the_tools(ask: Any, model: Any, kit: Any) -> No
 
 async def test_the_choice_of_tools_is_enforced(ask: Any, model: Any) -> None:
     await ask(ONE, tools=[WEATHER, NOW], tool_choice={"type": "any"})
-    grammar = sampling_of(model).constraint.grammar
+    grammar = model.sampling.constraint.grammar
     assert "weather" in grammar
     assert "now" in grammar
     answer = await ask(ONE, tools=[WEATHER, NOW], tool_choice={"type": "tool", "name": "weather"})
-    assert '"now' not in sampling_of(model).constraint.grammar
+    assert '"now' not in model.sampling.constraint.grammar
     assert answer["stop_reason"] == "tool_use"
     answer = await ask(ONE, tools=[WEATHER], tool_choice={"type": "none"})
     assert answer["content"] == [{"type": "text", "text": ONE}]
     await ask(ONE, tools=[WEATHER], tool_choice={"type": "auto"})
-    assert not sampling_of(model).HasField("constraint")
+    assert not model.sampling.HasField("constraint")
 
 
 async def test_without_parallel_use_the_first_call_counts(ask: Any) -> None:
@@ -451,24 +366,24 @@ async def test_without_parallel_use_the_first_call_counts(ask: Any) -> None:
     assert [block["type"] for block in answer["content"]] == ["tool_use"]
 
 
-async def test_thinking_is_switched_by_the_template(ask: Any, model: Any, kit: Any) -> None:
+async def test_thinking_is_switched_by_the_template(ask: Any, model: Any) -> None:
     for thinking, closed in (
         ({"type": "disabled"}, True),
         ({"type": "enabled", "budget_tokens": 1024}, False),
         ({"type": "adaptive"}, False),
     ):
         await ask("x", thinking=thinking, max_tokens=2000)
-        assert prompt_of(model, kit).endswith("</think>\n\n") is closed
+        assert model.prompt.endswith("</think>\n\n") is closed
     await ask("x", chat_template_kwargs={"enable_thinking": False})
-    assert prompt_of(model, kit).endswith("</think>\n\n")
+    assert model.prompt.endswith("</think>\n\n")
     await ask("x", output_config={"effort": "max"})
-    assert not prompt_of(model, kit).endswith("</think>\n\n")
+    assert not model.prompt.endswith("</think>\n\n")
 
 
 async def test_an_output_format_is_held_by_its_schema(ask: Any, model: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     await ask('{"a":1}', output_config={"format": {"type": "json_schema", "schema": schema}})
-    assert json.loads(sampling_of(model).constraint.json_schema) == schema
+    assert json.loads(model.sampling.constraint.json_schema) == schema
 
 
 @pytest.mark.parametrize(

@@ -5,75 +5,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.gateway.tool_model import ONE, TEXTS, TWO, events_of, in_pieces, without
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 RESPONSES = "/v1/responses"
-MAX_CONTEXT = 4096
+OF_THE_MOMENT = {"id", "call_id", "created_at", "completed_at"}
 WEATHER = {
     "type": "function",
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 NOW = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
-ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-TWO = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-# In the manner of Qwen 3: tools, calls, reasoning that can be switched off.
-TEMPLATE = """\
-{%- if tools %}{{- '<|im_start|>tools\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
-{{- '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- if open_think is defined %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def model(kit_of_module: Any, tiny_files: dict[str, bytes]) -> AsyncIterator[Any]:
-    """A fake router with a model that has tools and reasoning."""
-    fake = kit_of_module.FakeRouter(kit_of_module.tar_of({**tiny_files, "chat_template.jinja": TEMPLATE.encode()}))
-    fake.cards = [fake.card(max_context_tokens=MAX_CONTEXT)]
-    async with kit_of_module.serving_router(fake) as (address, _):
-        fake.address = address
-        yield fake
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def front(kit_of_module: Any, model: Any) -> AsyncIterator[Any]:
-    """The gateway before it."""
-    async with kit_of_module.serving_gateway(model.address) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
 def _fresh(model: Any) -> None:
     model.reset()
-    model.cards = [model.card(max_context_tokens=MAX_CONTEXT)]
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream; each is named as its type."""
-    events = []
-    for block in text.split("\n\n"):
-        if block and not block.startswith(":"):
-            name, data = block.split("\n")
-            events.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {events[-1]['type']}"
-    return events
 
 
 @pytest.fixture
@@ -100,17 +53,6 @@ def refused(front: Any, model: Any) -> Any:
         return response.json()["error"]
 
     return post
-
-
-def prompt_of(model: Any, kit: Any) -> str:
-    """The text of the last prompt."""
-    table = [text.encode() for text in kit.SPECIAL] + [bytes([i]) for i in range(256)] + [a + b for a, b in kit.MERGES]
-    return b"".join(table[token] for token in model.streams[-1].request.token_ids).decode()
-
-
-def sampling_of(model: Any) -> Any:
-    """The sampling of the last request."""
-    return model.streams[-1].request.sampling
 
 
 def text_of(response: Any) -> str:
@@ -285,28 +227,10 @@ async def test_a_client_that_leaves_cancels_its_response(front: Any, model: Any)
         await model.streams[0].cancelled.wait()
 
 
-TEXTS = st.lists(
-    st.sampled_from(["<think>", "</think>", ONE, TWO, "\n", " ", "é😀", "<tool_call>", '{"name": "now"', "text", "}"]),
-    max_size=6,
-).map("".join)
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS, data=st.data())
-async def test_a_stream_adds_up_to_the_whole_answer(
-    front: Any, model: Any, kit: Any, text: str, data: st.DataObject
-) -> None:
-    tokens = kit.tokens_of(text)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(tokens)))), label="cuts") | {len(tokens)})
-    stopped = data.draw(st.booleans(), label="stopped")
-
-    async def cut(_: Any, stream: Any, send: Any) -> None:
-        for start, end in zip([0, *cuts], cuts, strict=False):
-            await send(tokens[start:end], start, None)
-        reason = kit.inference_pb2.FINISH_REASON_STOP if stopped else kit.inference_pb2.FINISH_REASON_LENGTH
-        await send([kit.EOS], len(tokens), reason)
-
-    model.script = cut
+async def test_a_stream_adds_up_to_the_whole_answer(front: Any, model: Any, text: str, data: st.DataObject) -> None:
+    model.script = in_pieces(text, data)
     fields: dict[str, Any] = {"model": "tiny", "input": "hi", "store": False}
     if data.draw(st.booleans(), label="tools"):
         fields |= {"tools": [WEATHER, NOW], "parallel_tool_calls": data.draw(st.booleans(), label="parallel")}
@@ -315,8 +239,8 @@ async def test_a_stream_adds_up_to_the_whole_answer(
     whole = (await front.http.post(RESPONSES, json=fields)).json()
     events = events_of((await front.http.post(RESPONSES, json={**fields, "stream": True})).text)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert anonymous(events[-1]["response"]) == anonymous(whole)
-    assert [anonymous(item) for item in added_up(events)] == anonymous(whole)["output"]
+    assert without(OF_THE_MOMENT, events[-1]["response"]) == without(OF_THE_MOMENT, whole)
+    assert without(OF_THE_MOMENT, added_up(events)) == without(OF_THE_MOMENT, whole["output"])
 
 
 def added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -346,32 +270,24 @@ def added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-def anonymous(value: Any) -> Any:
-    """The value without ids and times."""
-    if isinstance(value, dict):
-        hidden = ("id", "call_id", "created_at", "completed_at")
-        return {name: anonymous(one) for name, one in value.items() if name not in hidden}
-    return [anonymous(one) for one in value] if isinstance(value, list) else value
-
-
 # --- the conversation -----------------------------------------------------------------------------------------------
 
 
-async def test_instructions_come_first_and_hold_for_one_response(ask: Any, model: Any, kit: Any) -> None:
+async def test_instructions_come_first_and_hold_for_one_response(ask: Any, model: Any) -> None:
     first = await ask("Paris.", instructions="Be brief.", input=[{"role": "user", "content": "Capital?"}])
     assert first["instructions"] == "Be brief."
-    assert prompt_of(model, kit) == (
+    assert model.prompt == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nCapital?<|im_end|>\n<|im_start|>assistant\n"
     )
     second = await ask("Seine.", input="River?", previous_response_id=first["id"])
     assert second["previous_response_id"] == first["id"]
-    assert prompt_of(model, kit) == (
+    assert model.prompt == (
         "<|im_start|>user\nCapital?<|im_end|>\n<|im_start|>assistant\nParis.<|im_end|>\n"
         "<|im_start|>user\nRiver?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-async def test_items_of_all_kinds_are_turns_of_the_chat(ask: Any, model: Any, kit: Any) -> None:
+async def test_items_of_all_kinds_are_turns_of_the_chat(ask: Any, model: Any) -> None:
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}]},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -384,7 +300,7 @@ async def test_items_of_all_kinds_are_turns_of_the_chat(ask: Any, model: Any, ki
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     await ask("x", input=items, tools=[WEATHER, NOW])
-    prompt = prompt_of(model, kit)
+    prompt = model.prompt
     assert "system\nd<|im_end|>\n<|im_start|>user\na\nb<|im_end|>" in prompt
     assert (
         '<think>Hm.</think>Look:<tool_call>weather{"city": "Köln"}</tool_call><tool_call>now{}</tool_call><|im_end|>\n'
@@ -392,7 +308,7 @@ async def test_items_of_all_kinds_are_turns_of_the_chat(ask: Any, model: Any, ki
     ) in prompt
 
 
-async def test_calls_are_answered_across_responses(ask: Any, model: Any, kit: Any) -> None:
+async def test_calls_are_answered_across_responses(ask: Any, model: Any) -> None:
     first = await ask(f"<think>Hm.</think>{ONE}", tools=[WEATHER])
     call_id = first["output"][1]["call_id"]
     output = {"type": "function_call_output", "call_id": call_id, "output": "rain"}
@@ -400,27 +316,27 @@ async def test_calls_are_answered_across_responses(ask: Any, model: Any, kit: An
     assert (
         'assistant\n<think>Hm.</think><tool_call>weather{"city": "Köln"}</tool_call><|im_end|>\n'
         "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
-    ) in prompt_of(model, kit)
+    ) in model.prompt
 
 
-async def test_reasoning_goes_around_without_a_store(ask: Any, model: Any, kit: Any) -> None:
+async def test_reasoning_goes_around_without_a_store(ask: Any, model: Any) -> None:
     include = ["reasoning.encrypted_content"]
     first = await ask("<think>Hm é.</think>Yes.", store=False, include=include)
     reasoning, message = first["output"]
     assert reasoning["encrypted_content"]
     del reasoning["content"]
     await ask("x", input=[reasoning, message, {"role": "user", "content": "Why?"}], store=False, include=include)
-    assert "<think>Hm é.</think>Yes.<|im_end|>\n<|im_start|>user\nWhy?" in prompt_of(model, kit)
+    assert "<think>Hm é.</think>Yes.<|im_end|>\n<|im_start|>user\nWhy?" in model.prompt
 
 
-async def test_truncation_drops_the_oldest_turns_that_do_not_fit(ask: Any, refused: Any, model: Any, kit: Any) -> None:
+async def test_truncation_drops_the_oldest_turns_that_do_not_fit(ask: Any, refused: Any, model: Any) -> None:
     turns = [{"role": role, "content": f"{i} " + 1000 * "x"} for i in range(4) for role in ("user", "assistant")]
     items = [*turns, {"role": "user", "content": "last"}]
     error = await refused(input=items, instructions="Be brief.")
     assert error["code"] == "context_length_exceeded"
     answer = await ask("x", input=items, instructions="Be brief.", truncation="auto", max_output_tokens=50)
     assert answer["truncation"] == "auto"
-    prompt = prompt_of(model, kit)
+    prompt = model.prompt
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n3 x")
     error = await front_error(refused, input=5000 * "x", truncation="auto", streams=model.streams)
     assert error["code"] == "context_length_exceeded"
@@ -470,7 +386,7 @@ async def test_what_is_wrong_with_an_item_is_named(refused: Any, items: Any, par
 
 async def test_sampling_fields_reach_the_worker(ask: Any, model: Any) -> None:
     answer = await ask("x", temperature=0.5, top_p=0.25, top_k=7, seed=3, min_p=0.125, max_output_tokens=9)
-    sampling = sampling_of(model)
+    sampling = model.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.25, 7, 3)
     assert (sampling.min_p, sampling.max_tokens) == (0.125, 9)
     assert (answer["temperature"], answer["top_p"], answer["max_output_tokens"]) == (0.5, 0.25, 9)
@@ -509,27 +425,27 @@ async def test_log_probabilities_come_with_the_text(ask: Any) -> None:
     assert answer["top_logprobs"] == 2
 
 
-async def test_the_template_sees_the_tools_as_a_chat_has_them(ask: Any, model: Any, kit: Any) -> None:
+async def test_the_template_sees_the_tools_as_a_chat_has_them(ask: Any, model: Any) -> None:
     await ask("x", tools=[WEATHER])
-    assert '{"type": "function", "function": {"name": "weather", "parameters": {' in prompt_of(model, kit)
+    assert '{"type": "function", "function": {"name": "weather", "parameters": {' in model.prompt
     await ask("x", tools=[])
-    assert "<|im_start|>tools" not in prompt_of(model, kit)
+    assert "<|im_start|>tools" not in model.prompt
 
 
 async def test_the_choice_of_tools_is_enforced(ask: Any, model: Any) -> None:
     await ask(ONE, tools=[WEATHER, NOW], tool_choice="required")
-    grammar = sampling_of(model).constraint.grammar
+    grammar = model.sampling.constraint.grammar
     assert "weather" in grammar
     assert "now" in grammar
     await ask(ONE, tools=[WEATHER, NOW], tool_choice={"type": "function", "name": "weather"})
-    assert '"now' not in sampling_of(model).constraint.grammar
+    assert '"now' not in model.sampling.constraint.grammar
     answer = await ask(ONE, tools=[WEATHER], tool_choice="none")
     assert text_of(answer) == ONE
 
 
 async def test_strict_tools_are_held_by_a_grammar(ask: Any, model: Any) -> None:
     await ask("x", tools=[{**WEATHER, "strict": True}])
-    assert sampling_of(model).constraint.grammar
+    assert model.sampling.constraint.grammar
 
 
 async def test_without_parallel_calls_the_first_one_counts(ask: Any) -> None:
@@ -541,20 +457,20 @@ async def test_a_format_is_held_by_its_schema(ask: Any, model: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     answer = await ask('{"a":1}', text={"format": form})
-    assert json.loads(sampling_of(model).constraint.json_schema) == schema
+    assert json.loads(model.sampling.constraint.json_schema) == schema
     assert answer["text"]["format"] == form
     await ask("{}", text={"format": {"type": "json_object"}})
-    assert sampling_of(model).constraint.HasField("json_object")
+    assert model.sampling.constraint.HasField("json_object")
     await ask("x", text={"format": {"type": "text"}, "verbosity": "medium"})
-    assert not sampling_of(model).HasField("constraint")
+    assert not model.sampling.HasField("constraint")
 
 
-async def test_effort_reaches_the_template(ask: Any, model: Any, kit: Any) -> None:
+async def test_effort_reaches_the_template(ask: Any, model: Any) -> None:
     answer = await ask("x", reasoning={"effort": "none", "summary": "auto"})
-    assert prompt_of(model, kit).endswith("</think>\n\n")
+    assert model.prompt.endswith("</think>\n\n")
     assert answer["reasoning"] == {"effort": "none", "summary": None}
     await ask("x", chat_template_kwargs={"open_think": True})
-    assert prompt_of(model, kit).endswith("<think>\n")
+    assert model.prompt.endswith("<think>\n")
 
 
 @pytest.mark.parametrize(

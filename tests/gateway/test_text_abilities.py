@@ -34,10 +34,7 @@ HERMES = """\
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router(kit_of_module: Any, tiny_files: dict[str, bytes]) -> AsyncIterator[Any]:
-    fake = kit_of_module.FakeRouter(kit_of_module.tar_of({**tiny_files, "chat_template.jinja": HERMES.encode()}))
-    fake.cards = [fake.card(max_context_tokens=4096)]
-    async with kit_of_module.serving_router(fake) as (address, _):
-        fake.address = address
+    async with kit_of_module.serving_model(tiny_files, HERMES) as fake:
         yield fake
 
 
@@ -53,7 +50,6 @@ async def text(kit_of_module: Any, router: Any) -> AsyncIterator[Any]:
 @pytest.fixture(autouse=True)
 def _fresh(router: Any) -> None:
     router.reset()
-    router.cards = [router.card(max_context_tokens=4096)]
 
 
 async def chat(text: Any, **fields: Any) -> list[text_pb2.ChatResponse]:
@@ -71,12 +67,7 @@ async def failure(answers: Any) -> StatusError:
     return error_of(caught.value)
 
 
-def prompt_of(router: Any, kit: Any) -> str:
-    table = [one.encode() for one in kit.SPECIAL] + [bytes([i]) for i in range(256)] + [a + b for a, b in kit.MERGES]
-    return b"".join(table[token] for token in router.streams[-1].request.token_ids).decode()
-
-
-async def test_a_call_comes_in_parts_that_add_up(text: Any, router: Any, kit: Any) -> None:
+async def test_a_call_comes_in_parts_that_add_up(text: Any, router: Any) -> None:
     router.answer = "Let me see. " + CALL
     answers = await chat(text, tools=[WEATHER])
     assert "".join(answer.content for answer in answers) == "Let me see."
@@ -85,13 +76,13 @@ async def test_a_call_comes_in_parts_that_add_up(text: Any, router: Any, kit: An
     assert calls[0].id.startswith("call_")
     assert json.loads("".join(call.arguments for call in calls)) == {"city": "Köln"}
     assert answers[-1].finish_reason == "tool_calls"
-    assert '"description": "Tells it"' in prompt_of(router, kit)
-    assert '"city": {"type": "string"}, "at"' in prompt_of(router, kit), "the order is the caller's"
+    assert '"description": "Tells it"' in router.prompt
+    assert '"city": {"type": "string"}, "at"' in router.prompt, "the order is the caller's"
 
 
 async def test_a_tool_choice_is_enforced(text: Any, router: Any) -> None:
     def grammar() -> str:
-        return str(router.streams[-1].request.sampling.constraint.grammar)
+        return str(router.sampling.constraint.grammar)
 
     router.answer = CALL
     await chat(text, tools=[WEATHER], tool_choice={"mode": text_pb2.CHAT_TOOL_MODE_REQUIRED})
@@ -109,7 +100,7 @@ async def test_a_tool_choice_is_enforced(text: Any, router: Any) -> None:
     assert (error.reason, error.field) == (Reason.INVALID_FIELD, "tool_choice")
 
 
-async def test_calls_and_their_results_go_to_the_template(text: Any, router: Any, kit: Any) -> None:
+async def test_calls_and_their_results_go_to_the_template(text: Any, router: Any) -> None:
     call = text_pb2.ChatToolCall(id="call_7", name="weather", arguments='{"city": "Bonn"}')
     messages = [
         *HI,
@@ -117,23 +108,23 @@ async def test_calls_and_their_results_go_to_the_template(text: Any, router: Any
         text_pb2.ChatMessage(role="tool", tool_call_id="call_7", content="rain"),
     ]
     await chat(text, messages=messages, tools=[WEATHER])
-    prompt = prompt_of(router, kit)
+    prompt = router.prompt
     assert 'call_7{"name": "weather", "arguments": {"city": "Bonn"}}' in prompt
     assert "<think>Hm.</think>" in prompt
     assert "tool: raincall_7" in prompt
 
 
-async def test_reasoning_comes_apart_and_is_counted(text: Any, router: Any, kit: Any) -> None:
+async def test_reasoning_comes_apart_and_is_counted(text: Any, router: Any) -> None:
     router.answer = "<think>Hm.</think>\n\nYes."
     answers = await chat(text, reasoning_effort="high")
     assert "".join(answer.reasoning_content for answer in answers) == "Hm."
     assert "".join(answer.content for answer in answers) == "Yes."
     assert answers[-1].usage.reasoning_tokens == 3
-    assert "think " in prompt_of(router, kit)
+    assert "think " in router.prompt
     kwargs = Struct()
     kwargs.update({"mood": "merry"})
     await chat(text, chat_template_kwargs=kwargs)
-    assert prompt_of(router, kit).endswith("merry")
+    assert router.prompt.endswith("merry")
 
 
 @pytest.mark.parametrize(
@@ -236,10 +227,10 @@ async def test_stops_and_special_tokens_are_shown_on_request(text: Any, router: 
     assert "".join(answer.text for answer in await complete(text)) == "ab.c"
 
 
-async def test_the_last_message_goes_on(text: Any, router: Any, kit: Any) -> None:
+async def test_the_last_message_goes_on(text: Any, router: Any) -> None:
     messages = [*HI, text_pb2.ChatMessage(role="assistant", content="Well,")]
     await chat(text, messages=messages, continue_final_message=True)
-    assert prompt_of(router, kit).endswith("Well,")
+    assert router.prompt.endswith("Well,")
     error = await failure(chat(text, continue_final_message=True, add_generation_prompt=True))
     assert error.field == "continue_final_message"
 
