@@ -157,10 +157,17 @@ class Engine:
     def advance(self, deliver: Deliver) -> bool:
         """Compute the next step if there is one, and tell whether there was. While the kernels run, deliver what the
         step before gave. Whatever goes wrong in a step ends its requests and leaves the engine as good as before."""
-        step = self._begin()
-        if step is None:
+        start_s = time.perf_counter()
+        output = self.scheduler.schedule()
+        if not output.scheduled:
             deliver(self._take_outputs())
             return False
+        try:
+            step = self._prepare(output, start_s)
+        except Exception as error:
+            deliver(self._take_outputs())
+            self._outputs += self._fail([request for request, _ in output.scheduled], error)
+            return True
         is_traced = self.scheduler.num_traced > 0
         self._is_computing = True
         try:
@@ -179,25 +186,17 @@ class Engine:
         self._outputs += outputs
         return True
 
-    def _begin(self) -> _Step | None:
-        start_s = time.perf_counter()
-        output = self.scheduler.schedule()
-        if not output.scheduled:
-            return None
+    def _prepare(self, output: SchedulerOutput, start_s: float) -> _Step:
         num_padding = self.padding.of(output.num_tokens, self.scheduler.step_cost.token_ms)
         # Runs of decode steps are alike: one in four says enough.
         shape = None
         if output.num_tokens > len(output.scheduled) or self.stats.num_steps % 4 == 0:
             shape = StepShape.of((request.num_computed_tokens, new) for request, new in output.scheduled)
             shape = shape._replace(tokens=shape.tokens + num_padding)
-        try:
-            batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
-            if num_padding:
-                batch = padded(batch, num_padding, self.scheduler.kv_cache.pool.num_blocks)
-            self.runner.bind(batch)
-        except Exception as error:
-            self._outputs += self._fail([request for request, _ in output.scheduled], error)
-            return None
+        batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
+        if num_padding:
+            batch = padded(batch, num_padding, self.scheduler.kv_cache.pool.num_blocks)
+        self.runner.bind(batch)
         return _Step(output, batch, num_padding, shape, start_s)
 
     def _compute(self, step: _Step, deliver: Deliver) -> list[RequestOutput]:

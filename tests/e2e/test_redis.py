@@ -63,9 +63,9 @@ async def test_redis_may_be_away_and_a_worker_started_meanwhile_is_used_when_it_
             await asyncio.to_thread(until, lambda: num_known(own_fleet) == [2, 2], "both routers have both workers")
             await requests.more(32)
         assert [stream.error for stream in requests.failed] == []
+        own_fleet.until_idle()
         served = {worker.worker_id: worker.load.counters.requests_finished for worker in own_fleet.list_workers()}
         assert served["worker-1"] > 0
-        own_fleet.until_idle()
 
 
 @pytest.mark.timeout(240)

@@ -259,8 +259,25 @@ async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_
     sampling = SamplingParams(max_tokens=4, **GREEDY)
     error = await error_from(worker.generate(token_ids=[1], sampling=sampling))
     assert error.reason is Reason.INTERNAL
+    await worker.until(lambda: worker.hub.report.counters.get("requests_failed") == 1)
+    assert (worker.hub.report.num_free_blocks, worker.hub.report.num_running) == (NUM_BLOCKS, 0)
     responses = await worker.generate(token_ids=[1], sampling=sampling)
     assert tokens_of(responses) == expected_tokens([1], 4, VOCAB_SIZE)
+
+
+async def test_a_step_that_fails_in_the_middle_of_answers_is_reported_too(worker: RunningWorker) -> None:
+    sampling = SamplingParams(max_tokens=9, logprobs=1, **GREEDY)
+    worker.gate.clear()
+    call = worker.inference.Generate(GenerateRequest(token_ids=[1], sampling=sampling))
+    await worker.until(lambda: len(worker.under_test.runner.batch_sizes) == 1)
+    worker.under_test.runner.fail_next = RuntimeError("kernel")  # the second step, the first is held at the gate
+    worker.gate.set()
+    first = await call.read()
+    assert list(first.token_ids) == expected_tokens([1], 1, VOCAB_SIZE)
+    assert len(first.logprobs) == 1
+    assert (await error_from(call.read())).reason is Reason.INTERNAL
+    await worker.until(lambda: worker.hub.report.counters.get("requests_failed") == 1)
+    assert (worker.hub.report.num_free_blocks, worker.hub.report.num_running) == (NUM_BLOCKS, 0)
 
 
 @pytest.mark.parametrize(
