@@ -64,7 +64,7 @@ class SimulatedWorker:
         self.scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens)
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
-        self._engine.padding.change_ms = settings.cost.change
+        self._engine.padding.change_ms, self._engine.padding.token_ms = settings.cost.change, settings.cost.per_padding
         self._rates = StepRates()
         self._arrived: list[Request] = []
         self._answers: dict[Request, Sampled] = {}
@@ -108,7 +108,7 @@ class SimulatedWorker:
         output = self.scheduler.schedule()
         assert output.scheduled, "there are requests and none can go on"
         cost, padding = self.settings.cost, self._engine.padding
-        num_padding = padding.of(output.num_tokens, cost.per_padding)
+        num_padding = padding.of(output.num_tokens)
         step = ((request.num_computed_tokens, new) for request, new in output.scheduled)
         self._output = output
         self._step_ms = cost.milliseconds(StepShape.of(step, padding=num_padding, changed=padding.changed))

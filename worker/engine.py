@@ -126,6 +126,7 @@ class Engine:
     _is_computing: bool = False
     _outputs: list[RequestOutput] = field(default_factory=list)
     _late: _Late | None = None
+    _seen_counts: set[int] = field(default_factory=set)
     _failed: set[Request] = field(default_factory=set)
     _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "beside-engine"))
 
@@ -187,7 +188,7 @@ class Engine:
         return True
 
     def _prepare(self, output: SchedulerOutput, start_s: float) -> _Step:
-        num_padding = self.padding.of(output.num_tokens, self.scheduler.step_cost.token_ms)
+        num_padding = self.padding.of(output.num_tokens)
         # Runs of decode steps are alike: one in four says enough.
         shape = None
         if output.num_tokens > len(output.scheduled) or self.stats.num_steps % 4 == 0:
@@ -243,7 +244,11 @@ class Engine:
 
     def _observe(self, step: _Step, step_s: float) -> None:
         self.padding.observe(1000 * step_s, is_decode=step.is_decode)
-        if step.shape is not None:
+        num_tokens = step.output.num_tokens + step.num_padding
+        # The first step with a number of tokens builds kernels for it, which says nothing of others.
+        is_first = num_tokens not in self._seen_counts
+        self._seen_counts.add(num_tokens)
+        if step.shape is not None and not is_first:
             change_ms = self.padding.change_ms if self.padding.changed else 0.0
             self.scheduler.step_cost.observe(step.shape, 1000 * step_s - change_ms)
         self.stats.num_steps += 1

@@ -6,7 +6,9 @@ the one before may be padded up to its count. The rule is that of renting skis: 
 change has cost as much as a change, then change.
 
 What a change costs is learned where two decode steps of one count follow each other, the first after a change: it is
-the difference, or rather the median of such differences, for the first of all builds kernels too. Where a token costs
+the difference, or rather the median of such differences, for the first of all builds kernels too. For a token the
+least is taken that one of a step has cost of late, all that the step costs included: that is too much for small steps
+and nearly right for those with prompts, and so padding can never cost more than it is thought to. Where a token costs
 more than a change, as in large models, nothing is padded.
 
 Pure.
@@ -14,29 +16,35 @@ Pure.
 
 from __future__ import annotations
 
+import math
+
 # Milliseconds by which one observation moves what is believed of the cost of a change, whatever it says.
 _PACE_MS = 0.25
+# By this a token is believed to cost more with each step: the least of about the last thousand steps counts.
+_FORGETTING = 1.0005
 
 
 class Padding:
     """Decides the token counts of a run of steps. `of` before each step; `observe` after it, unless it failed."""
 
-    __slots__ = ("_changed_step_ms", "_num_tokens", "_spent_ms", "change_ms", "changed")
+    __slots__ = ("_changed_step_ms", "_num_tokens", "_spent_ms", "change_ms", "changed", "token_ms")
 
     def __init__(self) -> None:
         self.change_ms = 0.0
         """What another number of tokens than in the step before is believed to cost."""
+        self.token_ms = math.inf
+        """What a token of padding is believed to cost at most."""
         self.changed = False
         """Whether the last step had another number of tokens, padding included, than the one before."""
         self._num_tokens = 0
         self._spent_ms = 0.0
         self._changed_step_ms: float | None = None
 
-    def of(self, num_tokens: int, token_ms: float) -> int:
-        """The padding of the next step, which has `num_tokens` tokens to compute; one of padding costs `token_ms`."""
+    def of(self, num_tokens: int) -> int:
+        """The padding of the next step, which has `num_tokens` tokens to compute."""
         spare = self._num_tokens - num_tokens
         if spare > 0:
-            spent_ms = self._spent_ms + spare * token_ms
+            spent_ms = self._spent_ms + spare * self.token_ms
             if spent_ms < self.change_ms:
                 self._spent_ms = spent_ms
                 self.changed = False
@@ -47,6 +55,7 @@ class Padding:
 
     def observe(self, step_ms: float, *, is_decode: bool) -> None:
         """Learn from the step that was decided last. `is_decode`: each of its requests computed one token."""
+        self.token_ms = min(self.token_ms * _FORGETTING, step_ms / self._num_tokens)
         before_ms, self._changed_step_ms = self._changed_step_ms, None
         if not is_decode:
             return

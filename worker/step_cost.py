@@ -13,6 +13,7 @@ process on the core) counts less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -65,20 +66,19 @@ class StepCostModel:
         """Whether enough steps were seen."""
         return self._num_steps >= MIN_STEPS
 
-    @property
-    def token_ms(self) -> float:
-        """What a further token costs, without attention."""
-        return max(0.0, self._weights[1])
-
     def predict_ms(self, shape: StepShape) -> float:
         """Cost of a step."""
         return max(0.0, _dot(self._weights, shape.features))
 
     def tokens_within(self, limit_ms: float, decoding: StepShape, past: int) -> int:
         """The most tokens of a prompt, `past` of which are computed, that fit into a step beside `decoding`."""
-        left_ms = limit_ms - self.predict_ms(decoding)
-        per_token_ms = max(self._weights[1] + self._weights[2] * past / 1000, 1e-4)
-        return max(0, int(left_ms / per_token_ms))
+        left_ms = max(0.0, limit_ms - self.predict_ms(decoding))
+        _, per_token, per_attended, _ = self._weights
+        # The root of per_token * n + per_attended * (n * past + n * n / 2) / 1000 = left_ms.
+        linear, square = per_token + per_attended * past / 1000, per_attended / 2000
+        if square < 1e-9:
+            return int(left_ms / max(linear, 1e-4))
+        return int((math.sqrt(linear * linear + 4 * square * left_ms) - linear) / (2 * square))
 
     def observe(self, shape: StepShape, milliseconds: float) -> None:
         """Learn from a step."""

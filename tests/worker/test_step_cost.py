@@ -74,6 +74,7 @@ def test_tokens_within_a_limit_are_the_inverse_of_the_cost() -> None:
     decoding = StepShape(1, 0, 1000)
     assert model.tokens_within(50.0, decoding, 0) == pytest.approx((50 - 6 - 0.4 - 0.9) / 0.4, abs=3)
     assert model.tokens_within(50.0, decoding, 2000) == pytest.approx((50 - 6 - 0.4 - 0.9) / 0.8, abs=3)
+    assert model.tokens_within(400.0, decoding, 0) == pytest.approx(814, rel=0.02)  # they look at each other too
     assert model.tokens_within(1.0, decoding, 0) == 0
 
 
