@@ -43,13 +43,12 @@ class ModelRunner(Protocol):
     vocab_size: int
     infer_s: float
 
-    def bind(self, batch: Batch) -> None:
-        """Take a step in."""
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """Take a step in. `keeps_logits`: those of the step before stay valid while it runs."""
         ...
 
     def run(self) -> Logits:
-        """Compute it, which updates the KV cache: logits `[rows, vocab_size]`, rows as the batch says. Valid until the
-        second `run` from now begins."""
+        """Compute it, which updates the KV cache: logits `[rows, vocab_size]`, rows as the batch says."""
         ...
 
 
@@ -126,8 +125,8 @@ class Engine:
     _is_computing: bool = False
     _outputs: list[RequestOutput] = field(default_factory=list)
     _late: _Late | None = None
-    _seen_counts: set[int] = field(default_factory=set)
     _failed: set[Request] = field(default_factory=set)
+    _seen_counts: set[int] = field(default_factory=set)
     _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "beside-engine"))
 
     @property
@@ -197,7 +196,7 @@ class Engine:
         batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
         if num_padding:
             batch = padded(batch, num_padding, self.scheduler.kv_cache.pool.num_blocks)
-        self.runner.bind(batch)
+        self.runner.bind(batch, keeps_logits=self._late is not None)
         return _Step(output, batch, num_padding, shape, start_s)
 
     def _compute(self, step: _Step, deliver: Deliver) -> list[RequestOutput]:

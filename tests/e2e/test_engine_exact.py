@@ -44,9 +44,9 @@ class RealEngine:
         self.runner.bind = self._note  # type: ignore[method-assign]
         self.runner.run = self._record  # type: ignore[method-assign]
 
-    def _note(self, batch: Batch) -> None:
+    def _note(self, batch: Batch, *, keeps_logits: bool) -> None:
         self._sampled = batch.sampled
-        self._bind(batch)
+        self._bind(batch, keeps_logits=keeps_logits)
 
     def _record(self) -> Logits:
         logits = self._run()

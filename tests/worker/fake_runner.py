@@ -47,8 +47,8 @@ class FakeRunner:
         self.batch_sizes: list[int] = []
         self.fail_next: Exception | None = None
 
-    def bind(self, batch: Batch) -> None:
-        """Compute one-hot logits of the next tokens, and spoil those of the step before the last."""
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """Compute one-hot logits of the next tokens, and spoil those before that are not to be kept."""
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
@@ -66,13 +66,14 @@ class FakeRunner:
             sequence = int(np.searchsorted(batch.subsequence_begins, index, side="right")) - 1
             context = contexts[sequence][: len(contexts[sequence]) - (ends[sequence] - index)]
             logits[row, next_token(context, self.vocab_size)] = 1.0
-        if len(self._logits) == 2:
-            self._logits[0].values[:] = np.nan
-        self._logits.append(Logits(logits))
+        for number, old in enumerate(self._logits):
+            if number > 0 or not keeps_logits:
+                old.values[:] = np.nan
+        self._logits.appendleft(Logits(logits))
 
     def run(self) -> Logits:
         """What the last step gave."""
-        return self._logits[-1]
+        return self._logits[0]
 
     def _compute(self, batch: Batch, sequence: int) -> list[int]:
         """Store a sequence's new tokens; give all its tokens, read back."""

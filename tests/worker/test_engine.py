@@ -170,13 +170,13 @@ def test_no_prompt_token_is_ever_computed_alone(seed: int) -> None:
     lonely = []
     bind = engine.runner.bind
 
-    def watch(batch: Batch) -> None:
+    def watch(batch: Batch, *, keeps_logits: bool) -> None:
         num_padding = np.count_nonzero(batch.block_indices == engine.runner.padding_block)
         new = np.diff(batch.subsequence_begins)[: len(batch.past_lens) - num_padding]
         computed = batch.past_lens[: len(new)][new == 1].tolist()
         decoding = [request.num_computed_tokens for request in engine.scheduler.running if request.num_generated_tokens]
         lonely.extend(set(computed) - set(decoding))
-        bind(batch)
+        bind(batch, keeps_logits=keeps_logits)
 
     engine.runner.bind = watch  # type: ignore[method-assign]
     prefix = [rng.randrange(VOCAB_SIZE) for _ in range(30)]

@@ -42,8 +42,8 @@ class GatedRunner:
         self.gate = threading.Event()
         self.gate.set()
 
-    def bind(self, batch: object) -> None:
-        self.runner.bind(batch)  # type: ignore[attr-defined]
+    def bind(self, batch: object, *, keeps_logits: bool) -> None:
+        self.runner.bind(batch, keeps_logits=keeps_logits)  # type: ignore[attr-defined]
 
     def run(self) -> object:
         assert self.gate.wait(30)
