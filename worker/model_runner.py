@@ -21,7 +21,7 @@ from headrace.worker.batch import Batch
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv_arena import KVArena
 from headrace.worker.logits import Logits
-from headrace.worker.vocabulary_head import Head, HeadRequest, InputTensors, replace_head
+from headrace.worker.vocabulary_head import HeadRequest, InputTensors, RowSums, replace_head
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _STEP_INPUTS = (
@@ -44,7 +44,7 @@ class OpenVINOModelRunner:
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model = _read(core, model_dir / "openvino_model.xml")
         _make_paged(model, model_dir)
-        heads = replace_head(model, is_bfloat16=core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16)
+        has_runs = replace_head(model, is_bfloat16=core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16)
         self._compiled = _compile(core, model, threads, kv_precision, execution_mode)
         self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]
         self.infer_s = 0.0
@@ -55,8 +55,10 @@ class OpenVINOModelRunner:
         self.block_size = _dims(value)[1]
         self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in self._caches)
         self.kv_precision = str(key.element_type.get_type_name())
-        self.vocab_size = int(self._compiled.output(heads[0].output("logits")).partial_shape[2].get_length())
-        self._slots = deque(_Slot(self._compiled, heads, self.vocab_size) for _ in range(2))
+        logits = self._compiled.output("logits")
+        self.vocab_size = int(logits.partial_shape[2].get_length())
+        row_sums = RowSums(self.vocab_size, logits.element_type, threads) if has_runs else None
+        self._slots = deque(_Slot(self._compiled, row_sums, self.vocab_size) for _ in range(2))
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> KVArena:
         """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding. Pages are touched as they
@@ -102,7 +104,7 @@ class OpenVINOModelRunner:
         unless its step keeps them, and else the one after it. The GIL is free meanwhile."""
         slot = self._slots[0]
         start_s = time.perf_counter()
-        slot.request.infer()
+        slot.head.run()
         self.infer_s = time.perf_counter() - start_s
         return slot.head.logits()
 
@@ -111,10 +113,10 @@ class _Slot:
     """A request for inference with its inputs and outputs. There are two, so that what one step gave can be read while
     the next one runs."""
 
-    def __init__(self, compiled: ov.CompiledModel, heads: list[Head], vocab_size: int) -> None:
+    def __init__(self, compiled: ov.CompiledModel, row_sums: RowSums | None, vocab_size: int) -> None:
         self.request = compiled.create_infer_request()
         self.inputs = InputTensors(self.request)
-        self.head = HeadRequest(self.request, heads, vocab_size)
+        self.head = HeadRequest(self.request, row_sums, vocab_size)
 
 
 def _dims(port: ov.Output) -> list[int]:

@@ -1,4 +1,4 @@
-"""The heads of a model's graph against numpy, on a graph that is nothing but a head."""
+"""The head of a model's graph and the graphs behind it against numpy, on a graph that is nothing but a head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openvino import opset13
 
 from headrace.worker.batch import Sums
 from headrace.worker.logits import FloatArray, Logits, NumpyReducer
-from headrace.worker.vocabulary_head import Head, HeadRequest, replace_head
+from headrace.worker.vocabulary_head import HeadRequest, RowSums, replace_head
 
 HIDDEN = 32
 CORE = ov.Core()
@@ -30,35 +30,33 @@ def head_request(vocab_size: int, precision: str, *, scaled: bool = False) -> tu
     if scaled:
         logits = opset13.multiply(logits, opset13.constant(np.float32(0.5)))
     model = ov.Model([opset13.result(logits)], [states], "head")
-    heads = replace_head(model, is_bfloat16=precision == "bf16")
+    has_runs = replace_head(model, is_bfloat16=precision == "bf16")
     compiled = CORE.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": 1})
     request = compiled.create_infer_request()
     request.set_tensor("hidden_states", ov.Tensor(hidden_states(40)))
-    assert heads[0] == Head(Sums.NONE)
-    return HeadRequest(request, heads, vocab_size), request
+    row_sums = RowSums(vocab_size, compiled.output("logits").element_type, 1) if has_runs else None
+    return HeadRequest(request, row_sums, vocab_size), request
 
 
-def computed(
-    head: HeadRequest, request: ov.InferRequest, rows: npt.NDArray[np.int64], temperatures: FloatArray, sums: Sums
-) -> Logits:
+def computed(head: HeadRequest, rows: npt.NDArray[np.int64], temperatures: FloatArray, sums: Sums) -> Logits:
     head.bind(rows, temperatures, sums)
-    request.infer()
+    head.run()
     return head.logits()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 40])
 @pytest.mark.parametrize("vocab_size", [1024, 40_960])  # weighed in one part, and in four
-def test_every_head_gives_the_same_logits_and_what_numpy_reads_of_them(
+def test_every_kind_of_step_gives_the_same_logits_and_what_numpy_reads_of_them(
     precision: str, num_rows: int, vocab_size: int
 ) -> None:
-    head, request = head_request(vocab_size, precision)
+    head, _ = head_request(vocab_size, precision)
     rows = np.random.default_rng(2).permutation(40)[:num_rows]
     inverse_temperatures = np.linspace(0.5, 3, num_rows).astype(np.float32)
     every = np.arange(num_rows)
     bits = set()
     for sums in (*Sums, *reversed(Sums)):
-        logits = computed(head, request, rows, inverse_temperatures, sums)
+        logits = computed(head, rows, inverse_temperatures, sums)
         values = logits.whole(every)
         bits.add(values.tobytes())
         assert logits.reduction is not None
@@ -83,12 +81,12 @@ def model_weights(vocab_size: int) -> FloatArray:
 
 @pytest.mark.parametrize("sums", Sums)
 def test_a_row_has_the_same_bits_whatever_is_beside_it(sums: Sums) -> None:
-    head, request = head_request(1024, PRECISIONS[-1])
+    head, _ = head_request(1024, PRECISIONS[-1])
     temperatures = np.full(40, 1.25, np.float32)
-    together = computed(head, request, np.arange(40), temperatures, sums)
+    together = computed(head, np.arange(40), temperatures, sums)
     kept = [together.whole(np.arange(40)), *(np.array(part) for part in together.reduction or ())]
     for rows in (np.array([3, 4]), np.arange(20, 33)):
-        some = computed(head, request, rows, temperatures[rows], sums)
+        some = computed(head, rows, temperatures[rows], sums)
         assert some.reduction is not None
         got = [some.whole(np.arange(len(rows))), *some.reduction]
         assert [one.tobytes() for one in got] == [one[rows].tobytes() for one in kept]
@@ -96,9 +94,9 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(sums: Sums) -> None:
 
 @pytest.mark.parametrize(("vocab_size", "scaled"), [(1000, False), (1024, True)])
 def test_a_model_that_has_no_runs_or_does_more_to_its_logits_gives_only_them(vocab_size: int, scaled: bool) -> None:
-    head, request = head_request(vocab_size, "f32", scaled=scaled)
+    head, _ = head_request(vocab_size, "f32", scaled=scaled)
     rows = np.array([5, 0, 39])
-    logits = computed(head, request, rows, np.ones(3, np.float32), Sums.DRAWN_AND_MODEL)
+    logits = computed(head, rows, np.ones(3, np.float32), Sums.DRAWN_AND_MODEL)
     assert logits.reduction is None
     wanted = hidden_states(40)[rows, 0] @ model_weights(vocab_size).T
     np.testing.assert_allclose(logits.values, 0.5 * wanted if scaled else wanted, atol=1e-4)
@@ -110,7 +108,7 @@ def test_a_row_of_no_numbers_shows_in_the_maxima_or_the_best_run() -> None:
     states[2] = np.nan
     request.set_tensor("hidden_states", ov.Tensor(states))
     for sums in Sums:
-        logits = computed(head, request, np.array([1, 2, 3]), np.ones(3, np.float32), sums)
+        logits = computed(head, np.array([1, 2, 3]), np.ones(3, np.float32), sums)
         assert np.isnan(logits.at(np.array([1]), np.array([7])))
         assert logits.reduction is not None
         if sums is not Sums.NONE:
