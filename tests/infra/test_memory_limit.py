@@ -34,15 +34,16 @@ async def test_a_worker_that_the_kernel_kills_for_its_memory_is_restarted_and_it
     bodies = [chat_body(number, MAX_TOKENS, temperature=0) for number in range(NUM_STREAMS)]
     with serving("--workers", "2", "--threads", "1", "--execution-mode", "accuracy") as system:
         until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
-        undisturbed = await run_streams(system.base_url, bodies)
         victim = system.process_of("worker-0")
 
         async def exceed() -> None:
             cgroup.limit(MIB)
             cgroup.procs.write_text(str(victim["pid"]))
 
-        # The prompts' blocks are cached by now, but the answers take new ones.
+        # The first answers: their blocks were never used, and each that is taken counts.
         streams = await run_streams(system.base_url, bodies, disturb_behind=4, disturb=exceed)
+        until(lambda: {row["state"] for row in system.status()} == {"ready"}, "the worker is there again")
+        undisturbed = await run_streams(system.base_url, bodies)
         assert [stream.result for stream in streams] == [stream.result for stream in undisturbed]
         assert {stream.num_tokens for stream in streams} == {MAX_TOKENS}
         assert cgroup.num_oom_kills == 1
