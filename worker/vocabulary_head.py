@@ -28,7 +28,7 @@ from openvino import opset13
 
 from headrace.worker.batch import Sums
 from headrace.worker.logits import FloatArray, Logits, Reduction, float_of, run_length
-from headrace.worker.vocabulary_reducer import runs_of, sums_of, without_lowest
+from headrace.worker.vocabulary_reducer import compile_beside, runs_of, sums_of, without_lowest
 
 # Logits of the rows that are weighed at a time, when a batch is full: 16 rows of 49k, 8 of 152k.
 _FULL_BATCH, _PART = 64, 1 << 20
@@ -72,14 +72,8 @@ class RowSums:
 
     def __init__(self, vocab_size: int, element_type: ov.Type, threads: int) -> None:
         self.num_parts = 2 ** math.ceil(math.log2(max(1, _FULL_BATCH * vocab_size / _PART)))
-        properties = {
-            "INFERENCE_NUM_THREADS": threads,
-            "NUM_STREAMS": "1",
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": "f32",
-        }
         self._compiled = {
-            sums: ov.Core().compile_model(self._graph(vocab_size, element_type, sums), "CPU", properties)
+            sums: compile_beside(self._graph(vocab_size, element_type, sums), threads)
             for sums in (Sums.DRAWN, Sums.DRAWN_AND_MODEL)
         }
 

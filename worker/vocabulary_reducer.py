@@ -20,14 +20,7 @@ class OpenVINOReducer:
 
     def __init__(self, vocab_size: int, threads: int) -> None:
         self._length = run_length(vocab_size)
-        properties = {
-            "INFERENCE_NUM_THREADS": threads,
-            "NUM_STREAMS": "1",
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": "f32",
-        }
-        compiled = ov.Core().compile_model(_graph(vocab_size), "CPU", properties)
-        self._infer = compiled.create_infer_request()
+        self._infer = compile_beside(_graph(vocab_size), threads).create_infer_request()
 
     def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Reduction:
         """As `Reducer.reduce`."""
@@ -47,6 +40,17 @@ class OpenVINOReducer:
 def reducer_for(vocab_size: int, threads: int) -> Reducer | None:
     """A reducer for the vocabulary, or None where numpy has to do."""
     return OpenVINOReducer(vocab_size, threads) if run_length(vocab_size) else None
+
+
+def compile_beside(graph: ov.Model, threads: int) -> ov.CompiledModel:
+    """A graph of a few nodes that computes in float32, beside the model and with as many threads."""
+    properties = {
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": "1",
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+    }
+    return ov.Core().compile_model(graph, "CPU", properties)
 
 
 def without_lowest(maxima: FloatArray) -> FloatArray:
