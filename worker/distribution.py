@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.logits import DoubleArray, FloatArray, IndexArray, Runs
+from headrace.worker.logits import DoubleArray, FloatArray, IndexArray, Runs, all_of
 from headrace.worker.request import TokenLogprobs
 
 # Quantiles that a draw may need. From a nucleus of at least `_WIDE_NUCLEUS` of all, tokens are drawn from everything
@@ -113,8 +113,7 @@ def _in_nucleus(runs: Runs, filters: Filters, token_ids: IndexArray) -> npt.NDAr
     while len(left := np.flatnonzero(num_wanted)):
         counts = num_wanted[left]
         which = np.repeat(left, counts)
-        at = np.arange(len(which)) + np.repeat((begins + num_read)[left] - np.cumsum(counts) + counts, counts)
-        of_rows, of_runs = unsure[which], run[at]
+        of_rows, of_runs = unsure[which], run[all_of((begins + num_read)[left], counts)]
         weights = runs.sums[of_rows, of_runs] - _weight_before(runs, filters, token_ids, values, of_rows, of_runs)
         behind += np.bincount(which, weights, minlength=len(unsure))
         num_read += num_wanted

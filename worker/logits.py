@@ -50,6 +50,12 @@ def float_of(bits: HalfArray) -> FloatArray:
     return wide.view(np.float32)
 
 
+def all_of(firsts: IndexArray, counts: IndexArray) -> IndexArray:
+    """The numbers from each of `firsts` on, as many as `counts` says, one behind the other."""
+    numbers: IndexArray = np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
+    return numbers
+
+
 def _in_order(bits: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
     """Integers in the order of the bfloat16 numbers that have these bits: half the work of comparing floats."""
     signed = bits.astype(np.uint16).view(np.int16)
@@ -116,7 +122,7 @@ class Changes:
         first = self.places.starts[runs]
         counts = self.places.starts[runs + 1] - first
         which = np.repeat(np.arange(len(runs)), counts)
-        at = np.arange(len(which)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        at = all_of(first, counts)
         values[which, self.places.token_ids[at] % values.shape[1]] = self.values[at]
 
     def apply_to_rows(self, values: FloatArray, rows: IndexArray) -> None:
