@@ -41,8 +41,10 @@ SIM_MAY_IMPORT = {
 # foreign distribution -> the only files that may import it
 ONLY_IN = {
     "openvino": {
+        "worker/fused_projections.py",
         "worker/model_runner.py",
         "worker/numa.py",
+        "worker/sampled_rows.py",
         "worker/vocabulary.py",
         "worker/vocabulary_head.py",
         "worker/vocabulary_reducer.py",

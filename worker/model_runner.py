@@ -1,6 +1,7 @@
 """The one place where OpenVINO computes: a model with PagedAttention, its KV cache tensors, and a step.
 
 stateful IR --(paged_attention_transformation)--> inputs of batch.Batch + key_cache.N, value_cache.N
+            --(fused_projections)--> fewer products
             --(vocabulary_head)--> logits of the sampled rows only, and what sampling reads of them
             --(compile)--> the cache's layout and precision, read from the compiled inputs
 """
@@ -19,6 +20,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.worker.batch import Batch
 from headrace.worker.config import ConfigurationError
+from headrace.worker.fused_projections import fuse_projections
 from headrace.worker.kv_arena import KVArena
 from headrace.worker.logits import Logits
 from headrace.worker.vocabulary_head import HeadRequest, InputTensors, RowSums, replace_head
@@ -44,6 +46,7 @@ class OpenVINOModelRunner:
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model = _read(core, model_dir / "openvino_model.xml")
         _make_paged(model, model_dir)
+        fuse_projections(model)
         has_runs = replace_head(model, is_bfloat16=core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16)
         self._compiled = _compile(core, model, threads, kv_precision, execution_mode)
         self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]

@@ -1,6 +1,6 @@
 """The end of a model's graph, made anew: logits of the sampled rows only, and what sampling reads of all of them.
 
-    hidden states [T, .] -> rows -> MatMul -> logits, maxima of runs      in the model's own graph
+    hidden states of rows -> MatMul -> logits, maxima of runs             in the model's own graph
                                       | if a step draws
                                       +-> sums                            a graph of its own
                                       +-> sums at temperature 1           the same, with these
@@ -28,6 +28,7 @@ from openvino import opset13
 
 from headrace.worker.batch import Sums
 from headrace.worker.logits import FloatArray, Logits, Reduction, float_of, run_length
+from headrace.worker.sampled_rows import states_of_rows
 from headrace.worker.vocabulary_reducer import compile_beside, runs_of, sums_of, without_lowest
 
 # Logits of the rows that are weighed at a time, when a batch is full: 16 rows of 49k, 8 of 152k.
@@ -48,7 +49,7 @@ def replace_head(model: ov.Model, *, is_bfloat16: bool) -> bool:
         node = node.input_value(0).get_node()
     rows = _parameter("rows", [-1], np.int64)
     model.add_parameters([rows.get_node()])
-    hidden = opset13.gather(node.input_value(0), rows, opset13.constant(np.int64(0)))
+    hidden = states_of_rows(node.input_value(0), rows, model)
     vocab_size = int(node.output(0).get_partial_shape()[-1].get_length())
     has_runs = is_product and run_length(vocab_size) > 0
     if has_runs:
@@ -61,7 +62,7 @@ def replace_head(model: ov.Model, *, is_bfloat16: bool) -> bool:
         model.remove_result(result)
         model.add_results([_result("logits", logits.output(0)), _result("maxima", maxima)])
     else:
-        node.input(0).replace_source_output(hidden.output(0))
+        node.input(0).replace_source_output(hidden)
         result.output(0).get_tensor().set_names({"logits"})
     model.validate_nodes_and_infer_types()
     return has_runs

@@ -11,20 +11,26 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import openvino as ov
 import pytest
+from openvino._offline_transformations import paged_attention_transformation
 
 import headrace.worker
 from headrace.cli.model_cache import model_directory
+from headrace.worker import model_runner, vocabulary_head
 from headrace.worker.batch import Batch
 from headrace.worker.block_pool import BlockPool
 from headrace.worker.config import ConfigurationError
 from headrace.worker.engine import Engine
+from headrace.worker.fused_projections import fuse_projections
 from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.logits import Logits
 from headrace.worker.model_runner import OpenVINOModelRunner
 from headrace.worker.request import Request, SamplingParams
+from headrace.worker.sampled_rows import gathered
 from headrace.worker.sampler import BatchSampler
 from headrace.worker.scheduler import Scheduler
+from headrace.worker.vocabulary_head import replace_head
 from tests.e2e.serving import MODEL, headrace
 
 NUM_BLOCKS = 600
@@ -147,6 +153,36 @@ def test_sixteen_identical_prompts_at_once_are_computed_once(default: RealEngine
     engine = default.fresh()
     default.run(engine, [prompt_of(5, 1000)] * 16)
     assert engine.scheduler.stats.prompt_tokens_computed == 1000 + 15 * 2
+
+
+def test_a_graph_made_anew_gives_the_bits_of_the_model_as_it_is(
+    default: RealEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where query, key and value are three products, and all rows go through the last layer."""
+    monkeypatch.setattr(model_runner, "fuse_projections", lambda model: 0)
+    monkeypatch.setattr(vocabulary_head, "states_of_rows", lambda states, rows, model: gathered(states, rows))
+    plain = real_engine("performance")
+    prompts = [prompt_of(50 + i, 3 + 40 * i) for i in range(6)]
+    ours, theirs = (engine.run(engine.fresh(budget=100), prompts, 5) for engine in (default, plain))
+    assert texts(ours) == texts(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same_bits(default.logits[one], plain.logits[other])
+
+
+def test_the_graph_has_one_product_for_query_key_and_value_and_one_layer_of_sampled_rows(default: RealEngine) -> None:
+    model = ov.Core().read_model(model_directory(MODEL) / "openvino_model.xml")
+    paged_attention_transformation(model)
+    num_layers = sum(node.get_type_name() == "PagedAttentionExtension" for node in model.get_ops())
+    assert fuse_projections(model) == num_layers == 30
+    replace_head(model, is_bfloat16=False)
+    nodes = model.get_ordered_ops()
+    rows = next(node for node in nodes if "rows" in node.output(0).get_names())
+    where = [port.get_node().get_friendly_name() for port in rows.output(0).get_target_inputs()]
+    names = [node.get_friendly_name() for node in nodes]
+    products = [index for index, node in enumerate(nodes) if node.get_type_name() == "MatMul"]
+    # What the last attention gives, and the states beside it; then come the layer's other products, and the logits.
+    assert len(where) == 2
+    assert sum(index > max(map(names.index, where)) for index in products) == 4 + 1
 
 
 def texts(requests: Sequence[Request]) -> list[list[int]]:

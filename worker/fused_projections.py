@@ -1,0 +1,153 @@
+"""Query, key and value of an attention as one product instead of three, for they multiply the same hidden states.
+
+Each product of a step costs some 20 us beside its arithmetic: its input is quantised and the threads meet twice. That
+is a good part of a decode step of a small model. docs/decisions/0027 has measurements, and why gates are left alone.
+
+Weights are put together as they are stored, so that every number of them, and its scale, stays what it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import openvino as ov
+from openvino import opset13
+
+# How weights are decompressed. Other nodes are not known to keep rows apart.
+_ELEMENTWISE = {"Subtract": opset13.subtract, "Multiply": opset13.multiply}
+_QUERY_KEY_VALUE = range(3)
+
+
+def fuse_projections(model: ov.Model) -> int:
+    """Fuse what can be of a model with PagedAttention; the number of fused products."""
+    num_fused = 0
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "PagedAttentionExtension":
+            continue
+        groups: dict[object, list[ov.Node]] = {}
+        for index in _QUERY_KEY_VALUE:
+            product = _projection(node.input_value(index))
+            if product is not None:
+                groups.setdefault(_likeness(product), []).append(product)
+        num_fused += sum(fuse(products) for products in groups.values() if len(products) > 1)
+    model.validate_nodes_and_infer_types()
+    return num_fused
+
+
+def _projection(output: ov.Output) -> ov.Node | None:
+    """The one product with weights that an input of an attention comes from."""
+    seen, found, waiting = set(), [], [output.get_node()]
+    while waiting:
+        node = waiting.pop()
+        if node.get_friendly_name() in seen:
+            continue
+        seen.add(node.get_friendly_name())
+        if node.get_type_name() == "MatMul" and is_constant(node.input_value(1)):
+            found.append(node)
+        else:
+            waiting += [value.get_node() for value in node.input_values()]
+    return found[0] if len(found) == 1 else None
+
+
+def is_constant(output: ov.Output) -> bool:
+    """Whether nothing that changes from step to step is in it."""
+    node = output.get_node()
+    values = node.input_values()
+    return all(map(is_constant, values)) if values else node.get_type_name() == "Constant"
+
+
+def _likeness(product: ov.Node) -> object:
+    """Equal for products of the same states with weights that are stored in the same way."""
+    source = product.input_value(0)
+    attributes = product.get_attributes()
+    order = (attributes["transpose_a"], attributes["transpose_b"])
+    return source.get_node().get_friendly_name(), source.get_index(), order, _storage(product.input_value(1))
+
+
+def _storage(output: ov.Output) -> object:
+    node = output.get_node()
+    parts = tuple(_storage(value) for value in node.input_values())
+    is_pattern = output.get_element_type() == ov.Type.i64
+    shape = () if is_pattern else tuple(output.get_shape())[1:]
+    return node.get_type_name(), output.get_element_type().get_type_name(), shape, parts
+
+
+def fuse(products: Sequence[ov.Node]) -> bool:
+    """Let one product compute what several of the same states do, and what is added to each of their columns; false if
+    their weights cannot be put together."""
+    attributes = products[0].get_attributes()
+    weights = _stacked([product.input_value(1) for product in products], axis=0)
+    if attributes["transpose_a"] or not attributes["transpose_b"] or weights is None:
+        return False
+    fused = opset13.matmul(products[0].input_value(0), weights, False, True)
+    ends = list(products)
+    sums = [_bias_of(product) for product in products]
+    if all(sums):
+        biases = _stacked([bias for _, bias in filter(None, sums)], axis=-1)
+        if biases is not None:
+            fused = opset13.add(fused, biases)
+            ends = [add for add, _ in filter(None, sums)]
+    lengths = [product.get_output_partial_shape(0)[-1].get_length() for product in products]
+    parts = opset13.variadic_split(fused, opset13.constant(np.int64(-1)), opset13.constant(np.array(lengths)))
+    for index, end in enumerate(ends):
+        end.output(0).replace(parts.output(index))
+    return True
+
+
+def _bias_of(product: ov.Node) -> tuple[ov.Node, ov.Output] | None:
+    """The sum of a product with one number for each of its columns, and these."""
+    users = [port.get_node() for port in product.output(0).get_target_inputs()]
+    if len(users) != 1 or users[0].get_type_name() != "Add":
+        return None
+    length = product.get_output_partial_shape(0)[-1].get_length()
+    for value in users[0].input_values():
+        if is_constant(value) and value.get_shape()[-1:] == [length] and math.prod(value.get_shape()) == length:
+            return users[0], value
+    return None
+
+
+def _stacked(outputs: Sequence[ov.Output], axis: int) -> ov.Node | None:
+    """What the outputs of equal graphs of constants are, one behind the other; None if that is not known."""
+    nodes = [output.get_node() for output in outputs]
+    kind = nodes[0].get_type_name()
+    if any(node.get_type_name() != kind for node in nodes):
+        return None
+    if kind == "Constant":
+        return _stacked_constants(nodes, axis)
+    inputs = [[node.input_value(index) for node in nodes] for index in range(nodes[0].get_input_size())]
+    if kind == "Convert":
+        values = _stacked(inputs[0], axis)
+        return None if values is None else opset13.convert(values, outputs[0].get_element_type().get_type_name())
+    if kind == "Reshape":
+        values = _stacked(inputs[0], axis)
+        shapes = [list(output.get_shape()) for output in outputs]
+        shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        return None if values is None or axis else opset13.reshape(values, opset13.constant(np.array(shape)), False)
+    if kind in _ELEMENTWISE:
+        left, right = (_stacked(values, axis) for values in inputs)
+        return None if left is None or right is None else _ELEMENTWISE[kind](left, right)
+    return None
+
+
+def _stacked_constants(constants: Sequence[ov.Node], axis: int) -> ov.Node | None:
+    shapes = [list(constant.get_output_shape(0)) for constant in constants]
+    kind = constants[0].get_output_element_type(0)
+    if any(constant.get_output_element_type(0) != kind for constant in constants):
+        return None
+    parts = [np.asarray(constant.data).reshape(-1).view(np.uint8) for constant in constants]
+    if not shapes[0] or all(shape[axis] == 1 for shape in shapes):
+        # One number for all rows stays that if it is the same everywhere.
+        is_same = all(np.array_equal(part, parts[0]) for part in parts)
+        return constants[0] if is_same else None
+    lengths = [math.prod(shape) for shape in shapes]
+    is_behind = axis == 0 or all(length == shape[-1] for length, shape in zip(lengths, shapes, strict=True))
+    if not is_behind or any(length * kind.bitwidth % 8 for length in lengths):
+        return None
+    shape = shapes[0].copy()
+    shape[axis] = sum(shape[axis] for shape in shapes)
+    # A tensor of OpenVINO's own: the constant refers to its memory.
+    stacked = ov.Tensor(kind, ov.Shape(shape))
+    np.concatenate(parts, out=stacked.data.reshape(-1).view(np.uint8))
+    return opset13.constant(stacked)
