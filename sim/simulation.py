@@ -107,7 +107,9 @@ class Simulation:
         self._rng = rng
         self._delay_s = 0.0 if exact else settings.report_delay_s
         self.clock = VirtualClock()
-        self.workers = [SimulatedWorker(settings.worker, reports_every_step=exact) for _ in range(count)]
+        self.workers = [
+            SimulatedWorker(settings.worker, lambda: self.clock.now_s, reports_every_step=exact) for _ in range(count)
+        ]
         self.routers = [
             SimulatedRouter(
                 kind.make(count, random.Random(rng.random())), count, settings.worker.block_size, is_exact=exact

@@ -9,7 +9,7 @@ Pure: the caller keeps time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +22,7 @@ from headrace.worker.engine_thread import REPORT_INTERVAL_S, observe_step, repor
 from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.request import Request, RequestOutput
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput
+from headrace.worker.step_cost import StepCostModel
 from headrace.worker.step_rates import StepRates
 
 
@@ -57,11 +58,16 @@ class Report(NamedTuple):
 class SimulatedWorker:
     """One worker. `begin_step` and `end_step` alternate."""
 
-    def __init__(self, settings: WorkerSettings, *, reports_every_step: bool = False) -> None:
+    def __init__(
+        self, settings: WorkerSettings, clock: Callable[[], float], *, reports_every_step: bool = False
+    ) -> None:
         self.settings = settings
         self.num_taken = 0
         pool = BlockPool(settings.num_blocks, settings.block_size)
-        self.scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens, clock=clock
+        )
+        self.scheduler.step_cost = StepCostModel(token_ms=settings.cost.per_padding)
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
         self._engine.padding.change_ms, self._engine.padding.token_ms = settings.cost.change, settings.cost.per_padding

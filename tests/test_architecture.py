@@ -35,6 +35,7 @@ SIM_MAY_IMPORT = {
     "worker.kv_cache",
     "worker.request",
     "worker.scheduler",
+    "worker.step_cost",
     "worker.step_rates",
 }
 

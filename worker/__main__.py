@@ -42,6 +42,7 @@ from headrace.worker.memory import GIB, available_bytes, available_on_node, kv_c
 from headrace.worker.model_dir import ModelDir, read_model_dir
 from headrace.worker.numa import bind_memory, num_threads_for
 from headrace.worker.observer import RequestObserver
+from headrace.worker.pauses import Pauses
 from headrace.worker.registration import REDIS_TIMEOUT_S, RedisLease, Registration
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
@@ -103,6 +104,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         config.max_num_seqs,
         config.max_num_batched_tokens,
         target_step_ms=config.target_tpot_ms,
+        pauses=Pauses(config.max_pause_ms / 1000),
     )
     # The first pages are taken while the first kernels are made: a quarter of a second less until the worker is ready.
     touching = threading.Thread(target=runner.touch, name="touch")
@@ -318,6 +320,12 @@ def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
     "--target-tpot-ms",
     type=click.FloatRange(0, min_open=True),
     help="Cut prompts so that running streams get a token this often; by default the largest step decides.",
+)
+@click.option(
+    "--max-pause-ms",
+    type=click.FloatRange(0),
+    default=200.0,
+    help="About how long running streams wait for prompts, a quarter of the time at most; not with --target-tpot-ms.",
 )
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Most requests waiting.")
 @click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most; by default the model's.")

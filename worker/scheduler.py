@@ -4,9 +4,9 @@ Requests stand in two lists in order of rank: `waiting` and `running`. Rank is p
 reads the answer, which went on elsewhere and was cut off there, then arrival. A step
 
 1. admits waiting requests while the batch and the cache have room,
-2. shares the token budget: one token for each request that has caught up; of what is left, a quarter for the
-   first in rank, so that the longest prompt goes on, and the rest by shortest remaining, resumed ones first, so that
-   short prompts do not stand behind long ones,
+2. shares the token budget: one token for each request that has caught up, unless these pause; of what is left, an
+   eighth for the first in rank, so that the longest prompt goes on, and the rest by what remains to compute less the
+   time waited, resumed ones first, so that short prompts do not stand behind long ones, nor overtake them near the end,
 3. reserves blocks in order of rank, taking them from the last in rank when the pool is short.
 """
 
@@ -20,11 +20,14 @@ from typing import NamedTuple
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.kv_cache import BlockCopy, KVCacheManager
+from headrace.worker.pauses import Pauses
 from headrace.worker.request import FinishReason, Request, RequestOutput, RequestState
 from headrace.worker.step_cost import StepCostModel, StepShape
 
 # Part of the budget for catching up that is kept for the first in rank.
-FIRST_IN_RANK_SHARE = 4
+FIRST_IN_RANK_SHARE = 8
+# Waiting for longer brings no prompt further forward: where more comes than can be computed, the shortest go first.
+MAX_CREDIT_S = 0.5
 # Room with which any number of tokens can be begun, so that the first in rank always goes on; see chunk_of.
 MIN_CHUNK_ROOM = 3
 # Tokens for catching up that a step has even where running streams then miss their time per token.
@@ -102,6 +105,7 @@ class Scheduler:
     max_num_batched_tokens: int
     step_cost: StepCostModel = field(default_factory=StepCostModel)
     target_step_ms: float | None = None
+    pauses: Pauses = field(default_factory=Pauses)
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -147,8 +151,11 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Empty when nothing can be computed."""
         self._admit()
-        wanted = self._share_budget()
-        scheduled = self._reserve(wanted)
+        may_pause = self.target_step_ms is None
+        scheduled = self._reserve(self._share_budget(may_pause=may_pause))
+        if not scheduled and self.pauses.is_pause:
+            # Prompts that wait for blocks of the streams that would wait for them.
+            scheduled = self._reserve(self._share_budget(may_pause=False))
         num_tokens = sum(num_tokens for _, num_tokens in scheduled)
         return SchedulerOutput(scheduled, num_tokens, self.kv_cache.take_copies())
 
@@ -214,8 +221,9 @@ class Scheduler:
             request.num_cached_tokens += gained
             self.stats.prompt_tokens_cached += gained
 
-    def _share_budget(self) -> dict[Request, int]:
-        """Tokens that each running request should compute. Requests may wait for a block that another computes."""
+    def _share_budget(self, *, may_pause: bool) -> dict[Request, int]:
+        """Tokens that each running request should compute. Requests may wait for a block that another computes, and
+        those that have caught up for the others."""
         wanted: dict[Request, int] = {}
         behind: list[Request] = []
         for request in self.running:
@@ -223,8 +231,11 @@ class Scheduler:
                 wanted[request] = 1
             else:
                 behind.append(request)
-        if behind:
-            self._share_among(behind, self._budget_for_catching_up(wanted, behind), wanted)
+        if behind or self.pauses.is_pause:
+            now_s = self.clock()
+            if self.pauses.decide(now_s, is_wanted=may_pause and bool(wanted and behind)):
+                wanted.clear()
+            self._share_among(behind, self._budget_for_catching_up(wanted, behind), now_s, wanted)
         return wanted
 
     def _budget_for_catching_up(self, decoding: Collection[Request], behind: Sequence[Request]) -> int:
@@ -238,15 +249,16 @@ class Scheduler:
         within = self.step_cost.tokens_within(self.target_step_ms, decoding_alone, longest_past)
         return min(budget, max(MIN_CHUNK, within))
 
-    def _share_among(self, behind: list[Request], budget: int, wanted: dict[Request, int]) -> None:
+    def _share_among(self, behind: list[Request], budget: int, now_s: float, wanted: dict[Request, int]) -> None:
+        if not behind:
+            return
         for request in behind:
             self._count_cached_tokens(request, self.kv_cache.reuse(request))
         first = behind[0]
         for_first = min(first.num_uncomputed_tokens, max(budget // FIRST_IN_RANK_SHARE, MIN_CHUNK_ROOM))
         left = budget - for_first
         begun: set[tuple[int, bytes]] = set()
-        in_turn = sorted(behind, key=lambda request: (not is_urgent(request, first), request.num_uncomputed_tokens))
-        for request in in_turn:
+        for request in sorted(behind, key=lambda request: (not is_urgent(request, first), self._left(request, now_s))):
             floor = for_first if request is first else 0
             if floor + left == 0 or self._is_begun(request, begun):
                 continue
@@ -256,6 +268,11 @@ class Scheduler:
                 wanted[request] = num_tokens
                 left -= num_tokens - floor
                 self._begin(request, num_tokens, begun)
+
+    def _left(self, request: Request, now_s: float) -> float:
+        """Milliseconds that the request still takes, less those that it has waited."""
+        waited_s = min(now_s - request.arrival_s, MAX_CREDIT_S)
+        return request.num_uncomputed_tokens * self.step_cost.token_ms - 1000 * waited_s
 
     def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
         """Whether the request's next block is another's work in this step: after the step it can be found instead of

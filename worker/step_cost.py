@@ -21,11 +21,10 @@ from typing import NamedTuple
 FORGETTING = 0.998
 # Steps before predictions are given.
 MIN_STEPS = 8
-_INITIAL = (5.0, 0.3, 0.05, 0.1)
 _INITIAL_VARIANCE = 1e4
 _MAX_VARIANCE = 1e6
 _OUTLIER = 2.0
-_SIZE = len(_INITIAL)
+_SIZE = 4
 
 
 class StepShape(NamedTuple):
@@ -54,10 +53,11 @@ class StepShape(NamedTuple):
 
 
 class StepCostModel:
-    """Learns a, b, c and d. All costs in milliseconds, none below 0."""
+    """Learns a, b, c and d. All costs in milliseconds, none below 0. `token_ms` is the guess at b to begin with."""
 
-    def __init__(self) -> None:
-        self._weights = list(_INITIAL)
+    def __init__(self, *, token_ms: float = 0.3) -> None:
+        self._weights = [5.0, token_ms, 0.05, 0.1]
+        self._guessed_token_ms = token_ms
         self._covariance = [[_INITIAL_VARIANCE if i == j else 0.0 for j in range(_SIZE)] for i in range(_SIZE)]
         self._num_steps = 0
 
@@ -65,6 +65,11 @@ class StepCostModel:
     def is_learned(self) -> bool:
         """Whether enough steps were seen."""
         return self._num_steps >= MIN_STEPS
+
+    @property
+    def token_ms(self) -> float:
+        """Cost of a token of a prompt, without attention. A guess until enough steps were seen."""
+        return max(0.0, self._weights[1]) if self.is_learned else self._guessed_token_ms
 
     def predict_ms(self, shape: StepShape) -> float:
         """Cost of a step."""

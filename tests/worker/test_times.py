@@ -43,12 +43,13 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
     return {sample.name: sample.value for sample in samples if not sample.name.endswith(("_bucket", "_created"))}
 
 
-def test_the_clock_is_read_three_times_a_request_however_long_its_answer() -> None:
+def test_the_clock_is_not_read_for_the_tokens_of_an_answer() -> None:
     engine = make_engine()
     ticking(engine)
-    request = engine.request(list(range(100)), max_tokens=50)
+    request = engine.request(list(range(10)), max_tokens=50)
     engine.run()
-    assert (request.scheduled_s, request.first_token_s, request.ended_s) == (1.0, 2.0, 3.0)
+    # The second time is for the order of prompts, of which this is the only one.
+    assert (request.scheduled_s, request.first_token_s, request.ended_s) == (1.0, 3.0, 4.0)
 
 
 def test_a_preempted_request_keeps_the_times_of_its_first_run() -> None:

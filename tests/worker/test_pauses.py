@@ -1,0 +1,101 @@
+"""Streams that wait for prompts: how long in a row, and how much in all."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from headrace.worker.pauses import LONGEST_S, SHARE, Pauses
+from tests.worker.conftest import EngineUnderTest, make_engine
+
+
+def pauses_of(steps_s: list[float], *, wanted: list[bool] | None = None) -> list[bool]:
+    """What is decided of steps that take so long."""
+    pauses, now_s, found = Pauses(), 100.0, []
+    for number, step_s in enumerate(steps_s):
+        is_wanted = wanted[number] if wanted else True
+        found.append(pauses.decide(now_s, is_wanted=is_wanted))
+        now_s += step_s
+    return found
+
+
+def test_streams_wait_for_prompts_at_once_and_about_as_long_as_they_may() -> None:
+    assert pauses_of([0.06] * 8)[:6] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("step_s", [0.003, 0.06, 0.5])
+def test_where_prompts_never_end_streams_wait_for_their_share_of_the_time(step_s: float) -> None:
+    found = pauses_of([step_s] * 4000)
+    assert sum(found) / len(found) == pytest.approx(SHARE, abs=LONGEST_S / (4000 * step_s) + 0.01)
+
+
+def test_what_streams_give_is_saved_up_to_one_pause() -> None:
+    found = pauses_of([0.06] * 400 + [0.06] * 20, wanted=[False] * 400 + [True] * 20)
+    assert sum(found[400:]) <= (LONGEST_S + SHARE * 20 * 0.06) / 0.06 + 1
+
+
+def test_nobody_waits_if_pauses_are_off() -> None:
+    pauses = Pauses(0.0)
+    assert not any(pauses.decide(float(second), is_wanted=True) for second in range(100))
+
+
+def timed_engine(step_s: float) -> EngineUnderTest:
+    """Its clock goes on by so much with each step."""
+    engine = make_engine(num_blocks=1000, max_num_batched_tokens=64)
+    now = [0.0]
+    engine.scheduler.clock = lambda: now[0]
+    run = engine.runner.run
+
+    def tick():  # type: ignore[no-untyped-def]
+        now[0] += step_s
+        return run()
+
+    engine.runner.run = tick  # type: ignore[method-assign]
+    return engine
+
+
+def test_prompts_go_first_for_a_while_then_streams_go_on_beside_them() -> None:
+    engine = timed_engine(0.05)
+    stream = engine.request([1, 2, 3], max_tokens=60)
+    engine.step()
+    long = engine.request(list(range(10, 900)), max_tokens=1)
+    counts = []
+    while long not in engine.last:
+        engine.step()
+        counts.append(len(engine.tokens[stream]))
+    waits = [later == earlier for earlier, later in itertools.pairwise(counts)]
+    assert counts[5] == 1, "six steps of 50 ms are for the prompt alone"
+    assert counts[6] == 2
+    assert sum(waits[5:]) <= len(waits[5:]) / 3
+    engine.run()
+
+
+def test_with_a_target_for_the_time_per_token_nobody_waits() -> None:
+    engine = timed_engine(0.05)
+    engine.scheduler.target_step_ms = 1000.0
+    stream = engine.request([1, 2, 3], max_tokens=60)
+    engine.step()
+    engine.request(list(range(10, 300)), max_tokens=1)
+    engine.step()
+    assert len(engine.tokens[stream]) == 2
+    engine.run()
+
+
+def test_a_prompt_that_has_waited_is_not_overtaken_near_its_end_and_before_that_it_is() -> None:
+    """A step is 20 ms, a token 0.3 ms: a prompt of 640 tokens, and short ones when 500 and when 64 of it are left."""
+    engine = timed_engine(0.02)
+    long = engine.request(list(range(640)), max_tokens=1)
+    engine.step()
+    early = engine.request([901] * 20, max_tokens=1)
+    early.arrival_s = engine.scheduler.clock()
+    engine.step()
+    assert early in engine.last
+    while long.num_uncomputed_tokens > 70:
+        engine.step()
+    late = engine.request([902] * 60, max_tokens=1)
+    late.arrival_s = engine.scheduler.clock()
+    while long not in engine.last:
+        assert late not in engine.last
+        engine.step()
+    engine.run()
