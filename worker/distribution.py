@@ -229,10 +229,11 @@ def choose(weights: DoubleArray, filters: Filters, totals: DoubleArray, quantile
 def _pick(weights: npt.NDArray[np.floating], targets: DoubleArray) -> IndexArray:
     """The first column of each row at which the running sum is over the target; the last with weight at the most."""
     reach = np.cumsum(weights, axis=1, dtype=np.float64)
-    column = (reach <= targets[:, None]).sum(axis=1)
-    last = weights.shape[1] - 1 - (weights[:, ::-1] > 0).argmax(axis=1)
-    picked: IndexArray = np.minimum(column, last)
-    return picked
+    column: IndexArray = (reach <= targets[:, None]).sum(axis=1)
+    beyond = np.flatnonzero(reach[:, -1] <= targets)
+    if len(beyond):
+        column[beyond] = weights.shape[1] - 1 - (weights[beyond, ::-1] > 0).argmax(axis=1)
+    return column
 
 
 def _weights(values: FloatArray, best: FloatArray, inverse_temperatures: FloatArray) -> FloatArray:

@@ -45,9 +45,7 @@ def length_of(vocab_size: int) -> int:
 
 def float_of(bits: HalfArray) -> FloatArray:
     """bfloat16 as float32."""
-    wide = bits.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
+    return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
 
 
 def all_of(firsts: IndexArray, counts: IndexArray) -> IndexArray:
@@ -174,7 +172,9 @@ class Logits:
         num_rows, vocab_size = self.shape
         length = length_of(vocab_size)
         if vocab_size % length == 0:
-            values = self._floats(self.values.reshape(num_rows, -1, length)[rows, runs])
+            # A third of the time of an index of two arrays.
+            in_runs = self.values.reshape(-1, length)
+            values = self._floats(in_runs.take(rows * (vocab_size // length) + runs, axis=0))
         else:
             token_ids = runs[:, None] * length + np.arange(length)
             values = self._floats(self.values[rows[:, None], np.minimum(token_ids, vocab_size - 1)])
