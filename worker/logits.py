@@ -169,7 +169,7 @@ class Logits:
 
     def gather(self, rows: IndexArray, runs: IndexArray) -> FloatArray:
         """`[len(rows), length]`: some runs of some rows; behind the end of the vocabulary there is minus infinity."""
-        num_rows, vocab_size = self.shape
+        vocab_size = self.shape[1]
         length = length_of(vocab_size)
         if vocab_size % length == 0:
             # A third of the time of an index of two arrays.

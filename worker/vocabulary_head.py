@@ -134,6 +134,10 @@ class HeadRequest:
         self._num_parts = 1 if row_sums is None else row_sums.num_parts
         self._sums_requests = None if row_sums is None else row_sums.create_requests()
         self._inverse_temperatures = _NO_TEMPERATURES
+        # To find a tensor by its name, OpenVINO looks at those of all inputs, the cache's too.
+        names = [port.any_name for port in request.model_outputs]
+        self._logits = names.index("logits")
+        self._maxima = names.index("maxima") if row_sums is not None else -1
 
     def bind(self, rows: npt.NDArray[np.int64], inverse_temperatures: FloatArray, sums: Sums) -> None:
         """Let the next run give logits of `rows`, and where the model can, `sums` at `inverse_temperatures` `[rows]`.
@@ -141,8 +145,10 @@ class HeadRequest:
         self._sums = Sums.NONE if self._sums_requests is None else sums
         self._num_rows = len(rows)
         if self._sums is not Sums.NONE:
-            padding = (0, -len(rows) % self._num_parts)
-            rows, inverse_temperatures = np.pad(rows, padding), np.pad(inverse_temperatures, padding)
+            num_missing = -len(rows) % self._num_parts
+            if num_missing:
+                rows = np.pad(rows, (0, num_missing))
+                inverse_temperatures = np.pad(inverse_temperatures, (0, num_missing))
             self._inverse_temperatures = inverse_temperatures
         self._inputs.set("rows", rows)
 
@@ -152,29 +158,29 @@ class HeadRequest:
         if self._sums_requests is None or self._sums is Sums.NONE:
             return
         request = self._sums_requests[self._sums]
-        for name in ("logits", "maxima"):
-            request.set_tensor(name, self._request.get_tensor(name))
+        for index, output in enumerate((self._logits, self._maxima)):
+            request.set_input_tensor(index, self._request.get_output_tensor(output))
         temperatures = self._inverse_temperatures[:, None, None]
-        request.set_tensor("inverse_temperatures", ov.Tensor(temperatures, shared_memory=True))
+        request.set_input_tensor(2, ov.Tensor(temperatures, shared_memory=True))
         request.infer()
 
     def logits(self) -> Logits:
         """What the last run gave: views that the next one overwrites."""
-        values = self._read(self._request, "logits").reshape(-1, self._vocab_size)
+        values = self._read(self._request, self._logits).reshape(-1, self._vocab_size)
         if self._sums_requests is None:
             return Logits(values)
-        maxima = self._read(self._request, "maxima")
+        maxima = self._read(self._request, self._maxima)
         maxima = without_lowest(float_of(maxima) if maxima.dtype == np.uint16 else maxima)[..., 0]
         if self._sums is Sums.NONE:
             return Logits(values, Reduction(maxima, maxima[:, :0]))
         request = self._sums_requests[self._sums]
-        reduction = Reduction(maxima, self._read(request, "sums"))
+        reduction = Reduction(maxima, self._read(request, 0))
         has_model = self._sums is Sums.DRAWN_AND_MODEL
-        return Logits(values, reduction, self._read(request, "model_sums") if has_model else None)
+        return Logits(values, reduction, self._read(request, 1) if has_model else None)
 
-    def _read(self, request: ov.InferRequest, name: str) -> Any:
+    def _read(self, request: ov.InferRequest, output: int) -> Any:
         """float32, or the bits of bfloat16, for which numpy has no name."""
-        values = request.get_tensor(name).data[: self._num_rows]
+        values = request.get_output_tensor(output).data[: self._num_rows]
         return values.view(np.uint16) if values.dtype == np.float16 else values
 
 
