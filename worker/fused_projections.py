@@ -53,9 +53,14 @@ def _projection(output: ov.Output) -> ov.Node | None:
 
 def is_constant(output: ov.Output) -> bool:
     """Whether nothing that changes from step to step is in it."""
-    node = output.get_node()
-    values = node.input_values()
-    return all(map(is_constant, values)) if values else node.get_type_name() == "Constant"
+    waiting = [output]
+    while waiting:
+        part = waiting.pop()
+        values = part.get_node().input_values()
+        if part.get_partial_shape().is_dynamic or not (values or part.get_node().get_type_name() == "Constant"):
+            return False
+        waiting += values
+    return True
 
 
 def _likeness(product: ov.Node) -> object:

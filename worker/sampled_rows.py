@@ -73,14 +73,20 @@ def _users(output: ov.Output) -> list[ov.Node]:
     return [port.get_node() for port in output.get_target_inputs()]
 
 
+def _rank(output: ov.Output) -> int:
+    """Number of dimensions; -1 if that is not known."""
+    rank = output.get_partial_shape().rank
+    return int(rank.get_length()) if rank.is_static else -1
+
+
 def _is_row_wise(node: ov.Node) -> bool:
     kind = node.get_type_name()
     if kind == "MatMul":
         return is_constant(node.input_value(1)) and not node.get_attributes()["transpose_a"]
     if kind in _REDUCTIONS:
-        rank = node.get_input_partial_shape(0).rank.get_length()
+        rank = _rank(node.input_value(0))
         axes = node.input_value(1).get_node()
-        is_known = axes.get_type_name() == "Constant" and node.get_attributes()["keep_dims"]
+        is_known = rank > 1 and axes.get_type_name() == "Constant" and node.get_attributes()["keep_dims"]
         return is_known and all(axis in {-1, rank - 1} for axis in np.asarray(axes.data).reshape(-1).tolist())
     return kind in _ELEMENTWISE
 
@@ -90,13 +96,13 @@ def _entries(tail: Sequence[ov.Node]) -> list[ov.Input] | None:
     names = {node.get_friendly_name() for node in tail}
     entries = []
     for node in tail:
-        rank = node.get_output_partial_shape(0).rank.get_length()
+        rank = _rank(node.output(0))
         for port in node.inputs():
             source = port.get_source_output()
             if source.get_node().get_friendly_name() in names or is_constant(source):
                 continue
             shape = source.get_partial_shape()
-            if shape.rank.is_dynamic or shape.rank.get_length() != rank or shape[0].is_static:
+            if rank < 2 or _rank(source) != rank or shape[0].is_static:
                 return None
             if any(dimension.is_dynamic for dimension in list(shape)[1:-1]):
                 return None

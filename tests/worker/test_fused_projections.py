@@ -10,7 +10,7 @@ import openvino as ov
 import pytest
 from openvino import opset13
 
-from headrace.worker.fused_projections import fuse
+from headrace.worker.fused_projections import fuse, is_constant
 
 HIDDEN, GROUP = 64, 32
 LENGTHS = (48, 16, 16)
@@ -114,3 +114,15 @@ def test_what_cannot_be_put_together_is_left_alone(weights: Sequence[Weights]) -
     assert num_products(model) == 3
     for one, other in zip(outputs(model), before, strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("length", [-1, 4])
+def test_what_is_constant_is_told_of_models_of_any_depth(length: int) -> None:
+    values = opset13.parameter([length, 8], np.float32, "values")
+    weights = opset13.constant(np.ones((1, 8), np.float32))
+    assert is_constant(weights.output(0))
+    assert not is_constant(values.output(0))
+    for _ in range(3000):
+        values, weights = opset13.add(values, opset13.constant(np.float32(1))), opset13.relu(weights)
+    assert is_constant(weights.output(0))
+    assert not is_constant(values.output(0))
