@@ -85,6 +85,11 @@ def is_urgent(request: Request, first: Request) -> bool:
     return request.is_resumed and request.priority >= first.priority
 
 
+def is_worth_pausing(caught_up: Sequence[Request], behind: Sequence[Request]) -> bool:
+    """Whether there are prompts that streams may wait for, both in order of rank: not for those of lower priority."""
+    return bool(caught_up and behind) and behind[0].priority >= caught_up[0].priority
+
+
 def chunk_of(remaining: int, room: int) -> int:
     """The most of `remaining` tokens to compute now, `room` at most, so that no token of several is ever computed
     alone: a lone token goes through other kernels, with other bits (docs/decisions/0006). 0 if that cannot be."""
@@ -233,7 +238,7 @@ class Scheduler:
                 behind.append(request)
         if behind or self.pauses.is_pause:
             now_s = self.clock()
-            if self.pauses.decide(now_s, is_wanted=may_pause and bool(wanted and behind)):
+            if self.pauses.decide(now_s, is_wanted=may_pause and is_worth_pausing(list(wanted), behind)):
                 wanted.clear()
             self._share_among(behind, self._budget_for_catching_up(wanted, behind), now_s, wanted)
         return wanted

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
 from headrace.worker.pauses import LONGEST_S, SHARE, Pauses
-from tests.worker.conftest import EngineUnderTest, make_engine
+from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
+from tests.worker.fake_runner import expected_tokens
 
 
 def pauses_of(steps_s: list[float], *, wanted: list[bool] | None = None) -> list[bool]:
@@ -82,6 +84,17 @@ def test_with_a_target_for_the_time_per_token_nobody_waits() -> None:
     engine.run()
 
 
+@pytest.mark.parametrize(("priority", "waits"), [(-1, False), (0, True), (1, True)])
+def test_streams_do_not_wait_for_prompts_of_lower_priority(priority: int, waits: bool) -> None:
+    engine = timed_engine(0.05)
+    stream = engine.request([1, 2, 3], max_tokens=60)
+    engine.step()
+    engine.request(list(range(10, 300)), max_tokens=1, priority=priority)
+    engine.step()
+    assert len(engine.tokens[stream]) == (1 if waits else 2)
+    engine.run()
+
+
 def test_a_prompt_that_has_waited_is_not_overtaken_near_its_end_and_before_that_it_is() -> None:
     """A step is 20 ms, a token 0.3 ms: a prompt of 640 tokens, and short ones when 500 and when 64 of it are left."""
     engine = timed_engine(0.02)
@@ -99,3 +112,39 @@ def test_a_prompt_that_has_waited_is_not_overtaken_near_its_end_and_before_that_
         assert late not in engine.last
         engine.step()
     engine.run()
+
+
+class Sometimes(Pauses):
+    """Streams wait but for one step in `every`."""
+
+    def __init__(self, every: int, first: int) -> None:
+        super().__init__()
+        self._numbers = itertools.count(first)
+        self._every = every
+
+    def decide(self, now_s: float, *, is_wanted: bool) -> bool:
+        self.is_pause = is_wanted and next(self._numbers) % self._every != 0
+        return self.is_pause
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_where_streams_hold_the_blocks_that_prompts_want_every_step_computes_something(seed: int) -> None:
+    """Of these, seed 9 has a prompt that gives way to the streams that wait for it."""
+    rng = random.Random(seed)
+    every, first = rng.choice([2, 3, 4]), rng.randrange(4) + 1
+    engine = make_engine(
+        num_blocks=rng.randrange(10, 30), max_num_batched_tokens=rng.choice([8, 12, 16]), max_num_seqs=6
+    )
+    engine.scheduler.pauses = Sometimes(every, first)
+    expected = {}
+    for _ in range(rng.randrange(3, 9)):
+        prompt = [rng.randrange(900) for _ in range(rng.randrange(2, 30))]
+        request = engine.request(prompt, max_tokens=rng.randrange(1, 12))
+        expected[request] = expected_tokens(prompt, request.sampling.max_tokens, VOCAB_SIZE)
+        for _ in range(rng.randrange(4)):
+            engine.step()
+    while engine.scheduler.has_requests:
+        num_steps = engine.engine.stats.num_steps
+        engine.step()
+        assert engine.engine.stats.num_steps == num_steps + 1
+    assert engine.tokens == expected
