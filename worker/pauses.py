@@ -2,7 +2,7 @@
 
 A stream that a person reads can wait for a fifth of a second once in a while, but not all the time. So streams give
 prompts a share of their time, which is saved up to one such wait. Under a light load that is as if prompts went first;
-where prompts never end, streams are slower by that share at most.
+where prompts never end, streams give that share and no more.
 
 Pure.
 """
