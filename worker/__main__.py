@@ -104,7 +104,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         config.max_num_seqs,
         config.max_num_batched_tokens,
         target_step_ms=config.target_tpot_ms,
-        pauses=Pauses(config.max_pause_ms / 1000),
+        pauses=Pauses() if config.max_pause_ms is None else Pauses(config.max_pause_ms / 1000),
     )
     # The first pages are taken while the first kernels are made: a quarter of a second less until the worker is ready.
     touching = threading.Thread(target=runner.touch, name="touch")
@@ -324,8 +324,8 @@ def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
 @click.option(
     "--max-pause-ms",
     type=click.FloatRange(0),
-    default=200.0,
-    help="About how long running streams wait for prompts, a quarter of the time at most; not with --target-tpot-ms.",
+    help="About how long running streams wait for prompts, a quarter of the time at most; by default 200, "
+    "and not at all with --target-tpot-ms.",
 )
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Most requests waiting.")
 @click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most; by default the model's.")
@@ -379,7 +379,9 @@ def main(log_level: str, log_format: str, otlp_endpoint: str | None, kv_cache_gb
 
 
 def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, Any]) -> WorkerConfig:
-    """The flags as one configuration, what was left out filled in."""
+    """The flags as one configuration, what was left out filled in. ConfigurationError for those that exclude others."""
+    if options["target_tpot_ms"] is not None and options["max_pause_ms"]:
+        raise ConfigurationError("streams never wait for prompts with --target-tpot-ms; leave out --max-pause-ms")
     listen, way = options["listen"], way_to_the_fleet(options["routers"], options["redis_url"])
     found = {
         "name": options["name"] or model_dir.resolve().name,

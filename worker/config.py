@@ -32,7 +32,7 @@ class WorkerConfig:
     max_num_waiting: int = 1024
     max_ttft_s: float = 60.0
     target_tpot_ms: float | None = None
-    max_pause_ms: float = 200.0
+    max_pause_ms: float | None = None
     max_context_tokens: int | None = None
     metrics: str | None = None
     tls_dir: Path | None = None

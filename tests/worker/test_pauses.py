@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
+from headrace.worker.__main__ import config_of
+from headrace.worker.config import ConfigurationError
 from headrace.worker.pauses import LONGEST_S, SHARE, Pauses
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
@@ -82,6 +85,11 @@ def test_with_a_target_for_the_time_per_token_nobody_waits() -> None:
     engine.step()
     assert len(engine.tokens[stream]) == 2
     engine.run()
+
+
+def test_a_pause_beside_a_target_for_the_time_per_token_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="leave out --max-pause-ms"):
+        config_of(Path("model"), None, {"target_tpot_ms": 20.0, "max_pause_ms": 100.0})
 
 
 @pytest.mark.parametrize(("priority", "waits"), [(-1, False), (0, True), (1, True)])
