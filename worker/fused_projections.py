@@ -66,9 +66,7 @@ def is_constant(output: ov.Output) -> bool:
 def _likeness(product: ov.Node) -> object:
     """Equal for products of the same states with weights that are stored in the same way."""
     source = product.input_value(0)
-    attributes = product.get_attributes()
-    order = (attributes["transpose_a"], attributes["transpose_b"])
-    return source.get_node().get_friendly_name(), source.get_index(), order, _storage(product.input_value(1))
+    return source.get_node().get_friendly_name(), source.get_index(), _storage(product.input_value(1))
 
 
 def _storage(output: ov.Output) -> object:
@@ -82,9 +80,11 @@ def _storage(output: ov.Output) -> object:
 def fuse(products: Sequence[ov.Node]) -> bool:
     """Let one product compute what several of the same states do, and what is added to each of their columns; false if
     their weights cannot be put together."""
-    attributes = products[0].get_attributes()
+    orders = [product.get_attributes() for product in products]
+    if any(order["transpose_a"] or not order["transpose_b"] for order in orders):
+        return False
     weights = _stacked([product.input_value(1) for product in products], axis=0)
-    if attributes["transpose_a"] or not attributes["transpose_b"] or weights is None:
+    if weights is None:
         return False
     fused = opset13.matmul(products[0].input_value(0), weights, False, True)
     ends = list(products)
@@ -146,6 +146,8 @@ def _stacked_constants(constants: Sequence[ov.Node], axis: int) -> ov.Node | Non
         # One number for all rows stays that if it is the same everywhere.
         is_same = all(np.array_equal(part, parts[0]) for part in parts)
         return constants[0] if is_same else None
+    if any(shape[axis] == 1 for shape in shapes):
+        return None
     lengths = [math.prod(shape) for shape in shapes]
     is_behind = axis == 0 or all(length == shape[-1] for length, shape in zip(lengths, shapes, strict=True))
     if not is_behind or any(length * kind.bitwidth % 8 for length in lengths):
