@@ -22,7 +22,7 @@ from benchmarks.step_cost import NUM_BLOCKS, requests_of
 from headrace.worker.batch import Batch, build_batch, padded
 from headrace.worker.model_runner import OpenVINOModelRunner
 from headrace.worker.numa import usable_cpus
-from headrace.worker.padding import Padding
+from headrace.worker.padding import MIN_PROMPT_STEP, Padding
 
 BATCHES = (4, 8, 16, 32, 64)
 CONTEXT = 256
@@ -32,11 +32,12 @@ POISSON_PER_S = 3.2
 class NoPadding(Padding):
     """Knows what a change costs and lets it happen."""
 
-    def of(self, num_tokens: int) -> int:
+    def of(self, num_tokens: int, *, is_decode: bool) -> int:
         """See Padding."""
-        self.changed = num_tokens != self._num_tokens
-        self._num_tokens = num_tokens
-        return 0
+        least = num_tokens if is_decode else max(num_tokens, MIN_PROMPT_STEP)
+        self.changed = least != self._num_tokens
+        self._num_tokens = least
+        return least - num_tokens
 
 
 def alternated(runner: OpenVINOModelRunner, batches: Sequence[Batch], rounds: int) -> list[float]:

@@ -114,7 +114,7 @@ class SimulatedWorker:
         output = self.scheduler.schedule()
         assert output.scheduled, "there are requests and none can go on"
         cost, padding = self.settings.cost, self._engine.padding
-        num_padding = padding.of(output.num_tokens)
+        num_padding = padding.of(output.num_tokens, is_decode=output.is_decode)
         step = ((request.num_computed_tokens, new) for request, new in output.scheduled)
         self._output = output
         self._step_ms = cost.milliseconds(StepShape.of(step, padding=num_padding, changed=padding.changed))

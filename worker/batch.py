@@ -54,6 +54,11 @@ class Batch:
     sums: Sums
 
     @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one new token."""
+        return len(self.input_ids) == len(self.past_lens)
+
+    @property
     def inverse_temperatures(self) -> npt.NDArray[np.float32]:
         """What the logits of each sampled row are multiplied with before they are weighed."""
         return np.array([request.sampling.inverse_temperature for request in self.sampled], np.float32)

@@ -94,10 +94,6 @@ class _Step(NamedTuple):
     start_s: float
 
     @property
-    def is_decode(self) -> bool:
-        return self.output.num_tokens == len(self.output.scheduled)
-
-    @property
     def requests(self) -> list[Request]:
         return [request for request, _ in self.output.scheduled]
 
@@ -187,10 +183,10 @@ class Engine:
         return True
 
     def _prepare(self, output: SchedulerOutput, start_s: float) -> _Step:
-        num_padding = self.padding.of(output.num_tokens)
+        num_padding = self.padding.of(output.num_tokens, is_decode=output.is_decode)
         # Runs of decode steps are alike: one in four says enough.
         shape = None
-        if output.num_tokens > len(output.scheduled) or self.stats.num_steps % 4 == 0:
+        if not output.is_decode or self.stats.num_steps % 4 == 0:
             shape = StepShape.of((request.num_computed_tokens, new) for request, new in output.scheduled)
             shape = shape._replace(tokens=shape.tokens + num_padding)
         batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
@@ -242,7 +238,7 @@ class Engine:
         ]
 
     def _observe(self, step: _Step, step_s: float) -> None:
-        self.padding.observe(1000 * step_s, is_decode=step.is_decode)
+        self.padding.observe(1000 * step_s, is_decode=step.output.is_decode)
         num_tokens = step.output.num_tokens + step.num_padding
         # The first step with a number of tokens builds kernels for it, which says nothing of others.
         is_first = num_tokens not in self._seen_counts

@@ -23,6 +23,7 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.fused_projections import fuse_projections
 from headrace.worker.kv_arena import KVArena
 from headrace.worker.logits import Logits
+from headrace.worker.padding import MIN_PROMPT_STEP
 from headrace.worker.vocabulary_head import HeadRequest, InputTensors, RowSums, replace_head
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
@@ -100,7 +101,8 @@ class OpenVINOModelRunner:
         slot = self._slots[0]
         for name in _STEP_INPUTS:
             slot.inputs.set(name, getattr(batch, name))
-        slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums)
+        least = 0 if batch.is_decode else MIN_PROMPT_STEP
+        slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
 
     def run(self) -> Logits:
         """Compute the step: logits `[rows, vocab_size]`, rows as the batch says, views that the next run overwrites,

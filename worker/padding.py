@@ -11,12 +11,18 @@ least is taken that one of a step has cost of late, all that the step costs incl
 and nearly right for those with prompts, and so padding can never cost more than it is thought to. Where a token costs
 more than a change, as in large models, nothing is padded.
 
+A step with a prompt has eight tokens at least, and as many rows of logits if any: on some CPUs the products of fewer go
+through other kernels, with other bits (docs/decisions/0006).
+
 Pure.
 """
 
 from __future__ import annotations
 
 import math
+
+# Four and fewer differ on CPUs with AMX.
+MIN_PROMPT_STEP = 8
 
 # Milliseconds by which one observation moves what is believed of the cost of a change, whatever it says.
 _PACE_MS = 0.25
@@ -40,18 +46,19 @@ class Padding:
         self._spent_ms = 0.0
         self._changed_step_ms: float | None = None
 
-    def of(self, num_tokens: int) -> int:
-        """The padding of the next step, which has `num_tokens` tokens to compute."""
-        spare = self._num_tokens - num_tokens
+    def of(self, num_tokens: int, *, is_decode: bool) -> int:
+        """The padding of the next step, which has `num_tokens` tokens to compute. `is_decode` as in `observe`."""
+        least = num_tokens if is_decode else max(num_tokens, MIN_PROMPT_STEP)
+        spare = self._num_tokens - least
         if spare > 0:
             spent_ms = self._spent_ms + spare * self.token_ms
             if spent_ms < self.change_ms:
                 self._spent_ms = spent_ms
                 self.changed = False
-                return spare
+                return self._num_tokens - num_tokens
         self.changed = spare != 0
-        self._num_tokens, self._spent_ms = num_tokens, 0.0
-        return 0
+        self._num_tokens, self._spent_ms = least, 0.0
+        return least - num_tokens
 
     def observe(self, step_ms: float, *, is_decode: bool) -> None:
         """Learn from the step that was decided last. `is_decode`: each of its requests computed one token."""

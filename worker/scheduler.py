@@ -53,6 +53,11 @@ class SchedulerOutput:
     num_tokens: int
     copies: Sequence[BlockCopy]
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request computes one token."""
+        return self.num_tokens == len(self.scheduled)
+
 
 @dataclass(slots=True)
 class SchedulerStats:

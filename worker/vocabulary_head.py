@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ _FULL_BATCH, _PART = 64, 1 << 20
 # By this name the CPU plugin knows nodes behind the last product that may still be bfloat16; others it makes float32,
 # with a copy of all logits for each.
 _STAYS_BFLOAT16 = "enforceBF16evenForGraphTail"
+_Number = TypeVar("_Number", bound=np.generic)
 _NO_TEMPERATURES = np.zeros(0, np.float32)
 
 
@@ -139,18 +140,18 @@ class HeadRequest:
         self._logits = names.index("logits")
         self._maxima = names.index("maxima") if row_sums is not None else -1
 
-    def bind(self, rows: npt.NDArray[np.int64], inverse_temperatures: FloatArray, sums: Sums) -> None:
+    def bind(
+        self, rows: npt.NDArray[np.int64], inverse_temperatures: FloatArray, sums: Sums, *, least: int = 0
+    ) -> None:
         """Let the next run give logits of `rows`, and where the model can, `sums` at `inverse_temperatures` `[rows]`.
-        Without sums there may be fewer of these than rows."""
+        Without sums there may be fewer of these than rows. If any, `least` rows are computed."""
         self._sums = Sums.NONE if self._sums_requests is None else sums
         self._num_rows = len(rows)
+        num_missing = max(0, least - len(rows)) if len(rows) else 0
         if self._sums is not Sums.NONE:
-            num_missing = -len(rows) % self._num_parts
-            if num_missing:
-                rows = np.pad(rows, (0, num_missing))
-                inverse_temperatures = np.pad(inverse_temperatures, (0, num_missing))
-            self._inverse_temperatures = inverse_temperatures
-        self._inputs.set("rows", rows)
+            num_missing += -(len(rows) + num_missing) % self._num_parts
+            self._inverse_temperatures = _padded(inverse_temperatures, num_missing)
+        self._inputs.set("rows", _padded(rows, num_missing))
 
     def run(self) -> None:
         """Compute what was bound, here and in the rest of the model."""
@@ -182,6 +183,10 @@ class HeadRequest:
         """float32, or the bits of bfloat16, for which numpy has no name."""
         values = request.get_output_tensor(output).data[: self._num_rows]
         return values.view(np.uint16) if values.dtype == np.float16 else values
+
+
+def _padded(values: npt.NDArray[_Number], num_missing: int) -> npt.NDArray[_Number]:
+    return np.pad(values, (0, num_missing)) if num_missing else values
 
 
 def _parameter(name: str, shape: list[int], dtype: Any) -> ov.Output:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.worker.padding import Padding
+from headrace.worker.padding import MIN_PROMPT_STEP, Padding
 from tests.worker.conftest import VOCAB_SIZE, make_engine
 from tests.worker.fake_runner import expected_tokens
 
@@ -23,7 +23,7 @@ def believing(change_ms: float, token_ms: float = 1.0) -> Padding:
 
 def paddings(counts: list[int], token_ms: float, change_ms: float) -> list[int]:
     padding = believing(change_ms, token_ms)
-    return [padding.of(count) for count in counts]
+    return [padding.of(count, is_decode=True) for count in counts]
 
 
 def test_a_step_with_one_token_less_is_padded_until_a_change_would_have_been_paid() -> None:
@@ -38,19 +38,30 @@ def test_where_a_token_costs_more_than_a_change_nothing_is_padded() -> None:
     assert paddings([8, 7, 6, 5], 10.0, 5.0) == [0, 0, 0, 0]
 
 
+def test_a_step_with_a_prompt_has_a_least_number_of_tokens() -> None:
+    padding = believing(5.0, 1.0)
+    counts = [2, MIN_PROMPT_STEP - 1, MIN_PROMPT_STEP, MIN_PROMPT_STEP + 3, 4, 4, 4]
+    assert [count + padding.of(count, is_decode=False) for count in counts] == [
+        *[MIN_PROMPT_STEP] * 3,
+        MIN_PROMPT_STEP + 3,
+        *[MIN_PROMPT_STEP + 3, MIN_PROMPT_STEP, MIN_PROMPT_STEP],
+    ]
+    assert padding.changed is False
+
+
 def test_before_both_costs_are_known_nothing_is_padded() -> None:
     for padding in (Padding(), believing(0.0, 0.0), believing(5.0, math.inf)):
-        assert [padding.of(count) for count in (8, 7, 6)] == [0, 0, 0]
+        assert [padding.of(count, is_decode=True) for count in (8, 7, 6)] == [0, 0, 0]
 
 
 def test_a_token_costs_the_least_that_one_of_a_step_has_cost_of_late() -> None:
     padding = believing(5.0, math.inf)
     for count, is_decode, step_ms in ((256, False, 400.0), (8, True, 11.0), (256, False, 64.0), (8, True, 11.0)):
-        padding.of(count)
+        padding.of(count, is_decode=is_decode)
         padding.observe(step_ms, is_decode=is_decode)
     assert padding.token_ms == pytest.approx(0.25, rel=0.01)
     for _ in range(6000):
-        padding.of(8)
+        padding.of(8, is_decode=True)
         padding.observe(11.0, is_decode=True)
     assert padding.token_ms == pytest.approx(11 / 8)
 
@@ -60,7 +71,7 @@ def test_after_a_prompt_a_decode_step_is_never_padded_to_its_size() -> None:
     padding, rng = Padding(), random.Random(2)
     for _ in range(200):
         for count in (256, *[8] * 20):
-            more = padding.of(count)
+            more = padding.of(count, is_decode=count == 8)
             assert more < 30
             step_ms = 8.0 + 0.22 * (count + more) + (5.0 if padding.changed else 0.0) + rng.expovariate(1.0)
             padding.observe(step_ms, is_decode=count == 8)
@@ -80,7 +91,7 @@ def test_it_says_of_each_step_whether_its_count_changed() -> None:
     padding = believing(5.0)
     changed = []
     for count in (8, 7, 7, 9, 9, 30):
-        padding.of(count)
+        padding.of(count, is_decode=True)
         changed.append(padding.changed)
     assert changed == [True, False, False, True, False, True]
 
@@ -88,10 +99,10 @@ def test_it_says_of_each_step_whether_its_count_changed() -> None:
 def test_the_cost_of_a_change_comes_to_the_median_of_what_was_seen() -> None:
     padding, rng = Padding(), random.Random(1)
     for number in range(600):
-        padding.of(8 + number % 2 * 100)
+        padding.of(8 + number % 2 * 100, is_decode=True)
         building_ms = 200.0 if number % 10 == 0 else 0.0
         padding.observe(20.0 + 5.0 + building_ms + rng.gauss(0, 0.5), is_decode=True)
-        padding.of(8 + number % 2 * 100)
+        padding.of(8 + number % 2 * 100, is_decode=True)
         padding.observe(20.0 + rng.gauss(0, 0.5), is_decode=True)
     assert padding.change_ms == pytest.approx(5.0, abs=0.8)
 
@@ -100,7 +111,7 @@ def test_steps_with_prompts_say_nothing_of_a_change() -> None:
     padding = Padding()
     for _ in range(50):
         for count, is_decode, step_ms in ((64, False, 90.0), (64, True, 20.0), (8, True, 30.0), (8, False, 5.0)):
-            padding.of(count)
+            padding.of(count, is_decode=is_decode)
             padding.observe(step_ms, is_decode=is_decode)
     assert padding.change_ms == 0.0
 
