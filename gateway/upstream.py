@@ -34,10 +34,6 @@ from headrace.protos.worker_pb2_grpc import WorkerStub
 
 _CHANNEL_OPTIONS: Options = (
     *CHANNEL_OPTIONS,
-    # A router that was restarted is found again at once, not after a backoff of minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
     # A name may stand for several routers (dns:///NAME:PORT): all are connected to and asked in turn. It is resolved
     # again when a connection is lost.
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),

@@ -50,7 +50,21 @@ COMMON_OPTIONS: Options = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 """Of every channel and every server."""
-CHANNEL_OPTIONS: Options = (*COMMON_OPTIONS, ("grpc.enable_http_proxy", 0))
+
+
+def channel_options(longest_pause_ms: int = 1_000) -> Options:
+    """Of a channel that tries to connect again after `longest_pause_ms` at most, for as long as nobody answers. gRPC's
+    own pauses grow to two minutes: so much later would a process be found that was away for long."""
+    return (
+        *COMMON_OPTIONS,
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", longest_pause_ms),
+        ("grpc.min_reconnect_backoff_ms", 2_000),  # in spite of its name, how long one attempt to connect may take
+    )
+
+
+CHANNEL_OPTIONS = channel_options()
 SERVER_OPTIONS: Options = (
     *COMMON_OPTIONS,
     # Two servers on one port would each get some of the calls; better that the second cannot start.

@@ -27,20 +27,14 @@ import grpc
 
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
 from headrace.protos.session_client import SessionClient
-from headrace.protos.transport import CHANNEL_OPTIONS, PLAIN, Transport
+from headrace.protos.transport import PLAIN, Transport, channel_options
 from headrace.router.bookings import Booking, Bookings
 from headrace.router.policy import Candidate, LoadReport
 from headrace.router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
-_CHANNEL_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # in spite of its name, how long one attempt to connect may take
-)
+_CHANNEL_OPTIONS = (*channel_options(longest_pause_ms=100), ("grpc.use_local_subchannel_pool", 1))
 
 HEARTBEAT_MS = 500
 # Heartbeats of silence after which a worker gets no new requests, and after which its running ones move on.

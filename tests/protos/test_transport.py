@@ -227,3 +227,23 @@ async def test_probes_without_a_certificate_learn_of_health_and_of_nothing_else(
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
     await probe.stop(None)
     await server.stop(None)
+
+
+async def test_whoever_is_away_is_looked_for_again_and_again() -> None:
+    """Six times within seconds; gRPC by itself would take a quarter of a minute for that, and then minutes for one."""
+    num_attempts = 0
+    is_enough = asyncio.Event()
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_attempts
+        num_attempts += 1
+        writer.close()
+        if num_attempts == 6:
+            is_enough.set()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    address = "{}:{}".format(*server.sockets[0].getsockname())
+    async with server, PLAIN.channel(address) as channel:
+        ready = asyncio.create_task(channel.channel_ready())
+        await asyncio.wait_for(is_enough.wait(), 8)
+        ready.cancel()
