@@ -40,13 +40,15 @@ class JobTimes:
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What a side is given. `num_blocks` KV blocks of the compiled model's block size (32 on CPU). Without
-    `split_prompts` the peer computes prompts whole, in steps of their own; we have no such mode."""
+    `split_prompts` the peer computes prompts whole, in steps of their own; we have no such mode. `decode_graph` as
+    `wants_decode_graph` takes it, for us."""
 
     model_dir: Path
     num_blocks: int
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 256
     split_prompts: bool = True
+    decode_graph: bool | None = None
 
 
 # A job, how many new tokens it got, and whether it has ended.
@@ -71,8 +73,10 @@ class HeadraceSide:
 
     def __init__(self, settings: EngineSettings) -> None:
         from headrace.worker.block_pool import BlockPool
+        from headrace.worker.decode_graph import wants_decode_graph
         from headrace.worker.engine import Engine
         from headrace.worker.kv_cache import KVCacheManager
+        from headrace.worker.memory import available_bytes
         from headrace.worker.model_runner import OpenVINOModelRunner
         from headrace.worker.numa import usable_cpus
         from headrace.worker.request import Request, SamplingParams
@@ -82,8 +86,19 @@ class HeadraceSide:
 
         self._request, self._params = Request, SamplingParams
         self._delivered: tuple[float, list[Event]] = (0.0, [])
+        has_decode_graph = wants_decode_graph(
+            settings.decode_graph,
+            settings.model_dir,
+            kv_precision="u8",
+            execution_mode="performance",
+            available=available_bytes(),
+        )
         runner = OpenVINOModelRunner(
-            settings.model_dir, threads=len(usable_cpus()), kv_precision="u8", execution_mode="performance"
+            settings.model_dir,
+            threads=len(usable_cpus()),
+            kv_precision="u8",
+            execution_mode="performance",
+            decode_graph=has_decode_graph,
         )
         runner.allocate(settings.num_blocks)
         pool = BlockPool(settings.num_blocks, runner.block_size)

@@ -57,6 +57,7 @@ class ServeOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     execution_mode: str | None = None
+    decode_graph: str | None = None
     log_level: str | None = None
     log_format: str | None = None
     otlp_endpoint: str | None = None
@@ -99,6 +100,7 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
     argv += _given("--execution-mode", options.execution_mode)
+    argv += _given("--decode-graph", options.decode_graph)
     argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)
     return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1)
 

@@ -216,6 +216,11 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     type=click.Choice(["performance", "accuracy"]),
     help="Compute in the fastest precision, or in that of the model.  [default: performance]",
 )
+@click.option(
+    "--decode-graph",
+    type=click.Choice(["auto", "on", "off"]),
+    help="Hold the weights twice, for faster answers to few at a time on CPUs with AMX.  [default: auto]",
+)
 @click.option("--name", help="Name of the model in requests, if not its own.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of all processes.")
 @click.option(
@@ -247,6 +252,7 @@ def serve(
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
     execution_mode: str | None,
+    decode_graph: str | None,
     name: str | None,
     log_level: str | None,
     log_format: str | None,
@@ -285,6 +291,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             execution_mode=execution_mode,
+            decode_graph=decode_graph,
             log_level=log_level,
             log_format=log_format,
             otlp_endpoint=otlp_endpoint,

@@ -27,6 +27,7 @@ class WorkerConfig:
     kv_cache_share: float = 0.4
     kv_precision: str = "u8"
     execution_mode: str = "performance"
+    decode_graph: bool | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 256
     max_num_waiting: int = 1024

@@ -38,10 +38,12 @@ MAX_NOTED_STEPS = 128
 
 class ModelRunner(Protocol):
     """Computes a step. The real one is OpenVINO; tests have one that stores token ids. `infer_s` is the time that the
-    last step spent in the kernels, in seconds."""
+    last step spent in the kernels, in seconds. Decode steps of up to `small_decode` sequences go through a graph of
+    their own; 0: none do."""
 
     vocab_size: int
     infer_s: float
+    small_decode: int
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Take a step in. `keeps_logits`: those of the step before stay valid while it runs."""
@@ -89,6 +91,7 @@ class _Step(NamedTuple):
 
     output: SchedulerOutput
     batch: Batch
+    padding: Padding
     num_padding: int
     shape: StepShape | None
     start_s: float
@@ -118,11 +121,12 @@ class Engine:
     sampler: Sampler
     stats: EngineStats = field(default_factory=EngineStats)
     padding: Padding = field(default_factory=Padding)
+    small_padding: Padding = field(default_factory=Padding)
     _is_computing: bool = False
     _outputs: list[RequestOutput] = field(default_factory=list)
     _late: _Late | None = None
     _failed: set[Request] = field(default_factory=set)
-    _seen_counts: set[int] = field(default_factory=set)
+    _seen_counts: set[tuple[int, int]] = field(default_factory=set)
     _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "beside-engine"))
 
     @property
@@ -142,7 +146,7 @@ class Engine:
         self.scheduler.stats = SchedulerStats()
         self.scheduler.step_cost = StepCostModel()
         self.stats = EngineStats()
-        self.padding = Padding()
+        self.padding, self.small_padding = Padding(), Padding()
 
     def step(self) -> list[RequestOutput]:
         """Compute the next step and give what it gave to each request."""
@@ -183,7 +187,10 @@ class Engine:
         return True
 
     def _prepare(self, output: SchedulerOutput, start_s: float) -> _Step:
-        num_padding = self.padding.of(output.num_tokens, is_decode=output.is_decode)
+        # Each graph keeps its own count.
+        is_small = output.is_decode and output.num_tokens <= self.runner.small_decode
+        padding = self.small_padding if is_small else self.padding
+        num_padding = padding.of(output.num_tokens, is_decode=output.is_decode)
         # Runs of decode steps are alike: one in four says enough.
         shape = None
         if not output.is_decode or self.stats.num_steps % 4 == 0:
@@ -193,7 +200,7 @@ class Engine:
         if num_padding:
             batch = padded(batch, num_padding, self.scheduler.kv_cache.pool.num_blocks)
         self.runner.bind(batch, keeps_logits=self._late is not None)
-        return _Step(output, batch, num_padding, shape, start_s)
+        return _Step(output, batch, padding, num_padding, shape, start_s)
 
     def _compute(self, step: _Step, deliver: Deliver) -> list[RequestOutput]:
         batch = step.batch
@@ -238,13 +245,14 @@ class Engine:
         ]
 
     def _observe(self, step: _Step, step_s: float) -> None:
-        self.padding.observe(1000 * step_s, is_decode=step.output.is_decode)
-        num_tokens = step.output.num_tokens + step.num_padding
+        padding = step.padding
+        padding.observe(1000 * step_s, is_decode=step.output.is_decode)
         # The first step with a number of tokens builds kernels for it, which says nothing of others.
-        is_first = num_tokens not in self._seen_counts
-        self._seen_counts.add(num_tokens)
+        count = (id(padding), step.output.num_tokens + step.num_padding)
+        is_first = count not in self._seen_counts
+        self._seen_counts.add(count)
         if step.shape is not None and not is_first:
-            change_ms = self.padding.change_ms if self.padding.changed else 0.0
+            change_ms = padding.change_ms if padding.changed else 0.0
             self.scheduler.step_cost.observe(step.shape, 1000 * step_s - change_ms)
         self.stats.num_steps += 1
         self.stats.num_padding_tokens += step.num_padding

@@ -4,6 +4,9 @@ stateful IR --(paged_attention_transformation)--> inputs of batch.Batch + key_ca
             --(fused_projections)--> fewer products
             --(vocabulary_head)--> logits of the sampled rows only, and what sampling reads of them
             --(compile)--> the cache's layout and precision, read from the compiled inputs
+
+Decode steps of few sequences may have a graph of their own, compiled for other kernels, over the same cache (see
+`decode_graph`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.worker.batch import Batch
 from headrace.worker.config import ConfigurationError
+from headrace.worker.decode_graph import SMALL_DECODE
 from headrace.worker.fused_projections import fuse_projections
 from headrace.worker.kv_arena import KVArena
 from headrace.worker.logits import Logits
@@ -27,6 +32,8 @@ from headrace.worker.padding import MIN_PROMPT_STEP
 from headrace.worker.vocabulary_head import HeadRequest, InputTensors, RowSums, replace_head
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
+# What the graph of small decode steps computes in: its products quantise their inputs to 8 bits, group by group.
+_DECODE_PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
 _STEP_INPUTS = (
     "input_ids",
     "position_ids",
@@ -40,29 +47,40 @@ _STEP_INPUTS = (
 
 class OpenVINOModelRunner:
     """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `vocab_size` and `kv_precision` are
-    read from it; `allocate` must come before `bind`."""
+    read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences are computed by a
+    graph of their own; 0 without `decode_graph`."""
 
-    def __init__(self, model_dir: Path, *, threads: int, kv_precision: str, execution_mode: str) -> None:
+    def __init__(
+        self, model_dir: Path, *, threads: int, kv_precision: str, execution_mode: str, decode_graph: bool = False
+    ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model = _read(core, model_dir / "openvino_model.xml")
         _make_paged(model, model_dir)
         fuse_projections(model)
-        has_runs = replace_head(model, is_bfloat16=core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16)
-        self._compiled = _compile(core, model, threads, kv_precision, execution_mode)
-        self._caches = [port for port in self._compiled.inputs if "_cache." in port.any_name]
+        of_decode = model.clone() if decode_graph else None
+        properties = _properties(threads, kv_precision, execution_mode)
+        is_bfloat16 = core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
+        self._graph = _Graph(core, model, properties, is_bfloat16=is_bfloat16)
+        self._of_decode = (
+            None
+            if of_decode is None
+            else _Graph(core, of_decode, {**properties, **_DECODE_PRECISION}, is_bfloat16=False)
+        )
+        self.small_decode = SMALL_DECODE if decode_graph else 0
+        self._slot = self._graph.slots[0]
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
-        key = next(port for port in self._caches if port.any_name.startswith("key_cache."))
-        value = next(port for port in self._caches if port.any_name.startswith("value_cache."))
+        caches = self._caches = self._graph.caches
+        if self._of_decode is not None and _layout(self._of_decode.caches) != _layout(caches):
+            raise ConfigurationError("the graph of decode steps has another KV cache; choose --decode-graph off")
+        key = next(port for port in caches if port.any_name.startswith("key_cache."))
+        value = next(port for port in caches if port.any_name.startswith("value_cache."))
         self.block_size = _dims(value)[1]
-        self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in self._caches)
+        self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in caches)
         self.kv_precision = str(key.element_type.get_type_name())
-        logits = self._compiled.output("logits")
-        self.vocab_size = int(logits.partial_shape[2].get_length())
-        row_sums = RowSums(self.vocab_size, logits.element_type, threads) if has_runs else None
-        self._slots = deque(_Slot(self._compiled, row_sums, self.vocab_size) for _ in range(2))
+        self.vocab_size = self._graph.vocab_size
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> KVArena:
         """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding. Pages are touched as they
@@ -78,8 +96,9 @@ class OpenVINOModelRunner:
         for port in self._caches:
             piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
             tensor = ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
-            for slot in self._slots:
-                slot.request.set_tensor(port.any_name, tensor)
+            for graph in (self._graph, self._of_decode):
+                for slot in graph.slots if graph is not None else ():
+                    slot.request.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
             # They own the memory that the tensors refer to.
             self._cache_views.append(piece.reshape(num_blocks, -1))
@@ -96,9 +115,11 @@ class OpenVINOModelRunner:
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]
+        is_small = batch.is_decode and len(batch.past_lens) <= self.small_decode
+        graph = self._of_decode if is_small and self._of_decode is not None else self._graph
         if keeps_logits:
-            self._slots.rotate()
-        slot = self._slots[0]
+            graph.slots.rotate()
+        slot = self._slot = graph.slots[0]
         for name in _STEP_INPUTS:
             slot.inputs.set(name, getattr(batch, name))
         least = 0 if batch.is_decode else MIN_PROMPT_STEP
@@ -107,16 +128,30 @@ class OpenVINOModelRunner:
     def run(self) -> Logits:
         """Compute the step: logits `[rows, vocab_size]`, rows as the batch says, views that the next run overwrites,
         unless its step keeps them, and else the one after it. The GIL is free meanwhile."""
-        slot = self._slots[0]
+        head = self._slot.head
         start_s = time.perf_counter()
-        slot.head.run()
+        head.run()
         self.infer_s = time.perf_counter() - start_s
-        return slot.head.logits()
+        return head.logits()
+
+
+class _Graph:
+    """A model with a new head, compiled, and its `slots`, which take turns."""
+
+    def __init__(self, core: ov.Core, model: ov.Model, properties: dict[str, object], *, is_bfloat16: bool) -> None:
+        has_runs = replace_head(model, is_bfloat16=is_bfloat16)
+        compiled = _compile(core, model, properties)
+        self.caches = [port for port in compiled.inputs if "_cache." in port.any_name]
+        logits = compiled.output("logits")
+        self.vocab_size = int(logits.partial_shape[2].get_length())
+        threads = int(str(properties["INFERENCE_NUM_THREADS"]))
+        row_sums = RowSums(self.vocab_size, logits.element_type, threads) if has_runs else None
+        self.slots = deque(_Slot(compiled, row_sums, self.vocab_size) for _ in range(2))
 
 
 class _Slot:
-    """A request for inference with its inputs and outputs. There are two, so that what one step gave can be read while
-    the next one runs."""
+    """A request for inference with its inputs and outputs. There are two of a graph, so that what one step gave can be
+    read while the next one runs."""
 
     def __init__(self, compiled: ov.CompiledModel, row_sums: RowSums | None, vocab_size: int) -> None:
         self.request = compiled.create_infer_request()
@@ -129,6 +164,10 @@ def _dims(port: ov.Output) -> list[int]:
     return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]
 
 
+def _layout(caches: Sequence[ov.Output]) -> list[tuple[str, str, list[int]]]:
+    return sorted((port.any_name, port.element_type.get_type_name(), _dims(port)) for port in caches)
+
+
 def _read(core: ov.Core, path: Path) -> ov.Model:
     try:
         return core.read_model(path)
@@ -138,8 +177,8 @@ def _read(core: ov.Core, path: Path) -> ov.Model:
         ) from error
 
 
-def _compile(core: ov.Core, model: ov.Model, threads: int, kv_precision: str, execution_mode: str) -> ov.CompiledModel:
-    properties = {
+def _properties(threads: int, kv_precision: str, execution_mode: str) -> dict[str, object]:
+    return {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": "1",
         "INFERENCE_NUM_THREADS": threads,
@@ -148,15 +187,19 @@ def _compile(core: ov.Core, model: ov.Model, threads: int, kv_precision: str, ex
         # By token, a token's cache entry does not depend on its neighbours: any chunking gives the same bits.
         "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
     }
+
+
+def _compile(core: ov.Core, model: ov.Model, properties: dict[str, object]) -> ov.CompiledModel:
     try:
         compiled = core.compile_model(model, "CPU", properties)
         # The attention kernels are chosen with the first request; one that they do not have fails here.
         compiled.create_infer_request()
         return compiled
     except RuntimeError as error:
+        kv_precision = next(name for name, kind in KV_PRECISIONS.items() if kind == properties["KV_CACHE_PRECISION"])
         raise ConfigurationError(
             f"OpenVINO cannot compile the model with --kv-precision {kv_precision} and --execution-mode "
-            f"{execution_mode} on this CPU: {_reason(error)}; choose others"
+            f"{str(properties['EXECUTION_MODE_HINT']).lower()} on this CPU: {_reason(error)}; choose others"
         ) from error
 
 

@@ -46,9 +46,10 @@ def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
         "--max-num-seqs",
         "--max-num-batched-tokens",
         "--execution-mode",
+        "--decode-graph",
         "--log-level",
     )
-    assert [argument(worker.argv, flag) for flag in flags] == [None] * 6
+    assert [argument(worker.argv, flag) for flag in flags] == [None] * 7
 
 
 def test_what_was_asked_for_reaches_every_worker() -> None:
@@ -59,6 +60,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         max_num_seqs=8,
         max_num_batched_tokens=64,
         execution_mode="accuracy",
+        decode_graph="off",
     )
     for worker in processes_of(asked, "python")[:2]:
         assert argument(worker.argv, "--threads") == "2"
@@ -66,6 +68,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         assert argument(worker.argv, "--max-num-seqs") == "8"
         assert argument(worker.argv, "--max-num-batched-tokens") == "64"
         assert argument(worker.argv, "--execution-mode") == "accuracy"
+        assert argument(worker.argv, "--decode-graph") == "off"
 
 
 def test_several_workers_share_the_memory_of_one() -> None:

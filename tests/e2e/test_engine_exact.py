@@ -5,6 +5,7 @@ The seams that remain are in docs/decisions/0006.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.engine import Engine
 from headrace.worker.fused_projections import fuse_projections
 from headrace.worker.kv_cache import KVCacheManager
-from headrace.worker.logits import Logits
+from headrace.worker.logits import Logits, float_of
 from headrace.worker.model_runner import OpenVINOModelRunner
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampled_rows import gathered
@@ -87,11 +88,13 @@ class RealEngine:
         return found
 
 
-def real_engine(execution_mode: str, kv_precision: str = "u8") -> RealEngine:
+def real_engine(execution_mode: str, kv_precision: str = "u8", *, decode_graph: bool = False) -> RealEngine:
     pulled = headrace("pull", MODEL, timeout_s=600)
     assert pulled.returncode == 0, pulled.stderr
     directory: Path = model_directory(MODEL)
-    runner = OpenVINOModelRunner(directory, threads=2, kv_precision=kv_precision, execution_mode=execution_mode)
+    runner = OpenVINOModelRunner(
+        directory, threads=2, kv_precision=kv_precision, execution_mode=execution_mode, decode_graph=decode_graph
+    )
     runner.allocate(NUM_BLOCKS)
     return RealEngine(runner)
 
@@ -226,6 +229,28 @@ def test_a_hit_gives_the_cold_bits_at_every_precision_of_the_cache(precision: st
     (hit,) = engine_of.run(warm, [prompt], 8)
     assert hit.num_cached_tokens == 90
     assert_same_bits(engine_of.logits[hit], engine_of.logits[cold])
+
+
+def test_a_graph_of_their_own_for_small_decode_steps_leaves_prompts_their_bits() -> None:
+    """Both graphs read and write one cache; what each of them decodes is nearly the same."""
+    one, two = real_engine("performance"), real_engine("performance", decode_graph=True)
+    prompts = [prompt_of(300 + i, 30 + 40 * i) for i in range(4)]
+    engines = one.fresh(), two.fresh()
+    ours, theirs = (real.run(engine, prompts, 5) for real, engine in zip((two, one), engines[::-1], strict=True))
+    assert two.runner.small_decode > 4 > one.runner.small_decode
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_bits(two.logits[mine][:1], one.logits[other][:1])
+        pairs = zip(*texts([mine]), *texts([other]), strict=True)
+        num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for left, right in list(zip(two.logits[mine], one.logits[other], strict=True))[1 : num_same + 1]:
+            difference = np.abs(as_float(left) - as_float(right))
+            assert 0 < difference.mean() < 0.5
+    for prompt in prompts:
+        assert_same_bits(two.blocks_of(engines[1], prompt), one.blocks_of(engines[0], prompt))
+
+
+def as_float(logits: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+    return float_of(logits) if logits.dtype == np.uint16 else logits.astype(np.float32)
 
 
 def test_a_precision_that_does_not_go_with_the_mode_is_refused_with_the_reason() -> None:

@@ -34,7 +34,7 @@ def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[
 
 class FakeRunner:
     """`num_blocks` blocks of `block_size` token ids, and one for padding. Counts the tokens it was given, and the
-    padding."""
+    padding; `decode_sizes` are the sequences and the padding of decode steps."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self.padding_block = num_blocks
@@ -42,9 +42,11 @@ class FakeRunner:
         self.blocks = np.full((num_blocks + 1, block_size), EMPTY, np.int64)
         self.vocab_size = vocab_size
         self.infer_s = 0.0
+        self.small_decode = 0
         self._logits: deque[Logits] = deque(maxlen=2)
         self.num_tokens = 0
         self.batch_sizes: list[int] = []
+        self.decode_sizes: list[tuple[int, int]] = []
         self.fail_next: Exception | None = None
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
@@ -59,6 +61,8 @@ class FakeRunner:
         self.num_padding += num_padding
         self.num_tokens += len(batch.input_ids) - num_padding
         self.batch_sizes.append(len(batch.past_lens) - num_padding)
+        if batch.is_decode:
+            self.decode_sizes.append((self.batch_sizes[-1], num_padding))
         contexts = [self._compute(batch, sequence) for sequence in range(len(batch.past_lens))]
         ends = (batch.subsequence_begins[1:] - 1).tolist()
         logits = np.zeros((len(batch.sampled_tokens_indices), self.vocab_size), np.float32)

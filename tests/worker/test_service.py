@@ -38,6 +38,7 @@ class GatedRunner:
     def __init__(self, runner: object) -> None:
         self.runner = runner
         self.infer_s = 0.0
+        self.small_decode = 0
         self.vocab_size = VOCAB_SIZE
         self.gate = threading.Event()
         self.gate.set()
