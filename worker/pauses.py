@@ -1,17 +1,17 @@
 """When a step computes prompts only, so that first tokens come earlier, and running streams wait.
 
-A stream that a person reads can wait for a fifth of a second once in a while, but not all the time. So streams give
-prompts a share of their time, which is saved up to one such wait. Under a light load that is as if prompts went first;
-where prompts never end, streams give that share and no more.
+A stream that a person reads can wait for a third of a second once in a while, but not all the time. So streams give
+prompts as much time as they get themselves, which is saved up to one such wait. Under a light load that is as if
+prompts went first; where prompts never end, streams have half of the time.
 
 Pure.
 """
 
 from __future__ import annotations
 
-# The part of their time that streams give to prompts, and the most that is saved of it, in seconds.
-SHARE = 0.25
-LONGEST_S = 0.2
+# What is saved while streams go on, as a part of that time, and the most that is saved, in seconds.
+RATE = 1.0
+LONGEST_S = 0.3
 
 
 class Pauses:
@@ -32,7 +32,8 @@ class Pauses:
         passed_s = now_s - self._since_s
         if self.is_pause:
             self._saved_s -= passed_s
-        self._saved_s = min(self._longest_s, self._saved_s + SHARE * passed_s)
+        else:
+            self._saved_s = min(self._longest_s, self._saved_s + RATE * passed_s)
         self._since_s = now_s
         self.is_pause = is_wanted and self._saved_s > 0
         return self.is_pause

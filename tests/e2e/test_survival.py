@@ -25,7 +25,7 @@ SOAK = os.environ.get("HEADRACE_SOAK") == "1"
 ROUNDS = 20 if SOAK else 1
 RESTARTS = 5 if SOAK else 1
 NUM_STREAMS = 32
-MAX_TOKENS = 64
+MAX_TOKENS = 64 if SOAK else 32
 NOTICED_WITHIN_S = 3.0
 
 GREEDY = {"temperature": 0}
