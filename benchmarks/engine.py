@@ -1,7 +1,7 @@
 """The worker's engine against openvino-genai's ContinuousBatchingPipeline: same IR, kernels, blocks and token budget.
 
     python -m benchmarks.engine MODEL_DIR [--pairs 5] [--case closed mixed poisson behind identical]
-        [--tokens 256] [--our-tokens N] [--their-tokens N] [--their-whole-prompts]
+        [--tokens 256] [--our-tokens N] [--their-tokens N] [--their-whole-prompts] [--one-graph]
 
 Each side is a process of its own and both stay up; they take turns on the same workload, and each pair gives a ratio.
 
@@ -192,9 +192,14 @@ def main() -> None:
     parser.add_argument("--our-tokens", type=int)
     parser.add_argument("--their-tokens", type=int)
     parser.add_argument("--their-whole-prompts", action="store_true", help="the peer without dynamic_split_fuse")
+    parser.add_argument("--one-graph", action="store_true", help="us without a graph of its own for small decode steps")
     args = parser.parse_args()
     of_both = EngineSettings(args.model_dir, args.blocks, max_num_batched_tokens=args.tokens)
-    ours = replace(of_both, max_num_batched_tokens=args.our_tokens or args.tokens)
+    ours = replace(
+        of_both,
+        max_num_batched_tokens=args.our_tokens or args.tokens,
+        decode_graph=False if args.one_graph else None,
+    )
     theirs = replace(
         of_both,
         max_num_batched_tokens=args.their_tokens or args.tokens,

@@ -9,6 +9,7 @@ each pair.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from benchmarks.step_cost import NUM_BLOCKS, requests_of
 from headrace.worker.batch import Batch, build_batch, padded
 from headrace.worker.model_runner import OpenVINOModelRunner
 from headrace.worker.numa import usable_cpus
-from headrace.worker.padding import MIN_PROMPT_STEP, Padding
+from headrace.worker.padding import Padding
 
 BATCHES = (4, 8, 16, 32, 64)
 CONTEXT = 256
@@ -34,10 +35,8 @@ class NoPadding(Padding):
 
     def of(self, num_tokens: int, *, is_decode: bool) -> int:
         """See Padding."""
-        least = num_tokens if is_decode else max(num_tokens, MIN_PROMPT_STEP)
-        self.changed = least != self._num_tokens
-        self._num_tokens = least
-        return least - num_tokens
+        self.token_ms = math.inf
+        return super().of(num_tokens, is_decode=is_decode)
 
 
 def alternated(runner: OpenVINOModelRunner, batches: Sequence[Batch], rounds: int) -> list[float]:

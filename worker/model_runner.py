@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,13 +61,13 @@ class OpenVINOModelRunner:
         _make_paged(model, model_dir)
         fuse_projections(model)
         of_decode = model.clone() if decode_graph else None
-        properties = _properties(threads, kv_precision, execution_mode)
+        asked = _Asked(threads, kv_precision, execution_mode)
         is_bfloat16 = core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
-        self._graph = _Graph(core, model, properties, is_bfloat16=is_bfloat16)
+        self._graph = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
         self._of_decode = (
             None
             if of_decode is None
-            else _Graph(core, of_decode, {**properties, **_DECODE_PRECISION}, is_bfloat16=False)
+            else _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
         )
         self.small_decode = SMALL_DECODE if decode_graph else 0
         self._slot = self._graph.slots[0]
@@ -135,17 +137,32 @@ class OpenVINOModelRunner:
         return head.logits()
 
 
-class _Graph:
-    """A model with a new head, compiled, and its `slots`, which take turns."""
+class _Asked(NamedTuple):
+    """How models are to compute."""
 
-    def __init__(self, core: ov.Core, model: ov.Model, properties: dict[str, object], *, is_bfloat16: bool) -> None:
+    threads: int
+    kv_precision: str
+    execution_mode: str
+
+
+class _Graph:
+    """A model with a new head, compiled, with `properties` beside what was asked, and its `slots`, which take turns."""
+
+    def __init__(
+        self,
+        core: ov.Core,
+        model: ov.Model,
+        asked: _Asked,
+        *,
+        is_bfloat16: bool,
+        properties: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         has_runs = replace_head(model, is_bfloat16=is_bfloat16)
-        compiled = _compile(core, model, properties)
+        compiled = _compile(core, model, asked, properties)
         self.caches = [port for port in compiled.inputs if "_cache." in port.any_name]
         logits = compiled.output("logits")
         self.vocab_size = int(logits.partial_shape[2].get_length())
-        threads = int(str(properties["INFERENCE_NUM_THREADS"]))
-        row_sums = RowSums(self.vocab_size, logits.element_type, threads) if has_runs else None
+        row_sums = RowSums(self.vocab_size, logits.element_type, asked.threads) if has_runs else None
         self.slots = deque(_Slot(compiled, row_sums, self.vocab_size) for _ in range(2))
 
 
@@ -177,29 +194,26 @@ def _read(core: ov.Core, path: Path) -> ov.Model:
         ) from error
 
 
-def _properties(threads: int, kv_precision: str, execution_mode: str) -> dict[str, object]:
-    return {
+def _compile(core: ov.Core, model: ov.Model, asked: _Asked, more: Mapping[str, object]) -> ov.CompiledModel:
+    properties = {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": "1",
-        "INFERENCE_NUM_THREADS": threads,
-        "EXECUTION_MODE_HINT": execution_mode.upper(),
-        "KV_CACHE_PRECISION": KV_PRECISIONS[kv_precision],
+        "INFERENCE_NUM_THREADS": asked.threads,
+        "EXECUTION_MODE_HINT": asked.execution_mode.upper(),
+        "KV_CACHE_PRECISION": KV_PRECISIONS[asked.kv_precision],
         # By token, a token's cache entry does not depend on its neighbours: any chunking gives the same bits.
         "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
+        **more,
     }
-
-
-def _compile(core: ov.Core, model: ov.Model, properties: dict[str, object]) -> ov.CompiledModel:
     try:
         compiled = core.compile_model(model, "CPU", properties)
         # The attention kernels are chosen with the first request; one that they do not have fails here.
         compiled.create_infer_request()
         return compiled
     except RuntimeError as error:
-        kv_precision = next(name for name, kind in KV_PRECISIONS.items() if kind == properties["KV_CACHE_PRECISION"])
         raise ConfigurationError(
-            f"OpenVINO cannot compile the model with --kv-precision {kv_precision} and --execution-mode "
-            f"{str(properties['EXECUTION_MODE_HINT']).lower()} on this CPU: {_reason(error)}; choose others"
+            f"OpenVINO cannot compile the model with --kv-precision {asked.kv_precision} and --execution-mode "
+            f"{asked.execution_mode} on this CPU: {_reason(error)}; choose others"
         ) from error
 
 

@@ -28,7 +28,7 @@ from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.logits import Logits, float_of
 from headrace.worker.model_runner import OpenVINOModelRunner
 from headrace.worker.padding import Padding
-from headrace.worker.pauses import Pauses
+from headrace.worker.pauses import LONGEST_S, Pauses
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampled_rows import gathered
 from headrace.worker.sampler import BatchSampler
@@ -64,7 +64,12 @@ class RealEngine:
         return logits
 
     def fresh(
-        self, *, num_blocks: int = NUM_BLOCKS, budget: int = 256, max_num_seqs: int = 64, longest_pause_s: float = 0.3
+        self,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        budget: int = 256,
+        max_num_seqs: int = 64,
+        longest_pause_s: float = LONGEST_S,
     ) -> Engine:
         """An engine with an empty cache."""
         cache = KVCacheManager(BlockPool(num_blocks, self.runner.block_size))
