@@ -62,14 +62,15 @@ class Pair:
     theirs: tuple[float, list[JobTimes]]
 
 
-def pairs_of(peers: Peers, case: str, make: Callable[[np.random.Generator], list[Job]], count: int) -> list[Pair]:
-    """`count` pairs after one that is not counted; fresh tokens for each run, so that no earlier one helps."""
+def pairs_of(peers: Peers, case: str, make: Callable[[np.random.Generator, int], list[Job]], count: int) -> list[Pair]:
+    """`count` pairs after one that is not counted; fresh tokens for each run, so that no earlier one helps. `make` gets
+    the number of the pair too, so that each pair may have a load of its own, the same for both."""
     pairs = []
     for number in range(count + 1):
         runs = {}
         for position, name in enumerate(NAMES if number % 2 else NAMES[::-1]):
             rng = np.random.default_rng([crc32(case.encode()), number, position])
-            runs[name] = peers.run(name, make(rng))
+            runs[name] = peers.run(name, make(rng, number))
         if number:
             pairs.append(Pair(runs["headrace"], runs["openvino-genai"]))
     return pairs
@@ -81,7 +82,7 @@ def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
     return tokens
 
 
-def conversation(rng: np.random.Generator, index: int) -> tuple[int, int]:
+def conversation(index: int) -> tuple[int, int]:
     """Prompt and output length as in conversations; the same for the same index on both sides."""
     shape = np.random.default_rng(index)
     prompt = int(np.clip(shape.lognormal(np.log(200), 0.8), 8, 2000))
@@ -122,33 +123,35 @@ def run_closed(peers: Peers, pairs: int) -> None:
     """Saturated, equal lengths."""
     for number in (1, 8, 32, 64):
 
-        def jobs(rng: np.random.Generator, number: int = number) -> list[Job]:
+        def jobs(rng: np.random.Generator, _: int, number: int = number) -> list[Job]:
             return [Job(0.0, prompt_of(rng, 128), 64) for _ in range(number)]
 
         report(f"closed {number}", "output tokens/s", pairs_of(peers, f"closed {number}", jobs, pairs), rate)
 
 
-def mixed_jobs(rng: np.random.Generator, count: int, per_s: float | None) -> list[Job]:
-    """Conversations, all at once or at Poisson times."""
-    arrivals = np.zeros(count) if per_s is None else np.cumsum(np.random.default_rng(7).exponential(1 / per_s, count))
+def mixed_jobs(rng: np.random.Generator, count: int, per_s: float | None, load: int = 0) -> list[Job]:
+    """Conversations, all at once or at Poisson times; other lengths and times for each `load`."""
+    gaps_s = np.zeros(count) if per_s is None else np.random.default_rng([7, load]).exponential(1 / per_s, count)
+    arrivals = np.cumsum(gaps_s)
     jobs = []
     for index in range(count):
-        prompt, output = conversation(rng, index)
+        prompt, output = conversation(load * count + index)
         jobs.append(Job(float(arrivals[index]), prompt_of(rng, prompt), output))
     return jobs
 
 
 def run_mixed(peers: Peers, pairs: int) -> None:
     """Saturated, lengths as in conversations."""
-    report("mixed", "output tokens/s", pairs_of(peers, "mixed", lambda rng: mixed_jobs(rng, 200, None), pairs), rate)
+    report("mixed", "output tokens/s", pairs_of(peers, "mixed", lambda rng, _: mixed_jobs(rng, 200, None), pairs), rate)
 
 
 def run_poisson(peers: Peers, pairs: int) -> None:
-    """Open loop at 80 % of what the peer can do."""
+    """Open loop at 80 % of what the peer can do. Each pair has lengths and times of its own, which make more of a
+    difference than anything else."""
     seconds, times = peers.run("openvino-genai", mixed_jobs(np.random.default_rng(99), 120, None))
     per_s = 0.8 * len(times) / seconds
     print(f"poisson: {per_s:.2f} requests/s")
-    runs = pairs_of(peers, "poisson", lambda rng: mixed_jobs(rng, 120, per_s), pairs)
+    runs = pairs_of(peers, "poisson", lambda rng, number: mixed_jobs(rng, 120, per_s, number), pairs)
     report("poisson p95 TTFT", "ms", runs, p95_ttft)
     report("poisson time per output token", "ms", runs, tpot)
 
@@ -156,7 +159,7 @@ def run_poisson(peers: Peers, pairs: int) -> None:
 def run_behind(peers: Peers, pairs: int) -> None:
     """Short prompts behind a long one."""
 
-    def jobs(rng: np.random.Generator) -> list[Job]:
+    def jobs(rng: np.random.Generator, _: int) -> list[Job]:
         return [Job(0.0, prompt_of(rng, 4000), 8), *(Job(0.0, prompt_of(rng, 50), 8) for _ in range(20))]
 
     report("behind p95 TTFT", "ms", pairs_of(peers, "behind", jobs, pairs), lambda run: p95_ttft((run[0], run[1][1:])))
@@ -165,7 +168,7 @@ def run_behind(peers: Peers, pairs: int) -> None:
 def run_identical(peers: Peers, pairs: int) -> None:
     """Sixteen times the same prompt."""
 
-    def jobs(rng: np.random.Generator) -> list[Job]:
+    def jobs(rng: np.random.Generator, _: int) -> list[Job]:
         prompt = prompt_of(rng, 1000)
         return [Job(0.0, prompt, 8) for _ in range(16)]
 

@@ -1,16 +1,20 @@
-"""What the order of prompts and pauses of streams gain (docs/decisions/0028): `python -m benchmarks.pauses MODEL_DIR`.
+"""What the order of prompts and pauses of streams gain (docs/decisions/0028):
+`python -m benchmarks.pauses MODEL_DIR`.
 
-The engine on the Poisson load of benchmarks.engine, in three ways in turn, on fresh tokens each time: by what remains
-to compute alone, with a quarter of each step for the first in rank; with the credit for waiting; with that and pauses.
-Prints p95 TTFT, the mean time per output token, and the medians of the ratios to the first. Before that the same in
-virtual time, the scheduler with the simulator's step cost, at several rates: there, runs do not differ.
+The engine on the Poisson load of benchmarks.engine, in three ways in turn, on fresh tokens each time: prompts in the
+order of arrival; by what remains to compute; with that and pauses. Prints p95 TTFT, the
+mean time per output token, and the medians of the ratios to the first; the load is another one in each round. Before
+that the same in virtual time, the scheduler with the simulator's step cost or that of a file, at several rates, means
+over many loads: there, only loads differ.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -18,27 +22,48 @@ import numpy as np
 from benchmarks.engine import mixed_jobs, p95_ttft, tpot
 from benchmarks.engine_sides import EngineSettings, HeadraceSide, Job, JobTimes, run_jobs
 from headrace.sim import step_cost, trace
+from headrace.sim.step_cost import StepCost
 from headrace.sim.worker import SimulatedWorker, WorkerSettings
 from headrace.worker import scheduler
 from headrace.worker.pauses import LONGEST_S, Pauses
 
-# Part of the budget for the first in rank, credit for waiting, longest pause.
+
+class Way(NamedTuple):
+    """How steps are made: one part in how many is for the first in rank (1: prompts in the order of arrival); how long
+    streams wait; the most tokens."""
+
+    first_in_rank_share: int
+    longest_pause_s: float
+    max_num_batched_tokens: int
+
+    def patch(self) -> AbstractContextManager[object]:
+        """Have the scheduler's constant so."""
+        return patch.object(scheduler, "FIRST_IN_RANK_SHARE", self.first_in_rank_share)
+
+
+AS_IT_IS = Way(scheduler.FIRST_IN_RANK_SHARE, LONGEST_S, 256)
 WAYS = {
-    "remaining only": (4, 0.0, 0.0),
-    "with credit": (scheduler.FIRST_IN_RANK_SHARE, scheduler.MAX_CREDIT_S, 0.0),
-    "with pauses": (scheduler.FIRST_IN_RANK_SHARE, scheduler.MAX_CREDIT_S, LONGEST_S),
+    "in the order of arrival": Way(1, 0.0, 256),
+    "by what remains": AS_IT_IS._replace(longest_pause_s=0.0),
+    "with pauses": AS_IT_IS,
 }
 REQUESTS = 120
 NUM_BLOCKS, BLOCK_SIZE = 4000, 32
 VIRTUAL_PER_S = (3.0, 3.2, 3.4, 3.6)
+VIRTUAL_LOADS = 24
 
 
-def in_virtual_time(jobs: Sequence[Job], pauses: Pauses) -> tuple[tuple[float, list[JobTimes]], list[float]]:
+def in_virtual_time(jobs: Sequence[Job], cost: StepCost, way: Way) -> tuple[tuple[float, list[JobTimes]], list[float]]:
     """What `run_jobs` gives, and the milliseconds between each answer's tokens. No two prompts share a block."""
     now_s = 0.0
-    settings = WorkerSettings(step_cost.default(), kv_tokens=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE)
+    settings = WorkerSettings(
+        cost,
+        kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=way.max_num_batched_tokens,
+    )
     worker = SimulatedWorker(settings, lambda: now_s)
-    worker.scheduler.pauses = pauses
+    worker.scheduler.pauses = Pauses(way.longest_pause_s)
     coming = [
         trace.Job(number, job.arrival_s, ((number, len(job.prompt)),), job.output).hashed(BLOCK_SIZE)
         for number, job in enumerate(jobs)
@@ -61,36 +86,35 @@ def in_virtual_time(jobs: Sequence[Job], pauses: Pauses) -> tuple[tuple[float, l
     return (now_s, times), [1000 * float(gap) for at in token_s for gap in np.diff(at)]
 
 
-def compare_in_virtual_time() -> None:
-    """The three, at several rates."""
-    for per_s in VIRTUAL_PER_S:
-        for name, (share, credit_s, longest_s) in WAYS.items():
-            jobs = mixed_jobs(np.random.default_rng(1), REQUESTS, per_s)
-            with patch.multiple(scheduler, FIRST_IN_RANK_SHARE=share, MAX_CREDIT_S=credit_s):
-                run, gaps_ms = in_virtual_time(jobs, Pauses(longest_s))
+def compare_in_virtual_time(cost: StepCost, rates_per_s: Sequence[float]) -> None:
+    """All ways, at several rates: means over the loads."""
+    rng = np.random.default_rng(1)
+    for per_s in rates_per_s:
+        for name, way in WAYS.items():
+            figures = []
+            for number in range(VIRTUAL_LOADS):
+                with way.patch():
+                    run, gaps_ms = in_virtual_time(mixed_jobs(rng, REQUESTS, per_s, number), cost, way)
+                figures.append((p95_ttft(run), tpot(run), float(np.percentile(gaps_ms, 99))))
+            ttft_ms, tpot_ms, gap_ms = np.mean(figures, axis=0)
             print(
-                f"virtual, {per_s} a second, {name}: p95 TTFT {p95_ttft(run):.0f} ms, "
-                f"time per output token {tpot(run):.1f} ms, p99 of gaps {np.percentile(gaps_ms, 99):.0f} ms"
+                f"virtual, {per_s} a second, {name}: p95 TTFT {ttft_ms:.0f} ms, "
+                f"time per output token {tpot_ms:.1f} ms, p99 of gaps {gap_ms:.0f} ms"
             )
 
 
-def main() -> None:
-    """Compare the three, in virtual time and on the engine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--per-s", type=float, default=3.2, help="requests that arrive in a second")
-    args = parser.parse_args()
-    compare_in_virtual_time()
-    side = HeadraceSide(EngineSettings(args.model_dir, NUM_BLOCKS))
+def compare_on_the_engine(model_dir: Path, rounds: int, per_s: float) -> None:
+    """All ways in turn, and the medians of their ratios to the first."""
+    side = HeadraceSide(EngineSettings(model_dir, NUM_BLOCKS, max_num_batched_tokens=AS_IT_IS.max_num_batched_tokens))
     run_jobs(side, mixed_jobs(np.random.default_rng(5), 40, None))
-    figures = np.empty((args.rounds, len(WAYS), 2))
-    for number in range(args.rounds):
+    figures = np.empty((rounds, len(WAYS), 2))
+    for number in range(rounds):
         order = list(enumerate(WAYS.values()))
-        for position, (share, credit_s, longest_s) in order if number % 2 else order[::-1]:
-            side.engine.scheduler.pauses = Pauses(longest_s)
-            jobs = mixed_jobs(np.random.default_rng([number, position]), REQUESTS, args.per_s)
-            with patch.multiple(scheduler, FIRST_IN_RANK_SHARE=share, MAX_CREDIT_S=credit_s):
+        for position, way in order if number % 2 else order[::-1]:
+            side.engine.scheduler.pauses = Pauses(way.longest_pause_s)
+            side.engine.scheduler.max_num_batched_tokens = way.max_num_batched_tokens
+            jobs = mixed_jobs(np.random.default_rng([number, position]), REQUESTS, per_s, number)
+            with way.patch():
                 run = run_jobs(side, jobs)
             figures[number, position] = p95_ttft(run), tpot(run)
     for position, name in enumerate(WAYS):
@@ -100,6 +124,20 @@ def main() -> None:
             f"{name}: p95 TTFT {ttft_ms:.0f} ms ({ratios[0]:.3f}), "
             f"time per output token {tpot_ms:.1f} ms ({ratios[1]:.3f})"
         )
+
+
+def main() -> None:
+    """Compare them, in virtual time and on the engine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="on the engine; 0 leaves it out")
+    parser.add_argument("--per-s", type=float, default=3.2, help="requests that arrive in a second, on the engine")
+    parser.add_argument("--virtual-per-s", type=float, nargs="*", default=VIRTUAL_PER_S)
+    parser.add_argument("--step-cost", type=Path, default=step_cost.DEFAULT_FILE, help="made by benchmarks.step_cost")
+    args = parser.parse_args()
+    compare_in_virtual_time(step_cost.read(args.step_cost), args.virtual_per_s)
+    if args.rounds:
+        compare_on_the_engine(args.model_dir, args.rounds, args.per_s)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from headrace.worker.engine_thread import REPORT_INTERVAL_S, observe_step, repor
 from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.request import Request, RequestOutput
 from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput
-from headrace.worker.step_cost import StepCostModel
 from headrace.worker.step_rates import StepRates
 
 
@@ -67,7 +66,6 @@ class SimulatedWorker:
         self.scheduler = Scheduler(
             KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens, clock=clock
         )
-        self.scheduler.step_cost = StepCostModel(token_ms=settings.cost.per_padding)
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
         self._engine.padding.change_ms, self._engine.padding.token_ms = settings.cost.change, settings.cost.per_padding

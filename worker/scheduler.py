@@ -5,8 +5,8 @@ reads the answer, which went on elsewhere and was cut off there, then arrival. A
 
 1. admits waiting requests while the batch and the cache have room,
 2. shares the token budget: one token for each request that has caught up, unless these pause; of what is left, an
-   eighth for the first in rank, so that the longest prompt goes on, and the rest by what remains to compute less the
-   time waited, resumed ones first, so that short prompts do not stand behind long ones, nor overtake them near the end,
+   eighth for the first in rank, so that the longest prompt goes on, and the rest by what remains to compute, resumed
+   ones first, so that short prompts do not stand behind long ones,
 3. reserves blocks in order of rank, taking them from the last in rank when the pool is short.
 """
 
@@ -26,8 +26,6 @@ from headrace.worker.step_cost import StepCostModel, StepShape
 
 # Part of the budget for catching up that is kept for the first in rank.
 FIRST_IN_RANK_SHARE = 8
-# Waiting for longer brings no prompt further forward: where more comes than can be computed, the shortest go first.
-MAX_CREDIT_S = 0.5
 # Room with which any number of tokens can be begun, so that the first in rank always goes on; see chunk_of.
 MIN_CHUNK_ROOM = 3
 # Tokens for catching up that a step has even where running streams then miss their time per token.
@@ -242,10 +240,10 @@ class Scheduler:
             else:
                 behind.append(request)
         if behind or self.pauses.is_pause:
-            now_s = self.clock()
-            if self.pauses.decide(now_s, is_wanted=may_pause and is_worth_pausing(list(wanted), behind)):
+            is_wanted = may_pause and is_worth_pausing(list(wanted), behind)
+            if self.pauses.decide(self.clock(), is_wanted=is_wanted):
                 wanted.clear()
-            self._share_among(behind, self._budget_for_catching_up(wanted, behind), now_s, wanted)
+            self._share_among(behind, self._budget_for_catching_up(wanted, behind), wanted)
         return wanted
 
     def _budget_for_catching_up(self, decoding: Collection[Request], behind: Sequence[Request]) -> int:
@@ -259,7 +257,7 @@ class Scheduler:
         within = self.step_cost.tokens_within(self.target_step_ms, decoding_alone, longest_past)
         return min(budget, max(MIN_CHUNK, within))
 
-    def _share_among(self, behind: list[Request], budget: int, now_s: float, wanted: dict[Request, int]) -> None:
+    def _share_among(self, behind: list[Request], budget: int, wanted: dict[Request, int]) -> None:
         if not behind:
             return
         for request in behind:
@@ -268,7 +266,9 @@ class Scheduler:
         for_first = min(first.num_uncomputed_tokens, max(budget // FIRST_IN_RANK_SHARE, MIN_CHUNK_ROOM))
         left = budget - for_first
         begun: set[tuple[int, bytes]] = set()
-        for request in sorted(behind, key=lambda request: (not is_urgent(request, first), self._left(request, now_s))):
+        for request in sorted(
+            behind, key=lambda request: (not is_urgent(request, first), request.num_uncomputed_tokens)
+        ):
             floor = for_first if request is first else 0
             if floor + left == 0 or self._is_begun(request, begun):
                 continue
@@ -278,11 +278,6 @@ class Scheduler:
                 wanted[request] = num_tokens
                 left -= num_tokens - floor
                 self._begin(request, num_tokens, begun)
-
-    def _left(self, request: Request, now_s: float) -> float:
-        """Milliseconds that the request still takes, less those that it has waited."""
-        waited_s = min(now_s - request.arrival_s, MAX_CREDIT_S)
-        return request.num_uncomputed_tokens * self.step_cost.token_ms - 1000 * waited_s
 
     def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
         """Whether the request's next block is another's work in this step: after the step it can be found instead of

@@ -53,11 +53,10 @@ class StepShape(NamedTuple):
 
 
 class StepCostModel:
-    """Learns a, b, c and d. All costs in milliseconds, none below 0. `token_ms` is the guess at b to begin with."""
+    """Learns a, b, c and d. All costs in milliseconds, none below 0."""
 
-    def __init__(self, *, token_ms: float = 0.3) -> None:
-        self._weights = [5.0, token_ms, 0.05, 0.1]
-        self._guessed_token_ms = token_ms
+    def __init__(self) -> None:
+        self._weights = [5.0, 0.3, 0.05, 0.1]
         self._covariance = [[_INITIAL_VARIANCE if i == j else 0.0 for j in range(_SIZE)] for i in range(_SIZE)]
         self._num_steps = 0
 
@@ -65,11 +64,6 @@ class StepCostModel:
     def is_learned(self) -> bool:
         """Whether enough steps were seen."""
         return self._num_steps >= MIN_STEPS
-
-    @property
-    def token_ms(self) -> float:
-        """Cost of a token of a prompt, without attention. A guess until enough steps were seen."""
-        return max(0.0, self._weights[1]) if self.is_learned else self._guessed_token_ms
 
     def predict_ms(self, shape: StepShape) -> float:
         """Cost of a step."""

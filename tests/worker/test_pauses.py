@@ -103,22 +103,20 @@ def test_streams_do_not_wait_for_prompts_of_lower_priority(priority: int, waits:
     engine.run()
 
 
-def test_a_prompt_that_has_waited_is_not_overtaken_near_its_end_and_before_that_it_is() -> None:
-    """A step is 20 ms, a token 0.3 ms: a prompt of 640 tokens, and short ones when 500 and when 64 of it are left."""
+def test_of_prompts_the_one_that_needs_least_is_next_and_the_first_in_rank_goes_on() -> None:
     engine = timed_engine(0.02)
     long = engine.request(list(range(640)), max_tokens=1)
     engine.step()
-    early = engine.request([901] * 20, max_tokens=1)
-    early.arrival_s = engine.scheduler.clock()
-    engine.step()
-    assert early in engine.last
-    while long.num_uncomputed_tokens > 70:
+    begun = long.num_computed_tokens
+    short = [engine.request([900 + number] * 50, max_tokens=1) for number in range(4)]
+    ended = []
+    while len(ended) < 4:
+        before = long.num_computed_tokens
         engine.step()
-    late = engine.request([902] * 60, max_tokens=1)
-    late.arrival_s = engine.scheduler.clock()
-    while long not in engine.last:
-        assert late not in engine.last
-        engine.step()
+        assert long.num_computed_tokens - before >= 8, "an eighth of 64"
+        ended += [request for request in short if request in engine.last and request not in ended]
+    assert ended == short
+    assert long.num_computed_tokens - begun <= 8 * 4 + 64
     engine.run()
 
 
