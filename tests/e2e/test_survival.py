@@ -1,6 +1,6 @@
 """What dies, hangs or is restarted under load, and what clients see of it: nothing but a pause.
 
-`make test` runs each once; with HEADRACE_SOAK=1 (`make soak`) they are repeated, for minutes.
+`make test` runs each once; with HEADRACE_SOAK=1 (`make soak`) they are repeated, for minutes, with twice the streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.e2e
 SOAK = os.environ.get("HEADRACE_SOAK") == "1"
 ROUNDS = 20 if SOAK else 1
 RESTARTS = 5 if SOAK else 1
-NUM_STREAMS = 32
+NUM_STREAMS = 32 if SOAK else 16
+NUM_CLIENTS = 12 if SOAK else 4
 MAX_TOKENS = 64 if SOAK else 32
 NOTICED_WITHIN_S = 3.0
 
@@ -87,7 +88,7 @@ def differences(streams: list[Stream], undisturbed: list[Stream]) -> list[str]:
 
 @pytest.mark.timeout(120 + 60 * ROUNDS)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, TO_A_SCHEMA], ids=["greedy", "seeded", "schema"])
-async def test_32_streams_survive_the_death_of_one_of_two_workers(two_workers: Serve, sampling: dict[str, Any]) -> None:
+async def test_streams_survive_the_death_of_one_of_two_workers(two_workers: Serve, sampling: dict[str, Any]) -> None:
     undisturbed = await run_streams(two_workers.base_url, bodies(sampling))
     assert all(stream.is_done for stream in undisturbed)
     assert {stream.num_tokens for stream in undisturbed} == {MAX_TOKENS} or sampling is TO_A_SCHEMA
@@ -109,7 +110,7 @@ async def test_32_streams_survive_the_death_of_one_of_two_workers(two_workers: S
 
 @pytest.mark.timeout(120 + 60 * ROUNDS)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-async def test_32_streams_survive_a_worker_that_hangs(two_workers: Serve, sampling: dict[str, Any]) -> None:
+async def test_streams_survive_a_worker_that_hangs(two_workers: Serve, sampling: dict[str, Any]) -> None:
     undisturbed = await run_streams(two_workers.base_url, bodies(sampling))
     for number in range(ROUNDS):
         name = f"worker-{number % 2}"
@@ -161,7 +162,7 @@ def own_fleet(tmp_path: Path) -> Iterator[Fleet]:
 @pytest.mark.timeout(120 + 30 * ROUNDS)
 async def test_a_router_that_dies_cuts_no_stream_and_fails_no_request(own_fleet: Fleet) -> None:
     undisturbed = await run_streams(own_fleet.base_url, bodies(GREEDY))
-    async with load(own_fleet.base_url) as requests:
+    async with load(own_fleet.base_url, num_clients=NUM_CLIENTS) as requests:
         for number in range(ROUNDS):
             victim = own_fleet.routers[number % 2]
 
@@ -188,7 +189,7 @@ def num_resumed(system: Fleet) -> int:
 @pytest.mark.timeout(120 + 60 * ROUNDS)
 async def test_a_router_that_hangs_cuts_no_stream_and_fails_no_request(own_fleet: Fleet) -> None:
     undisturbed = await run_streams(own_fleet.base_url, bodies(GREEDY))
-    async with load(own_fleet.base_url) as requests:
+    async with load(own_fleet.base_url, num_clients=NUM_CLIENTS) as requests:
         for number in range(ROUNDS):
             victim = own_fleet.routers[number % 2]
 
@@ -206,7 +207,7 @@ async def test_a_router_that_hangs_cuts_no_stream_and_fails_no_request(own_fleet
                     own_fleet.base_url, bodies(GREEDY), disturb_behind=2 + 7 * number % 30, disturb=hang
                 )
                 # Nobody asks it while it hangs.
-                await requests.more(24)
+                await requests.more(2 * NUM_CLIENTS)
             finally:
                 victim.signal(signal.SIGCONT)
             tell(f"round {number}", streams)
@@ -218,10 +219,10 @@ async def test_a_router_that_hangs_cuts_no_stream_and_fails_no_request(own_fleet
 
 @pytest.mark.timeout(120 + 60 * RESTARTS)
 async def test_a_rolling_restart_of_every_tier_fails_no_request(own_fleet: Fleet) -> None:
-    async with load(own_fleet.base_url, num_clients=12) as requests:
+    async with load(own_fleet.base_url, num_clients=NUM_CLIENTS) as requests:
         for _ in range(RESTARTS):
             for process in own_fleet.processes:
-                await requests.more(12)
+                await requests.more(NUM_CLIENTS)
                 process.terminate()
                 assert await asyncio.to_thread(process.gone) == 0
                 process.start()
