@@ -1,7 +1,7 @@
 """The worker's engine against openvino-genai's ContinuousBatchingPipeline: same IR, kernels, blocks and token budget.
 
     python -m benchmarks.engine MODEL_DIR [--pairs 5] [--case closed mixed poisson behind identical]
-        [--tokens 256] [--our-tokens N] [--their-tokens N] [--their-whole-prompts] [--one-graph]
+        [--tokens 256] [--our-tokens N] [--our-mixed-tokens N] [--their-tokens N] [--their-whole-prompts] [--one-graph]
 
 Each side is a process of its own and both stay up; they take turns on the same workload, and each pair gives a ratio.
 
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=256, help="in a step, of both sides")
     parser.add_argument("--our-tokens", type=int)
+    parser.add_argument("--our-mixed-tokens", type=int, help="in a step that streams have a part in; by default 256")
     parser.add_argument("--their-tokens", type=int)
     parser.add_argument("--their-whole-prompts", action="store_true", help="the peer without dynamic_split_fuse")
     parser.add_argument("--one-graph", action="store_true", help="us without a graph of its own for small decode steps")
@@ -201,6 +202,7 @@ def main() -> None:
     ours = replace(
         of_both,
         max_num_batched_tokens=args.our_tokens or args.tokens,
+        max_num_mixed_tokens=args.our_mixed_tokens,
         decode_graph=False if args.one_graph else None,
     )
     theirs = replace(

@@ -40,13 +40,14 @@ class JobTimes:
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What a side is given. `num_blocks` KV blocks of the compiled model's block size (32 on CPU). Without
-    `split_prompts` the peer computes prompts whole, in steps of their own; we have no such mode. `decode_graph` as
-    `wants_decode_graph` takes it, for us."""
+    `split_prompts` the peer computes prompts whole, in steps of their own; we have no such mode. `max_num_mixed_tokens`
+    is ours, None the worker's choice, and so is `decode_graph`, as `wants_decode_graph` takes it."""
 
     model_dir: Path
     num_blocks: int
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 256
+    max_num_mixed_tokens: int | None = None
     split_prompts: bool = True
     decode_graph: bool | None = None
 
@@ -81,7 +82,7 @@ class HeadraceSide:
         from headrace.worker.numa import usable_cpus
         from headrace.worker.request import Request, SamplingParams
         from headrace.worker.sampler import BatchSampler
-        from headrace.worker.scheduler import Scheduler
+        from headrace.worker.scheduler import Scheduler, mixed_tokens_for
         from headrace.worker.vocabulary_reducer import reducer_for
 
         self._request, self._params = Request, SamplingParams
@@ -102,7 +103,9 @@ class HeadraceSide:
         )
         runner.allocate(settings.num_blocks)
         pool = BlockPool(settings.num_blocks, runner.block_size)
-        scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens)
+        most = settings.max_num_batched_tokens
+        mixed = settings.max_num_mixed_tokens or mixed_tokens_for(settings.max_num_seqs, most)
+        scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, most, mixed)
         self.engine = Engine(scheduler, runner, BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus()))))
 
     def add(self, index: int, job: Job) -> None:

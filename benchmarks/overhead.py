@@ -116,7 +116,7 @@ def measure(
     """Run decode steps at a full batch; the share outside the kernels."""
     pool = BlockPool(num_blocks, runner.block_size)
     sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
-    engine = Engine(Scheduler(KVCacheManager(pool), len(prompts), 1024), runner, sampler)
+    engine = Engine(Scheduler(KVCacheManager(pool), len(prompts), 1024, 1024), runner, sampler)
     for index, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": 2 * steps, "seed": index, **sampling})  # type: ignore[arg-type]
         engine.scheduler.add(Request(str(index), prompt, params, 0, arrival_s=index))

@@ -1,8 +1,8 @@
-"""What the order of prompts and pauses of streams gain (docs/decisions/0028):
+"""What the order of prompts, pauses of streams (docs/decisions/0028) and larger steps of prompts alone (0030) gain:
 `python -m benchmarks.pauses MODEL_DIR`.
 
-The engine on the Poisson load of benchmarks.engine, in three ways in turn, on fresh tokens each time: prompts in the
-order of arrival; by what remains to compute; with that and pauses. Prints p95 TTFT, the
+The engine on the Poisson load of benchmarks.engine, in four ways in turn, on fresh tokens each time: prompts in the
+order of arrival; by what remains to compute; with that and pauses; with all that and larger steps. Prints p95 TTFT, the
 mean time per output token, and the medians of the ratios to the first; the load is another one in each round. Before
 that the same in virtual time, the scheduler with the simulator's step cost or that of a file, at several rates, means
 over many loads: there, only loads differ.
@@ -41,11 +41,12 @@ class Way(NamedTuple):
         return patch.object(scheduler, "FIRST_IN_RANK_SHARE", self.first_in_rank_share)
 
 
-AS_IT_IS = Way(scheduler.FIRST_IN_RANK_SHARE, LONGEST_S, 256)
+AS_IT_IS = Way(scheduler.FIRST_IN_RANK_SHARE, LONGEST_S, 1024)
 WAYS = {
     "in the order of arrival": Way(1, 0.0, 256),
-    "by what remains": AS_IT_IS._replace(longest_pause_s=0.0),
-    "with pauses": AS_IT_IS,
+    "by what remains": AS_IT_IS._replace(longest_pause_s=0.0, max_num_batched_tokens=256),
+    "with pauses": AS_IT_IS._replace(max_num_batched_tokens=256),
+    "with larger steps": AS_IT_IS,
 }
 REQUESTS = 120
 NUM_BLOCKS, BLOCK_SIZE = 4000, 32

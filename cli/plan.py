@@ -56,6 +56,7 @@ class ServeOptions:
     kv_cache_gb: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_mixed_tokens: int | None = None
     execution_mode: str | None = None
     decode_graph: str | None = None
     log_level: str | None = None
@@ -99,6 +100,7 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
         argv += ["--kv-cache-node-share", str(_KV_CACHE_SHARE / num_on_node)]
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
+    argv += _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
     argv += _given("--execution-mode", options.execution_mode)
     argv += _given("--decode-graph", options.decode_graph)
     argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)

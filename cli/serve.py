@@ -211,6 +211,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GiB.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Largest step of each worker, in tokens.")
+@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="The same where streams have a part in the step.")
 @click.option(
     "--execution-mode",
     type=click.Choice(["performance", "accuracy"]),
@@ -251,6 +252,7 @@ def serve(
     kv_cache_gb: float | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
+    max_num_mixed_tokens: int | None,
     execution_mode: str | None,
     decode_graph: str | None,
     name: str | None,
@@ -290,6 +292,7 @@ def serve(
             kv_cache_gb=kv_cache_gb,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_mixed_tokens=max_num_mixed_tokens,
             execution_mode=execution_mode,
             decode_graph=decode_graph,
             log_level=log_level,

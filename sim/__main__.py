@@ -166,7 +166,8 @@ def print_table(answer: Answer) -> None:
 @click.option("--kv-tokens", type=click.IntRange(1), default=600_000, help="KV cache of each worker.")
 @click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a KV block.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128)
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=256)
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
+@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="By default 256, or more for large batches.")
 @click.option("--report-delay-ms", type=click.FloatRange(0), default=20.0, help="How late reports reach routers.")
 @click.option("--step-cost", "cost_file", type=click.Path(path_type=Path), help="Made by benchmarks/step_cost.py.")
 @click.option("--ttft-ms", type=click.FloatRange(0), default=10_000.0, help="Objective: time to the first token.")
@@ -188,6 +189,7 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
         block_size=options["block_size"],
         max_num_seqs=options["max_num_seqs"],
         max_num_batched_tokens=options["max_num_batched_tokens"],
+        max_num_mixed_tokens=options["max_num_mixed_tokens"],
     )
     fleet = FleetSettings(
         worker, options["workers"], options["routers"], options["report_delay_ms"] / 1000, options["seed"]

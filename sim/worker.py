@@ -21,19 +21,22 @@ from headrace.worker.engine import Engine
 from headrace.worker.engine_thread import REPORT_INTERVAL_S, observe_step, report_of
 from headrace.worker.kv_cache import KVCacheManager
 from headrace.worker.request import Request, RequestOutput
-from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput
+from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput, mixed_tokens_for
+from headrace.worker.step_cost import StepShape as LearnedShape
 from headrace.worker.step_rates import StepRates
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What each worker of the fleet is: `kv_tokens` tokens of KV cache in blocks of `block_size`."""
+    """What each worker of the fleet is: `kv_tokens` tokens of KV cache in blocks of `block_size`. `None`: as a worker
+    chooses."""
 
     cost: StepCost
     kv_tokens: int = 600_000
     block_size: int = 512
     max_num_seqs: int = 128
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int = 1024
+    max_num_mixed_tokens: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -63,9 +66,9 @@ class SimulatedWorker:
         self.settings = settings
         self.num_taken = 0
         pool = BlockPool(settings.num_blocks, settings.block_size)
-        self.scheduler = Scheduler(
-            KVCacheManager(pool), settings.max_num_seqs, settings.max_num_batched_tokens, clock=clock
-        )
+        most = settings.max_num_batched_tokens
+        mixed = settings.max_num_mixed_tokens or mixed_tokens_for(settings.max_num_seqs, most)
+        self.scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, most, mixed, clock=clock)
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
         self._engine.padding.change_ms, self._engine.padding.token_ms = settings.cost.change, settings.cost.per_padding
@@ -113,9 +116,15 @@ class SimulatedWorker:
         assert output.scheduled, "there are requests and none can go on"
         cost, padding = self.settings.cost, self._engine.padding
         num_padding = padding.of(output.num_tokens, is_decode=output.is_decode)
-        step = ((request.num_computed_tokens, new) for request, new in output.scheduled)
+        step = [(request.num_computed_tokens, new) for request, new in output.scheduled]
         self._output = output
         self._step_ms = cost.milliseconds(StepShape.of(step, padding=num_padding, changed=padding.changed))
+        if not output.is_decode:
+            shape = LearnedShape.of(step)
+            change_ms = padding.change_ms if padding.changed else 0.0
+            self.scheduler.step_cost.observe(
+                shape._replace(tokens=shape.tokens + num_padding), self._step_ms - change_ms
+            )
         return self._step_ms
 
     def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:

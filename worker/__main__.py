@@ -47,7 +47,7 @@ from headrace.worker.pauses import Pauses
 from headrace.worker.registration import REDIS_TIMEOUT_S, RedisLease, Registration
 from headrace.worker.request import Request, SamplingParams
 from headrace.worker.sampler import BatchSampler
-from headrace.worker.scheduler import Scheduler
+from headrace.worker.scheduler import Scheduler, mixed_tokens_for
 from headrace.worker.service import SERVICE_NAMES, InferenceService, WorkerService
 from headrace.worker.watch import WatchHub
 
@@ -116,6 +116,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         KVCacheManager(pool),
         config.max_num_seqs,
         config.max_num_batched_tokens,
+        config.max_num_mixed_tokens or mixed_tokens_for(config.max_num_seqs, config.max_num_batched_tokens),
         target_step_ms=config.target_tpot_ms,
         pauses=Pauses() if config.max_pause_ms is None else Pauses(config.max_pause_ms / 1000),
     )
@@ -329,7 +330,12 @@ def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
     "the copy takes a tenth of the memory at most.",
 )
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Most requests in the running batch.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=256, help="Most tokens in a step.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024, help="Most tokens in a step.")
+@click.option(
+    "--max-num-mixed-tokens",
+    type=click.IntRange(1),
+    help="Most tokens in a step that computes prompts and running streams; by default 256, or more for large batches.",
+)
 @click.option(
     "--max-ttft-s",
     type=click.FloatRange(0, min_open=True),

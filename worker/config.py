@@ -29,7 +29,8 @@ class WorkerConfig:
     execution_mode: str = "performance"
     decode_graph: bool | None = None
     max_num_seqs: int = 128
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int = 1024
+    max_num_mixed_tokens: int | None = None
     max_num_waiting: int = 1024
     max_ttft_s: float = 60.0
     target_tpot_ms: float | None = None

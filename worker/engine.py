@@ -87,7 +87,7 @@ class EngineStats:
 
 
 class _Step(NamedTuple):
-    """A step that is computed. `shape` is what its cost is learned for, if it is."""
+    """A step that is computed. `shape` is what its cost is learned for, if it has prompts."""
 
     output: SchedulerOutput
     batch: Batch
@@ -191,9 +191,8 @@ class Engine:
         is_small = output.is_decode and output.num_tokens <= self.runner.small_decode
         padding = self.small_padding if is_small else self.padding
         num_padding = padding.of(output.num_tokens, is_decode=output.is_decode)
-        # Runs of decode steps are alike: one in four says enough.
         shape = None
-        if not output.is_decode or self.stats.num_steps % 4 == 0:
+        if not output.is_decode:
             shape = StepShape.of((request.num_computed_tokens, new) for request, new in output.scheduled)
             shape = shape._replace(tokens=shape.tokens + num_padding)
         batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)

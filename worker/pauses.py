@@ -17,13 +17,14 @@ LONGEST_S = 0.3
 class Pauses:
     """Decides it for one step after the other. `longest_s` 0: there are none."""
 
-    __slots__ = ("_longest_s", "_saved_s", "_since_s", "is_pause")
+    __slots__ = ("_longest_s", "_since_s", "is_pause", "saved_s")
 
     def __init__(self, longest_s: float = LONGEST_S) -> None:
         self.is_pause = False
         """Whether the step that was decided last is one."""
+        self.saved_s = longest_s
+        """How long streams may still wait, as of then."""
         self._longest_s = longest_s
-        self._saved_s = longest_s
         self._since_s = 0.0
 
     def decide(self, now_s: float, *, is_wanted: bool) -> bool:
@@ -31,9 +32,9 @@ class Pauses:
         It has to be asked for the step behind a pause, whose end that is, and need not be for others."""
         passed_s = now_s - self._since_s
         if self.is_pause:
-            self._saved_s -= passed_s
+            self.saved_s -= passed_s
         else:
-            self._saved_s = min(self._longest_s, self._saved_s + RATE * passed_s)
+            self.saved_s = min(self._longest_s, self.saved_s + RATE * passed_s)
         self._since_s = now_s
-        self.is_pause = is_wanted and self._saved_s > 0
+        self.is_pause = is_wanted and self.saved_s > 0
         return self.is_pause

@@ -30,6 +30,14 @@ FIRST_IN_RANK_SHARE = 8
 MIN_CHUNK_ROOM = 3
 # Tokens for catching up that a step has even where running streams then miss their time per token.
 MIN_CHUNK = 8
+# A step that computes prompts only is larger than others until this part of it is what any step costs, or it takes so
+# long that prompts which come meanwhile wait for it.
+STEP_COST_SHARE = 1 / 8
+LONGEST_PROMPT_STEP_MS = 200.0
+# Its limit is a multiple of this: what is learned wanders, and each number of tokens is prepared for anew
+# (docs/decisions/0025).
+PROMPT_STEP_MULTIPLE = 64
+NO_STREAMS = StepShape(0, 0, 0)
 
 
 NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits are not numbers for this request")
@@ -93,6 +101,17 @@ def is_worth_pausing(caught_up: Sequence[Request], behind: Sequence[Request]) ->
     return bool(caught_up and behind) and behind[0].priority >= caught_up[0].priority
 
 
+def mixed_tokens_for(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """The most tokens of a step that streams have a part in, where nobody says: what a stream then waits for its next
+    token is a few times that of a step without prompts."""
+    return min(max_num_batched_tokens, max(256, 2 * max_num_seqs))
+
+
+def longest_past(requests: Iterable[Request]) -> int:
+    """The most tokens that one of them has computed."""
+    return max(request.num_computed_tokens for request in requests)
+
+
 def chunk_of(remaining: int, room: int) -> int:
     """The most of `remaining` tokens to compute now, `room` at most, so that no token of several is ever computed
     alone: a lone token goes through other kernels, with other bits (docs/decisions/0006). 0 if that cannot be."""
@@ -106,11 +125,13 @@ def chunk_of(remaining: int, room: int) -> int:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Owns the requests of a worker from `add` until their last output; the engine thread owns it."""
+    """Owns the requests of a worker from `add` until their last output; the engine thread owns it. Steps have
+    `max_num_batched_tokens` at most, and `max_num_mixed_tokens` where streams have a part in them."""
 
     kv_cache: KVCacheManager
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int
     step_cost: StepCostModel = field(default_factory=StepCostModel)
     target_step_ms: float | None = None
     pauses: Pauses = field(default_factory=Pauses)
@@ -121,11 +142,12 @@ class Scheduler:
     num_traced: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens - MIN_CHUNK_ROOM + 1:
+        least, mixed = self.max_num_seqs + MIN_CHUNK_ROOM - 1, self.max_num_mixed_tokens
+        if not least <= mixed <= self.max_num_batched_tokens:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be over max_num_seqs "
-                f"({self.max_num_seqs}) by {MIN_CHUNK_ROOM - 1} at least: every running request computes a token in "
-                "each step, and prompts must go on beside them"
+                f"max_num_mixed_tokens ({mixed}) must be over max_num_seqs ({self.max_num_seqs}) by "
+                f"{MIN_CHUNK_ROOM - 1} at least, for every running request computes a token in each step and prompts "
+                f"must go on beside them, and at most max_num_batched_tokens ({self.max_num_batched_tokens})"
             )
 
     @property
@@ -243,23 +265,35 @@ class Scheduler:
             is_wanted = may_pause and is_worth_pausing(list(wanted), behind)
             if self.pauses.decide(self.clock(), is_wanted=is_wanted):
                 wanted.clear()
-            self._share_among(behind, self._budget_for_catching_up(wanted, behind), wanted)
+            if behind:
+                self._share_among(behind, self._budget_for_catching_up(wanted, behind), wanted)
         return wanted
 
     def _budget_for_catching_up(self, decoding: Collection[Request], behind: Sequence[Request]) -> int:
         """Tokens of the step beside one for each request that has caught up. Where a target for the step's time is
         set, no more than keeps it, so that running streams keep their time per token."""
-        budget = self.max_num_batched_tokens - len(decoding)
-        if self.target_step_ms is None or not decoding or not self.step_cost.is_learned:
+        if not decoding:
+            return self._budget_for_prompts_alone(behind)
+        budget = self.max_num_mixed_tokens - len(decoding)
+        if self.target_step_ms is None or not self.step_cost.is_learned:
             return budget
         decoding_alone = StepShape.of((request.num_computed_tokens, 1) for request in decoding)
-        longest_past = max(request.num_computed_tokens for request in behind)
-        within = self.step_cost.tokens_within(self.target_step_ms, decoding_alone, longest_past)
+        within = self.step_cost.tokens_within(self.target_step_ms, decoding_alone, longest_past(behind))
         return min(budget, max(MIN_CHUNK, within))
 
+    def _budget_for_prompts_alone(self, behind: Sequence[Request]) -> int:
+        """Tokens of a step that no stream has a part in: as many as make good use of it."""
+        if not self.step_cost.is_learned:
+            return self.max_num_mixed_tokens
+        limit_ms = LONGEST_PROMPT_STEP_MS
+        if self.pauses.is_pause:
+            limit_ms = min(limit_ms, 1000 * self.pauses.saved_s)
+        within = self.step_cost.tokens_within(limit_ms, NO_STREAMS, longest_past(behind))
+        useful = min(within, self.step_cost.tokens_for_share(STEP_COST_SHARE))
+        useful -= useful % PROMPT_STEP_MULTIPLE
+        return min(self.max_num_batched_tokens, max(self.max_num_mixed_tokens, useful))
+
     def _share_among(self, behind: list[Request], budget: int, wanted: dict[Request, int]) -> None:
-        if not behind:
-            return
         for request in behind:
             self._count_cached_tokens(request, self.kv_cache.reuse(request))
         first = behind[0]

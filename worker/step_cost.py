@@ -1,10 +1,11 @@
-"""What a step costs, learned from the steps that were run.
+"""What a step with prompts costs, learned from those that were run.
 
     milliseconds = a + b * tokens + c * attended / 1000 + d * context / 1000
 
 `tokens` are the new tokens of the step. `attended` are the positions that the tokens of prompts look at, summed over
 them: attention's arithmetic, n * p + n * n / 2 for n tokens behind p. `context` are the positions of sequences that
-compute one token: attention's reading of the cache.
+compute one token: attention's reading of the cache. Steps without prompts are not learned from: they may go through
+another graph, whose tokens cost something else.
 
 Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter on RLS): some dozens of floating point
 operations a step, no history. A step that took far longer than predicted (a kernel built for a new shape, another
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 # Weight of an observation n steps ago is FORGETTING ** n: half after 350 steps.
 FORGETTING = 0.998
-# Steps before predictions are given.
+# Steps before predictions are used.
 MIN_STEPS = 8
 _INITIAL_VARIANCE = 1e4
 _MAX_VARIANCE = 1e6
@@ -78,6 +79,11 @@ class StepCostModel:
         if square < 1e-9:
             return int(left_ms / max(linear, 1e-4))
         return int((math.sqrt(linear * linear + 4 * square * left_ms) - linear) / (2 * square))
+
+    def tokens_for_share(self, share: float) -> int:
+        """Tokens of a step, without attention, of whose cost `share` is what any step costs."""
+        per_step, per_token = self._weights[:2]
+        return int(max(0.0, per_step) * (1 - share) / share / max(per_token, 1e-4))
 
     def observe(self, shape: StepShape, milliseconds: float) -> None:
         """Learn from a step."""

@@ -45,11 +45,12 @@ def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
         "--kv-cache-share",
         "--max-num-seqs",
         "--max-num-batched-tokens",
+        "--max-num-mixed-tokens",
         "--execution-mode",
         "--decode-graph",
         "--log-level",
     )
-    assert [argument(worker.argv, flag) for flag in flags] == [None] * 7
+    assert [argument(worker.argv, flag) for flag in flags] == [None] * len(flags)
 
 
 def test_what_was_asked_for_reaches_every_worker() -> None:
@@ -59,6 +60,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         kv_cache_gb=1.5,
         max_num_seqs=8,
         max_num_batched_tokens=64,
+        max_num_mixed_tokens=32,
         execution_mode="accuracy",
         decode_graph="off",
     )
@@ -67,6 +69,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         assert argument(worker.argv, "--kv-cache-gb") == "1.5"
         assert argument(worker.argv, "--max-num-seqs") == "8"
         assert argument(worker.argv, "--max-num-batched-tokens") == "64"
+        assert argument(worker.argv, "--max-num-mixed-tokens") == "32"
         assert argument(worker.argv, "--execution-mode") == "accuracy"
         assert argument(worker.argv, "--decode-graph") == "off"
 

@@ -71,9 +71,9 @@ class RealEngine:
         max_num_seqs: int = 64,
         longest_pause_s: float = LONGEST_S,
     ) -> Engine:
-        """An engine with an empty cache."""
+        """An engine with an empty cache, whose steps have `budget` tokens at most."""
         cache = KVCacheManager(BlockPool(num_blocks, self.runner.block_size))
-        scheduler = Scheduler(cache, max_num_seqs, budget, pauses=Pauses(longest_pause_s))
+        scheduler = Scheduler(cache, max_num_seqs, budget, budget, pauses=Pauses(longest_pause_s))
         return Engine(scheduler, self.runner, BatchSampler())
 
     def run(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> list[Request]:
@@ -132,11 +132,11 @@ def assert_same_bits(left: Sequence[npt.NDArray[np.generic]], right: Sequence[np
             pytest.fail(f"array {index}: {num_other} of {one.size} values differ")
 
 
-@pytest.mark.parametrize("length", [65, 100, 333])
-@pytest.mark.parametrize("budget", [70, 97, 256])
+@pytest.mark.parametrize("length", [65, 100, 333, 1000])
+@pytest.mark.parametrize("budget", [70, 97, 256, 640])
 def test_any_chunking_gives_the_bits_of_the_whole(default: RealEngine, length: int, budget: int) -> None:
     prompt = prompt_of(length, length)
-    whole, cut = default.fresh(budget=512), default.fresh(budget=budget)
+    whole, cut = default.fresh(budget=1024), default.fresh(budget=budget)
     (cold,) = default.run(whole, [prompt])
     cold_blocks = default.blocks_of(whole, prompt)
     (chunked,) = default.run(cut, [prompt])
@@ -212,24 +212,25 @@ def texts(requests: Sequence[Request]) -> list[list[int]]:
 def test_in_accuracy_mode_greedy_text_is_the_same_whatever_happens(accurate: RealEngine) -> None:
     """Alone, in one batch, cut into chunks, after hits, and in a pool so small that requests are preempted."""
     prompts = [prompt_of(100 + i, 20 + 7 * i) for i in range(12)]
-    alone = [texts(accurate.run(accurate.fresh(), [prompt], 20))[0] for prompt in prompts]
+    alone = [texts(accurate.run(accurate.fresh(), [prompt], 14))[0] for prompt in prompts]
     engine = accurate.fresh()
-    assert texts(accurate.run(engine, prompts, 20)) == alone
-    again = accurate.run(engine, prompts, 20)
+    assert texts(accurate.run(engine, prompts, 14)) == alone
+    again = accurate.run(engine, prompts, 14)
     assert texts(again) == alone
     assert all(request.num_cached_tokens == request.num_prompt_tokens - 2 for request in again)
-    assert texts(accurate.run(accurate.fresh(budget=40, max_num_seqs=12), prompts, 20)) == alone
+    assert texts(accurate.run(accurate.fresh(budget=40, max_num_seqs=12), prompts, 14)) == alone
     tight = accurate.fresh(num_blocks=14)
-    assert texts(accurate.run(tight, prompts, 20)) == alone
+    assert texts(accurate.run(tight, prompts, 14)) == alone
     assert tight.scheduler.stats.preemptions > 0
 
 
 def test_with_a_pool_for_eight_sixty_four_requests_get_the_tokens_of_an_ample_one(accurate: RealEngine) -> None:
-    prompts = [prompt_of(200 + i, 40 + i % 9) for i in range(64)]
-    ample = texts(accurate.run(accurate.fresh(), prompts, 24))
+    prompts = [prompt_of(200 + i, 54 + i % 9) for i in range(64)]
+    ample = texts(accurate.run(accurate.fresh(), prompts, 12))
     tight = accurate.fresh(num_blocks=8 * 3)
-    assert texts(accurate.run(tight, prompts, 24)) == ample
+    assert texts(accurate.run(tight, prompts, 12)) == ample
     assert tight.scheduler.stats.requests_finished == 64
+    assert tight.scheduler.stats.preemptions > 0
 
 
 @pytest.mark.parametrize(("precision", "mode"), [("u4", "performance"), ("bf16", "performance"), ("f32", "accuracy")])

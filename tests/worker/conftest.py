@@ -82,9 +82,17 @@ class EngineUnderTest:
 MakeEngine = Callable[..., EngineUnderTest]
 
 
-def make_engine(num_blocks: int = 64, max_num_seqs: int = 8, max_num_batched_tokens: int = 32) -> EngineUnderTest:
-    """A fresh engine over a fresh fake runner."""
-    scheduler = Scheduler(KVCacheManager(BlockPool(num_blocks, BLOCK_SIZE)), max_num_seqs, max_num_batched_tokens)
+def make_engine(
+    num_blocks: int = 64,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_num_mixed_tokens: int | None = None,
+) -> EngineUnderTest:
+    """A fresh engine over a fresh fake runner. Steps that streams have a part in are as large as others by default."""
+    kv_cache = KVCacheManager(BlockPool(num_blocks, BLOCK_SIZE))
+    scheduler = Scheduler(
+        kv_cache, max_num_seqs, max_num_batched_tokens, max_num_mixed_tokens or max_num_batched_tokens
+    )
     runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     return EngineUnderTest(Engine(scheduler, runner, BatchSampler()), runner)
 

@@ -11,6 +11,7 @@ import pytest
 from headrace.worker.__main__ import config_of
 from headrace.worker.config import ConfigurationError
 from headrace.worker.pauses import LONGEST_S, RATE, Pauses
+from headrace.worker.step_cost import StepCostModel, StepShape
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
 
@@ -74,6 +75,56 @@ def test_prompts_go_first_for_a_while_then_streams_go_on_beside_them() -> None:
     assert 2 in counts[6:8]
     assert sum(waits[7:]) <= len(waits[7:]) / 2 + 1
     engine.run()
+
+
+def knowing(engine: EngineUnderTest, step_ms: float, token_ms: float) -> EngineUnderTest:
+    """It has learned that this is what steps and their tokens cost, attention nothing, and learns no more."""
+    model = engine.scheduler.step_cost = StepCostModel()
+    for number in range(1000):
+        shape = StepShape(8 + number * 7 % 250, number * 13 % 5000, number * 17 % 900)
+        model.observe(shape, step_ms + token_ms * shape.tokens)
+    model.observe = lambda *_: None  # type: ignore[method-assign]
+    return engine
+
+
+def first_step_of(engine: EngineUnderTest) -> int:
+    """Tokens of a long prompt that the next step computes."""
+    long = engine.request(list(range(10, 2000)), max_tokens=1)
+    engine.step()
+    return long.num_computed_tokens
+
+
+def large_engine() -> EngineUnderTest:
+    return make_engine(num_blocks=2000, max_num_batched_tokens=1000, max_num_mixed_tokens=64)
+
+
+def test_a_step_of_prompts_alone_grows_until_an_eighth_of_it_is_what_any_step_costs() -> None:
+    assert first_step_of(knowing(large_engine(), 20.0, 0.4)) == 320
+    assert first_step_of(knowing(large_engine(), 80.0, 0.4)) == 256, "200 ms are the limit"
+    assert first_step_of(knowing(large_engine(), 1.0, 0.4)) == 64
+    assert first_step_of(knowing(large_engine(), 20.0, 0.01)) == 1000
+
+
+def test_a_step_of_prompts_alone_is_no_larger_than_others_before_costs_are_learned() -> None:
+    assert first_step_of(large_engine()) == 64
+
+
+def test_no_step_of_streams_grows() -> None:
+    engine = knowing(large_engine(), 20.0, 0.4)
+    engine.scheduler.pauses = Pauses(0.0)
+    engine.request([1, 2, 3], max_tokens=60)
+    engine.step()
+    assert first_step_of(engine) == 63
+
+
+def test_a_step_that_streams_wait_for_takes_no_longer_than_they_may_still_wait() -> None:
+    engine = knowing(large_engine(), 20.0, 0.4)
+    engine.scheduler.pauses = Pauses(0.1)
+    engine.scheduler.clock = lambda: 0.0
+    engine.request([1, 2, 3], max_tokens=60)
+    engine.step()
+    assert first_step_of(engine) == 192
+    assert engine.scheduler.pauses.is_pause
 
 
 def test_with_a_target_for_the_time_per_token_nobody_waits() -> None:
