@@ -225,9 +225,9 @@ def test_in_accuracy_mode_greedy_text_is_the_same_whatever_happens(accurate: Rea
 
 
 def test_with_a_pool_for_eight_sixty_four_requests_get_the_tokens_of_an_ample_one(accurate: RealEngine) -> None:
-    prompts = [prompt_of(200 + i, 54 + i % 9) for i in range(64)]
+    prompts = [prompt_of(200 + i, 22 + i % 9) for i in range(64)]
     ample = texts(accurate.run(accurate.fresh(), prompts, 12))
-    tight = accurate.fresh(num_blocks=8 * 3)
+    tight = accurate.fresh(num_blocks=8 * 2)
     assert texts(accurate.run(tight, prompts, 12)) == ample
     assert tight.scheduler.stats.requests_finished == 64
     assert tight.scheduler.stats.preemptions > 0
