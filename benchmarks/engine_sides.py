@@ -104,7 +104,7 @@ class HeadraceSide:
         runner.allocate(settings.num_blocks)
         pool = BlockPool(settings.num_blocks, runner.block_size)
         most = settings.max_num_batched_tokens
-        mixed = settings.max_num_mixed_tokens or mixed_tokens_for(settings.max_num_seqs, most)
+        mixed = mixed_tokens_for(settings.max_num_mixed_tokens, settings.max_num_seqs, most)
         scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, most, mixed)
         self.engine = Engine(scheduler, runner, BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus()))))
 

@@ -67,7 +67,7 @@ class SimulatedWorker:
         self.num_taken = 0
         pool = BlockPool(settings.num_blocks, settings.block_size)
         most = settings.max_num_batched_tokens
-        mixed = settings.max_num_mixed_tokens or mixed_tokens_for(settings.max_num_seqs, most)
+        mixed = mixed_tokens_for(settings.max_num_mixed_tokens, settings.max_num_seqs, most)
         self.scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, most, mixed, clock=clock)
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
@@ -120,11 +120,8 @@ class SimulatedWorker:
         self._output = output
         self._step_ms = cost.milliseconds(StepShape.of(step, padding=num_padding, changed=padding.changed))
         if not output.is_decode:
-            shape = LearnedShape.of(step)
-            change_ms = padding.change_ms if padding.changed else 0.0
-            self.scheduler.step_cost.observe(
-                shape._replace(tokens=shape.tokens + num_padding), self._step_ms - change_ms
-            )
+            shape = LearnedShape.of(step, padding=num_padding)
+            self.scheduler.step_cost.observe(shape, self._step_ms - padding.changed_ms)
         return self._step_ms
 
     def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:

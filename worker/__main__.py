@@ -116,7 +116,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         KVCacheManager(pool),
         config.max_num_seqs,
         config.max_num_batched_tokens,
-        config.max_num_mixed_tokens or mixed_tokens_for(config.max_num_seqs, config.max_num_batched_tokens),
+        mixed_tokens_for(config.max_num_mixed_tokens, config.max_num_seqs, config.max_num_batched_tokens),
         target_step_ms=config.target_tpot_ms,
         pauses=Pauses() if config.max_pause_ms is None else Pauses(config.max_pause_ms / 1000),
     )

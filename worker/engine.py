@@ -193,8 +193,8 @@ class Engine:
         num_padding = padding.of(output.num_tokens, is_decode=output.is_decode)
         shape = None
         if not output.is_decode:
-            shape = StepShape.of((request.num_computed_tokens, new) for request, new in output.scheduled)
-            shape = shape._replace(tokens=shape.tokens + num_padding)
+            step = ((request.num_computed_tokens, new) for request, new in output.scheduled)
+            shape = StepShape.of(step, padding=num_padding)
         batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
         if num_padding:
             batch = padded(batch, num_padding, self.scheduler.kv_cache.pool.num_blocks)
@@ -251,8 +251,7 @@ class Engine:
         is_first = count not in self._seen_counts
         self._seen_counts.add(count)
         if step.shape is not None and not is_first:
-            change_ms = padding.change_ms if padding.changed else 0.0
-            self.scheduler.step_cost.observe(step.shape, 1000 * step_s - change_ms)
+            self.scheduler.step_cost.observe(step.shape, 1000 * step_s - padding.changed_ms)
         self.stats.num_steps += 1
         self.stats.num_padding_tokens += step.num_padding
         self.stats.infer_s += self.runner.infer_s

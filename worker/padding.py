@@ -46,6 +46,11 @@ class Padding:
         self._spent_ms = 0.0
         self._changed_step_ms: float | None = None
 
+    @property
+    def changed_ms(self) -> float:
+        """What the last step is believed to have cost for having another number of tokens than the one before."""
+        return self.change_ms if self.changed else 0.0
+
     def of(self, num_tokens: int, *, is_decode: bool) -> int:
         """The padding of the next step, which has `num_tokens` tokens to compute. `is_decode` as in `observe`."""
         least = num_tokens if is_decode else max(num_tokens, MIN_PROMPT_STEP)

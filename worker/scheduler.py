@@ -101,10 +101,10 @@ def is_worth_pausing(caught_up: Sequence[Request], behind: Sequence[Request]) ->
     return bool(caught_up and behind) and behind[0].priority >= caught_up[0].priority
 
 
-def mixed_tokens_for(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """The most tokens of a step that streams have a part in, where nobody says: what a stream then waits for its next
-    token is a few times that of a step without prompts."""
-    return min(max_num_batched_tokens, max(256, 2 * max_num_seqs))
+def mixed_tokens_for(asked: int | None, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """The most tokens of a step that streams have a part in: what was asked, or with None so many that what a stream
+    waits for its next token is a few times that of a step without prompts."""
+    return min(max_num_batched_tokens, max(256, 2 * max_num_seqs)) if asked is None else asked
 
 
 def longest_past(requests: Iterable[Request]) -> int:

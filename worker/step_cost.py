@@ -36,9 +36,9 @@ class StepShape(NamedTuple):
     context: int
 
     @classmethod
-    def of(cls, step: Iterable[tuple[int, int]]) -> StepShape:
+    def of(cls, step: Iterable[tuple[int, int]], *, padding: int = 0) -> StepShape:
         """The shape of a step that gives, for each sequence, its computed tokens and those that the step computes."""
-        tokens = attended = context = 0
+        tokens, attended, context = padding, 0, 0
         for past, new in step:
             tokens += new
             if new == 1:
