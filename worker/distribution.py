@@ -118,7 +118,8 @@ def _in_nucleus(runs: Runs, filters: Filters, token_ids: IndexArray) -> npt.NDAr
         behind += np.bincount(which, weights, minlength=len(unsure))
         num_read += num_wanted
         missing = (at_most - enough)[unsure] - behind
-        more = np.ceil(_MORE_RUNS * missing * num_read / behind) + _AND_MORE
+        # Behind a row's last tokens there is nothing but rounding, which may be negative.
+        more = np.ceil(_MORE_RUNS * missing * num_read / np.maximum(behind, 0.0)) + _AND_MORE
         num_wanted = np.where(missing < 0, 0, np.fmin(more, num_runs - num_read)).astype(np.intp)
     is_in[unsure] = at_most[unsure] - behind < enough[unsure]
     return is_in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -284,6 +285,20 @@ def test_a_row_that_is_drawn_at_last_from_its_nucleus_is_not_taken_for_another()
         alone = draw(runs.of(np.array([0])), filters.of(np.array([0])), quantiles[:1]).tolist()
     assert second == 42  # the last of the three best
     assert first == alone[0] != second
+
+
+def test_sums_that_rounding_made_too_small_do_not_stop_a_draw() -> None:
+    """A token that all others go before: what is behind it is rounding, and may be less than nothing."""
+    rows = np.zeros((4, 49152), np.float32)
+    rows[:, -1] = -1e-3
+    filters = Filters(np.ones(4, np.float32), np.zeros(4, np.int64), np.full(4, 0.95), np.zeros(4))
+    runs = runs_of(rows, filters.inverse_temperatures)
+    runs = replace(runs, sums=runs.sums * np.float32(1 - 1e-6))
+    quantiles = np.full((4, DRAWS), 1 - 1e-9)
+    quantiles[:, DRAWS - 1] = 0.5
+    with np.errstate(all="ignore"):
+        token_ids = draw(runs, filters, quantiles)
+    assert np.all(token_ids < 0.95 * 49152), "the lowest ids of equals are the nucleus"
 
 
 def test_logits_that_differ_a_little_rarely_change_a_draw() -> None:
