@@ -100,7 +100,7 @@ def _in_nucleus(runs: Runs, filters: Filters, token_ids: IndexArray) -> npt.NDAr
     enough = filters.top_p * runs.totals
     # All of the runs that hold such tokens is more than those tokens are.
     may_precede = runs.maxima >= values[:, None]
-    at_most = np.where(may_precede, runs.sums, np.float32(0.0)).sum(axis=1, dtype=np.float64)
+    at_most = np.einsum("ij,ij->i", runs.sums, may_precede, dtype=np.float64)
     is_in: npt.NDArray[np.bool_] = (filters.top_p >= 1.0) | (at_most < enough)
     unsure = np.flatnonzero(~is_in)
     row, run = np.nonzero(may_precede[unsure])
@@ -109,6 +109,7 @@ def _in_nucleus(runs: Runs, filters: Filters, token_ids: IndexArray) -> npt.NDAr
     # Most rows are decided by what some of these runs hold behind the token: the first few tell how many it takes.
     num_runs, num_read = ends - begins, np.zeros(len(unsure), np.intp)
     num_wanted = np.minimum(_FIRST_RUNS, num_runs)
+    surplus = (at_most - enough)[unsure]
     behind = np.zeros(len(unsure))
     while len(left := np.flatnonzero(num_wanted)):
         counts = num_wanted[left]
@@ -117,11 +118,11 @@ def _in_nucleus(runs: Runs, filters: Filters, token_ids: IndexArray) -> npt.NDAr
         weights = runs.sums[of_rows, of_runs] - _weight_before(runs, filters, token_ids, values, of_rows, of_runs)
         behind += np.bincount(which, weights, minlength=len(unsure))
         num_read += num_wanted
-        missing = (at_most - enough)[unsure] - behind
+        missing = surplus - behind
         # Behind a row's last tokens there is nothing but rounding, which may be negative.
-        more = np.ceil(_MORE_RUNS * missing * num_read / np.maximum(behind, 0.0)) + _AND_MORE
-        num_wanted = np.where(missing < 0, 0, np.fmin(more, num_runs - num_read)).astype(np.intp)
-    is_in[unsure] = at_most[unsure] - behind < enough[unsure]
+        more = _MORE_RUNS * missing * num_read / np.maximum(behind, 0.0) + _AND_MORE
+        num_wanted = np.where(missing >= 0, np.fmin(more, num_runs - num_read), 0).astype(np.intp)
+    is_in[unsure] = surplus < behind
     return is_in
 
 
@@ -145,9 +146,7 @@ def _weight_before(
         precedes[own] |= (gathered[own] == limits[part][own][:, None]) & lower
         gathered -= runs.best[row][:, None]
         gathered *= filters.inverse_temperatures[row][:, None]
-        weights = np.exp(gathered, out=gathered)
-        weights *= precedes
-        before[part] = np.einsum("ij->i", weights)
+        before[part] = np.einsum("ij,ij->i", np.exp(gathered, out=gathered), precedes)
     return before
 
 
@@ -158,7 +157,7 @@ def _draw_from_all(
     of all tokens behind it: where all differ by 2e-5, as they may after a resumption, one draw in 240 came out
     differently, and so it is one in 4,200 (of a model's logits at temperature 0.9)."""
     reach = np.cumsum(runs.sums, axis=1, dtype=np.float64)
-    run = np.minimum((reach <= (run_quantiles * reach[:, -1])[:, None]).sum(axis=1), reach.shape[1] - 1)
+    run = (reach > (run_quantiles * reach[:, -1])[:, None]).argmax(axis=1)
     weights = _weights(runs.gather(np.arange(len(run)), run), runs.best, filters.inverse_temperatures)
     drawn: IndexArray = run * runs.length + _pick(weights, token_quantiles * weights.sum(axis=1))
     return drawn
@@ -230,7 +229,7 @@ def choose(weights: DoubleArray, filters: Filters, totals: DoubleArray, quantile
 def _pick(weights: npt.NDArray[np.floating], targets: DoubleArray) -> IndexArray:
     """The first column of each row at which the running sum is over the target; the last with weight at the most."""
     reach = np.cumsum(weights, axis=1, dtype=np.float64)
-    column: IndexArray = (reach <= targets[:, None]).sum(axis=1)
+    column: IndexArray = (reach > targets[:, None]).argmax(axis=1)
     beyond = np.flatnonzero(reach[:, -1] <= targets)
     if len(beyond):
         column[beyond] = weights.shape[1] - 1 - (weights[beyond, ::-1] > 0).argmax(axis=1)
