@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock test test-clients test-numa soak soak-gateway check protos release-protos screenshots bench bench-router bench-gateway dev clean
+.PHONY: help serve lock test test-clients test-numa soak soak-gateway check protos release-protos screenshots bench bench-engine bench-router bench-gateway dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo 'make soak-gateway                             20,000 made-up requests, and long runs of properties'
 	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
+	@echo 'make bench-engine                             of these, only the engine beside openvino-genai'
 	@echo 'make bench-router                             placement and forwarding, beside peers'
 	@echo 'make bench-gateway                            CPU per streamed token, idle streams, open connections'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
@@ -117,6 +118,9 @@ screenshots: .venv/.dev .links/headrace
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks
+
+bench-engine: .venv/.dev
+	$(BIN)/python -m benchmarks engine
 
 # Without dependencies: what the peer wants besides is either there or not needed for what is measured.
 .venv/.bench: .venv/.dev
