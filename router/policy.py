@@ -6,7 +6,8 @@ can be weighed against each other:
     cost_ms = queue_ms      waiting for a place in the batch
             + backlog_ms    prompts ahead of this one that are still to be computed there
             + prefill_ms    the part of this prompt that is not cached there
-            + decode_ms     generating the answer, in a batch that this request makes larger by one
+            + decode_ms     generating the answer, in a batch that this request makes larger by one, beside what is left
+                            of the prompts there
             + eviction_ms   cached blocks that must give way, times the chance that somebody wanted them
             + pressure_ms   blocks that are missing altogether: somebody is preempted and computed again
 
@@ -38,6 +39,8 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
     answer_tokens: int = 128
     # Tokens of an answer whose slowing down is weighed against the time to its first one, unless max_tokens is lower.
     weighed_tokens: int = 128
+    # Tokens of prompts that a worker computes for each token of a stream, as long as it has any.
+    prompt_tokens_per_step: int = 128
     # A decode step takes twice the time of an idle one at this many sequences.
     batch_for_double_step: float = 32.0
     # Chance that a cached block that gives way would have been used again.
@@ -218,6 +221,10 @@ def _weighed(
         prefill_ms = miss * ms_per_token
         ahead_ms = (requests or 1) * prefill_ms
         if backlog_ms > ahead_ms:
+            # What is behind it slows its answer down. By half, for it may be shorter than is supposed here, and what it
+            # waits for may be a prefix that it shares.
+            behind_ms = 0.5 * (backlog_ms - ahead_ms)
+            decode_ms += min(behind_ms, answer * priors.prompt_tokens_per_step * ms_per_token)
             backlog_ms = ahead_ms
 
         eviction_ms = pressure_ms = 0.0

@@ -63,6 +63,18 @@ def test_a_prefix_outweighs_a_shorter_backlog_and_yields_to_a_longer_one() -> No
     assert (placement.worker_id, placement.reason) == ("cold", PlacementReason.LOAD)
 
 
+def test_a_long_prompt_that_a_short_one_overtakes_slows_its_answer_down() -> None:
+    """The short one goes first, but then each of its tokens comes beside some of the long one, until that is done."""
+    free, busy, busier = (load(num_running=1, num_uncached_tokens=tokens) for tokens in (0, 4_000, 100_000))
+    candidates = candidate("free", free), candidate("busy", busy), candidate("busier", busier)
+    placement = placed(*candidates, request=RequestFacts(num_prompt_tokens=32, max_new_tokens=100), busy=1, busier=1)
+    assert placement.worker_id == "free", "although the others have half of it cached"
+    costs = placement.costs
+    slower = {name: cost.decode_ms - costs["free"].decode_ms for name, cost in costs.items()}
+    assert slower["busy"] == pytest.approx(2_000, rel=0.01), "half of what is left of the long prompt"
+    assert slower["busier"] == pytest.approx(100 * 128), "as much as there is beside a hundred tokens"
+
+
 def test_a_slow_host_loses_to_a_fast_one() -> None:
     slow = load(prefill_tokens_per_s=100.0)
     assert placed(candidate("slow", slow), candidate("fast")).worker_id == "fast"
