@@ -17,15 +17,17 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class SessionRequest(_message.Message):
-    __slots__ = ("begins", "cancelled_call_ids")
+    __slots__ = ("begins", "cancelled_call_ids", "shared")
     BEGINS_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_CALL_IDS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     begins: _containers.RepeatedCompositeFieldContainer[BeginCall]
     cancelled_call_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, begins: _Optional[_Iterable[_Union[BeginCall, _Mapping]]] = ..., cancelled_call_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    shared: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, begins: _Optional[_Iterable[_Union[BeginCall, _Mapping]]] = ..., cancelled_call_ids: _Optional[_Iterable[int]] = ..., shared: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class BeginCall(_message.Message):
-    __slots__ = ("call_id", "request", "metadata", "timeout_ms")
+    __slots__ = ("call_id", "request", "metadata", "timeout_ms", "shared")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -37,19 +39,25 @@ class BeginCall(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     request: bytes
     metadata: _containers.ScalarMap[str, str]
     timeout_ms: int
-    def __init__(self, call_id: _Optional[int] = ..., request: _Optional[bytes] = ..., metadata: _Optional[_Mapping[str, str]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    shared: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, call_id: _Optional[int] = ..., request: _Optional[bytes] = ..., metadata: _Optional[_Mapping[str, str]] = ..., timeout_ms: _Optional[int] = ..., shared: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("parts", "heartbeat_ms")
+    __slots__ = ("parts", "heartbeat_ms", "takes_shared", "server_id")
     PARTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_SHARED_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedCompositeFieldContainer[CallPart]
     heartbeat_ms: int
-    def __init__(self, parts: _Optional[_Iterable[_Union[CallPart, _Mapping]]] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
+    takes_shared: bool
+    server_id: str
+    def __init__(self, parts: _Optional[_Iterable[_Union[CallPart, _Mapping]]] = ..., heartbeat_ms: _Optional[int] = ..., takes_shared: bool = ..., server_id: _Optional[str] = ...) -> None: ...
 
 class CallPart(_message.Message):
     __slots__ = ("call_id", "response", "end")
@@ -72,7 +80,7 @@ class CallEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority")
+    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +92,10 @@ class GenerateRequest(_message.Message):
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    BELIEF_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     adapter: str
@@ -95,7 +107,31 @@ class GenerateRequest(_message.Message):
     session_key: str
     tenant: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    model_identity: str
+    max_wait_ms: int
+    belief: Belief
+    tokenizer_sha256: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ...) -> None: ...
+
+class Belief(_message.Message):
+    __slots__ = ("watcher_id", "placement_id", "num_cached_tokens", "slack_ms", "num_requests", "num_uncached_tokens", "ms_per_token", "ms_per_request")
+    WATCHER_ID_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLACK_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    watcher_id: int
+    placement_id: int
+    num_cached_tokens: int
+    slack_ms: float
+    num_requests: int
+    num_uncached_tokens: int
+    ms_per_token: float
+    ms_per_request: float
+    def __init__(self, watcher_id: _Optional[int] = ..., placement_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., slack_ms: _Optional[float] = ..., num_requests: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., ms_per_token: _Optional[float] = ..., ms_per_request: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "allowed_token_ids", "bad_words", "constraint", "prompt_logprobs")
@@ -175,20 +211,22 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("start_pos", "token_ids", "logprobs", "num_cached_tokens", "finish", "prompt_logprobs")
+    __slots__ = ("start_pos", "token_ids", "logprobs", "num_cached_tokens", "finish", "prompt_logprobs", "model_identity")
     START_POS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     start_pos: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     num_cached_tokens: int
     finish: Finish
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, start_pos: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    model_identity: str
+    def __init__(self, start_pos: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., model_identity: _Optional[str] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs")

@@ -25,47 +25,49 @@ _sym_db = _symbol_database.Default()
 from headrace.protos import worker_pb2 as headrace_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/protos/router.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/protos/worker.proto\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.headrace.v1.ModelCard\"\x14\n\x12ListWorkersRequest\"?\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.headrace.v1.WorkerInfo\"\xfb\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.headrace.v1.WorkerState\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Load\x12\x15\n\rreport_age_ms\x18\x06 \x01(\r\x12\x15\n\rnum_in_flight\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\x12\x1a\n\x12num_indexed_blocks\x18\t \x01(\x04\x12\x16\n\x0eindexed_digest\x18\n \x01(\x06\"+\n\x19RouterGetTokenizerRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"+\n\x1aRouterGetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"5\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"$\n\x10RegisterResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\"7\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x94\x01\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x13\n\x0bsession_key\x18\x05 \x01(\t\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_tokens\"\x9c\x01\n\x0f\x45xplainResponse\x12-\n\x07workers\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.ExplainedWorker\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.headrace.v1.PlacementReason\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\"\xaf\x01\n\x0f\x45xplainedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.headrace.v1.WorkerState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12$\n\x04\x63ost\x18\x06 \x01(\x0b\x32\x16.headrace.v1.CostTerms\"\xa5\x01\n\tCostTerms\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nbacklog_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x13\n\x0b\x65viction_ms\x18\x05 \x01(\x01\x12\x13\n\x0bpressure_ms\x18\x06 \x01(\x01\x12\x10\n\x08total_ms\x18\x07 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01*\x96\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x04*\xa4\x01\n\x0fPlacementReason\x12 \n\x1cPLACEMENT_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15PLACEMENT_REASON_ONLY\x10\x01\x12\x1b\n\x17PLACEMENT_REASON_PREFIX\x10\x02\x12\x19\n\x15PLACEMENT_REASON_LOAD\x10\x03\x12\x1c\n\x18PLACEMENT_REASON_SESSION\x10\x04\x32\xea\x03\n\x06Router\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12P\n\x0bListWorkers\x12\x1f.headrace.v1.ListWorkersRequest\x1a .headrace.v1.ListWorkersResponse\x12\x61\n\x0cGetTokenizer\x12&.headrace.v1.RouterGetTokenizerRequest\x1a\'.headrace.v1.RouterGetTokenizerResponse0\x01\x12G\n\x08Register\x12\x1c.headrace.v1.RegisterRequest\x1a\x1d.headrace.v1.RegisterResponse\x12M\n\nDeregister\x12\x1e.headrace.v1.DeregisterRequest\x1a\x1f.headrace.v1.DeregisterResponse\x12\x44\n\x07\x45xplain\x12\x1b.headrace.v1.ExplainRequest\x1a\x1c.headrace.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/protos/router.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/protos/worker.proto\"\x13\n\x11ListModelsRequest\"d\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.headrace.v1.ModelCard\x12&\n\x05redis\x18\x02 \x01(\x0e\x32\x17.headrace.v1.RedisState\"\x14\n\x12ListWorkersRequest\"?\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.headrace.v1.WorkerInfo\"\xfb\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.headrace.v1.WorkerState\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Load\x12\x15\n\rreport_age_ms\x18\x06 \x01(\r\x12\x15\n\rnum_in_flight\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\x12\x1a\n\x12num_indexed_blocks\x18\t \x01(\x04\x12\x16\n\x0eindexed_digest\x18\n \x01(\x06\"+\n\x19RouterGetTokenizerRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"+\n\x1aRouterGetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"5\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"$\n\x10RegisterResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\"7\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x94\x01\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x13\n\x0bsession_key\x18\x05 \x01(\t\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_tokens\"\x9c\x01\n\x0f\x45xplainResponse\x12-\n\x07workers\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.ExplainedWorker\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.headrace.v1.PlacementReason\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\"\xaf\x01\n\x0f\x45xplainedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.headrace.v1.WorkerState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12$\n\x04\x63ost\x18\x06 \x01(\x0b\x32\x16.headrace.v1.CostTerms\"\xa5\x01\n\tCostTerms\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nbacklog_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x13\n\x0b\x65viction_ms\x18\x05 \x01(\x01\x12\x13\n\x0bpressure_ms\x18\x06 \x01(\x01\x12\x10\n\x08total_ms\x18\x07 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01*v\n\nRedisState\x12\x1b\n\x17REDIS_STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eREDIS_STATE_OK\x10\x01\x12\x1a\n\x16REDIS_STATE_UNWRITABLE\x10\x02\x12\x1b\n\x17REDIS_STATE_UNREACHABLE\x10\x03*\x96\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x04*\xa4\x01\n\x0fPlacementReason\x12 \n\x1cPLACEMENT_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15PLACEMENT_REASON_ONLY\x10\x01\x12\x1b\n\x17PLACEMENT_REASON_PREFIX\x10\x02\x12\x19\n\x15PLACEMENT_REASON_LOAD\x10\x03\x12\x1c\n\x18PLACEMENT_REASON_SESSION\x10\x04\x32\xea\x03\n\x06Router\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12P\n\x0bListWorkers\x12\x1f.headrace.v1.ListWorkersRequest\x1a .headrace.v1.ListWorkersResponse\x12\x61\n\x0cGetTokenizer\x12&.headrace.v1.RouterGetTokenizerRequest\x1a\'.headrace.v1.RouterGetTokenizerResponse0\x01\x12G\n\x08Register\x12\x1c.headrace.v1.RegisterRequest\x1a\x1d.headrace.v1.RegisterResponse\x12M\n\nDeregister\x12\x1e.headrace.v1.DeregisterRequest\x1a\x1f.headrace.v1.DeregisterResponse\x12\x44\n\x07\x45xplain\x12\x1b.headrace.v1.ExplainRequest\x1a\x1c.headrace.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.protos.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1418
-  _globals['_WORKERSTATE']._serialized_end=1568
-  _globals['_PLACEMENTREASON']._serialized_start=1571
-  _globals['_PLACEMENTREASON']._serialized_end=1735
+  _globals['_REDISSTATE']._serialized_start=1457
+  _globals['_REDISSTATE']._serialized_end=1575
+  _globals['_WORKERSTATE']._serialized_start=1578
+  _globals['_WORKERSTATE']._serialized_end=1728
+  _globals['_PLACEMENTREASON']._serialized_start=1731
+  _globals['_PLACEMENTREASON']._serialized_end=1895
   _globals['_LISTMODELSREQUEST']._serialized_start=75
   _globals['_LISTMODELSREQUEST']._serialized_end=94
   _globals['_LISTMODELSRESPONSE']._serialized_start=96
-  _globals['_LISTMODELSRESPONSE']._serialized_end=156
-  _globals['_LISTWORKERSREQUEST']._serialized_start=158
-  _globals['_LISTWORKERSREQUEST']._serialized_end=178
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=180
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=243
-  _globals['_WORKERINFO']._serialized_start=246
-  _globals['_WORKERINFO']._serialized_end=497
-  _globals['_ROUTERGETTOKENIZERREQUEST']._serialized_start=499
-  _globals['_ROUTERGETTOKENIZERREQUEST']._serialized_end=542
-  _globals['_ROUTERGETTOKENIZERRESPONSE']._serialized_start=544
-  _globals['_ROUTERGETTOKENIZERRESPONSE']._serialized_end=587
-  _globals['_REGISTERREQUEST']._serialized_start=589
-  _globals['_REGISTERREQUEST']._serialized_end=642
-  _globals['_REGISTERRESPONSE']._serialized_start=644
-  _globals['_REGISTERRESPONSE']._serialized_end=680
-  _globals['_DEREGISTERREQUEST']._serialized_start=682
-  _globals['_DEREGISTERREQUEST']._serialized_end=737
-  _globals['_DEREGISTERRESPONSE']._serialized_start=739
-  _globals['_DEREGISTERRESPONSE']._serialized_end=759
-  _globals['_EXPLAINREQUEST']._serialized_start=762
-  _globals['_EXPLAINREQUEST']._serialized_end=910
-  _globals['_EXPLAINRESPONSE']._serialized_start=913
-  _globals['_EXPLAINRESPONSE']._serialized_end=1069
-  _globals['_EXPLAINEDWORKER']._serialized_start=1072
-  _globals['_EXPLAINEDWORKER']._serialized_end=1247
-  _globals['_COSTTERMS']._serialized_start=1250
-  _globals['_COSTTERMS']._serialized_end=1415
-  _globals['_ROUTER']._serialized_start=1738
-  _globals['_ROUTER']._serialized_end=2228
+  _globals['_LISTMODELSRESPONSE']._serialized_end=196
+  _globals['_LISTWORKERSREQUEST']._serialized_start=198
+  _globals['_LISTWORKERSREQUEST']._serialized_end=218
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=220
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=283
+  _globals['_WORKERINFO']._serialized_start=286
+  _globals['_WORKERINFO']._serialized_end=537
+  _globals['_ROUTERGETTOKENIZERREQUEST']._serialized_start=539
+  _globals['_ROUTERGETTOKENIZERREQUEST']._serialized_end=582
+  _globals['_ROUTERGETTOKENIZERRESPONSE']._serialized_start=584
+  _globals['_ROUTERGETTOKENIZERRESPONSE']._serialized_end=627
+  _globals['_REGISTERREQUEST']._serialized_start=629
+  _globals['_REGISTERREQUEST']._serialized_end=682
+  _globals['_REGISTERRESPONSE']._serialized_start=684
+  _globals['_REGISTERRESPONSE']._serialized_end=720
+  _globals['_DEREGISTERREQUEST']._serialized_start=722
+  _globals['_DEREGISTERREQUEST']._serialized_end=777
+  _globals['_DEREGISTERRESPONSE']._serialized_start=779
+  _globals['_DEREGISTERRESPONSE']._serialized_end=799
+  _globals['_EXPLAINREQUEST']._serialized_start=802
+  _globals['_EXPLAINREQUEST']._serialized_end=950
+  _globals['_EXPLAINRESPONSE']._serialized_start=953
+  _globals['_EXPLAINRESPONSE']._serialized_end=1109
+  _globals['_EXPLAINEDWORKER']._serialized_start=1112
+  _globals['_EXPLAINEDWORKER']._serialized_end=1287
+  _globals['_COSTTERMS']._serialized_start=1290
+  _globals['_COSTTERMS']._serialized_end=1455
+  _globals['_ROUTER']._serialized_start=1898
+  _globals['_ROUTER']._serialized_end=2388
 # @@protoc_insertion_point(module_scope)

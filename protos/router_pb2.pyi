@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RedisState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REDIS_STATE_UNSPECIFIED: _ClassVar[RedisState]
+    REDIS_STATE_OK: _ClassVar[RedisState]
+    REDIS_STATE_UNWRITABLE: _ClassVar[RedisState]
+    REDIS_STATE_UNREACHABLE: _ClassVar[RedisState]
+
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
@@ -23,6 +30,10 @@ class PlacementReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLACEMENT_REASON_PREFIX: _ClassVar[PlacementReason]
     PLACEMENT_REASON_LOAD: _ClassVar[PlacementReason]
     PLACEMENT_REASON_SESSION: _ClassVar[PlacementReason]
+REDIS_STATE_UNSPECIFIED: RedisState
+REDIS_STATE_OK: RedisState
+REDIS_STATE_UNWRITABLE: RedisState
+REDIS_STATE_UNREACHABLE: RedisState
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_UNREACHABLE: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -39,10 +50,12 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models",)
+    __slots__ = ("models", "redis")
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    REDIS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[_worker_pb2.ModelCard]
-    def __init__(self, models: _Optional[_Iterable[_Union[_worker_pb2.ModelCard, _Mapping]]] = ...) -> None: ...
+    redis: RedisState
+    def __init__(self, models: _Optional[_Iterable[_Union[_worker_pb2.ModelCard, _Mapping]]] = ..., redis: _Optional[_Union[RedisState, str]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

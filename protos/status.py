@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -18,12 +18,12 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-if TYPE_CHECKING:
-    from headrace.protos.sessions import CallContext
-
 DOMAIN = "headrace"
-_DETAILS_KEY = "grpc-status-details-bin"
+DETAILS_KEY = "grpc-status-details-bin"
+"""Of trailing metadata: where gRPC has the details of a status."""
 MAX_MESSAGE_CHARS = 1000
+
+_Detail = TypeVar("_Detail", bound=Message)
 
 
 class Reason(enum.Enum):
@@ -40,8 +40,10 @@ class Reason(enum.Enum):
     QUEUE_FULL = enum.auto()
     TOO_LARGE_FOR_CACHE = enum.auto()
     NO_CAPACITY = enum.auto()
+    GIVEN_BACK = enum.auto()
     DRAINING = enum.auto()
     WORKER_LOST = enum.auto()
+    MODEL_CHANGED = enum.auto()
     DEADLINE = enum.auto()
     CANCELLED = enum.auto()
     INTERNAL = enum.auto()
@@ -72,8 +74,11 @@ TABLE: dict[Reason, StatusRow] = {
         _Code.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded"
     ),
     Reason.NO_CAPACITY: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "no_capacity"),
+    # Between worker and router only: a router places such a request again.
+    Reason.GIVEN_BACK: StatusRow(_Code.ABORTED, 503, "server_error", "given_back"),
     Reason.DRAINING: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "draining"),
     Reason.WORKER_LOST: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "worker_lost"),
+    Reason.MODEL_CHANGED: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "model_changed"),
     Reason.DEADLINE: StatusRow(_Code.DEADLINE_EXCEEDED, 504, "timeout_error", "deadline_exceeded"),
     Reason.CANCELLED: StatusRow(_Code.CANCELLED, 499, "invalid_request_error", "cancelled"),
     Reason.INTERNAL: StatusRow(_Code.INTERNAL, 500, "server_error", "internal_error"),
@@ -93,16 +98,28 @@ _REASON_OF_BARE_CODE: dict[grpc.StatusCode, Reason] = {
     _Code.CANCELLED: Reason.CANCELLED,
 }
 
+# Statuses that gRPC makes when a connection or a server goes away under a call. The ambiguous ones count only with
+# one of the messages.
+_LOST_CODES = frozenset({_Code.UNAVAILABLE, _Code.CANCELLED})
+_AMBIGUOUS_CODES = frozenset({_Code.INTERNAL, _Code.UNKNOWN})
+_LOST_MESSAGES = ("RST_STREAM", "Stream removed", "GOAWAY", "Socket closed", "Connection reset")
+
 
 class StatusError(Exception):
     """A failure that the caller is told about.
 
     `field` is the request field at fault, by the name that the caller used. `retry_after_s` says after how many
-    seconds the same request may succeed.
+    seconds the same request may succeed. `detail` is a message for the caller's program, see `detail_of`.
     """
 
     def __init__(
-        self, reason: Reason, message: str, *, field: str | None = None, retry_after_s: float | None = None
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        detail: Message | None = None,
     ) -> None:
         if len(message) > MAX_MESSAGE_CHARS:
             message = message[: MAX_MESSAGE_CHARS - 1] + "…"
@@ -111,6 +128,7 @@ class StatusError(Exception):
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+        self.detail = detail
 
     @property
     def row(self) -> StatusRow:
@@ -127,11 +145,13 @@ class StatusError(Exception):
             nanos = math.ceil(self.retry_after_s * 1e9)
             delay = Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
             packed.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+        if self.detail is not None:
+            packed.append(_packed(self.detail))
         return status_pb2.Status(code=self.row.grpc_code.value[0], message=self.message, details=packed)
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """The metadata in which gRPC carries the details."""
-        return ((_DETAILS_KEY, self.to_status().SerializeToString()),)
+        return ((DETAILS_KEY, self.to_status().SerializeToString()),)
 
 
 def _packed(message: Message) -> AnyMessage:
@@ -140,7 +160,15 @@ def _packed(message: Message) -> AnyMessage:
     return box
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any] | CallContext, error: StatusError) -> NoReturn:
+class _Context(Protocol):
+    """A call that can be ended with an error."""
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: tuple[tuple[str, str | bytes], ...] = ()
+    ) -> NoReturn: ...
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any] | _Context, error: StatusError) -> NoReturn:
     """End the call with the error's status and details."""
     await context.abort(error.row.grpc_code, error.message, error.trailing_metadata())
     raise AssertionError("abort returned")
@@ -149,14 +177,43 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any] | CallContext, error
 def error_of(rpc_error: grpc.RpcError) -> StatusError:
     """The domain error that a failed call stands for: the exact one if the server sent ours, else by its code."""
     code: grpc.StatusCode = rpc_error.code()
-    message = rpc_error.details() or code.name
+    raw = details_of(rpc_error)
+    parsed = None if raw is None else _error_of_details(raw)
+    if parsed is not None:
+        return parsed
+    return StatusError(_REASON_OF_BARE_CODE.get(code, Reason.INTERNAL), rpc_error.details() or code.name)
+
+
+def details_of(rpc_error: grpc.RpcError) -> bytes | None:
+    """The google.rpc.Status on the wire that came with a failed call; None if there is none."""
     for metadatum in rpc_error.trailing_metadata() or ():
         key, value = cast("tuple[str, str | bytes]", metadatum)
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            parsed = _error_of_details(value)
-            if parsed is not None:
-                return parsed
-    return StatusError(_REASON_OF_BARE_CODE.get(code, Reason.INTERNAL), message)
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return value
+    return None
+
+
+def detail_of(rpc_error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
+    """The detail of this kind that came with a failed call; None if there is none."""
+    for box in status_pb2.Status.FromString(details_of(rpc_error) or b"").details:
+        detail = kind()
+        if box.Unpack(detail):
+            return detail
+    return None
+
+
+def is_peer_lost(rpc_error: grpc.RpcError) -> bool:
+    """Whether a failed call means that the connection or the process at its other end broke.
+
+    Nothing is then known about the request itself: the same request may succeed elsewhere. A status with details was
+    made by a server of ours and never counts, whatever its code.
+    """
+    if details_of(rpc_error) is not None:
+        return False
+    if rpc_error.code() in _LOST_CODES:
+        return True
+    message = rpc_error.details() or ""
+    return rpc_error.code() in _AMBIGUOUS_CODES and any(words in message for words in _LOST_MESSAGES)
 
 
 def _error_of_details(raw: bytes) -> StatusError | None:

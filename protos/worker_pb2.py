@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.protos import inference_pb2 as headrace_dot_protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/protos/worker.proto\x12\x0bheadrace.v1\x1a\x1fheadrace/protos/inference.proto\"\x15\n\x13GetModelCardRequest\"^\n\x14GetModelCardResponse\x12$\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x16.headrace.v1.ModelCard\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x83\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x08 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x11\n\tcreated_s\x18\t \x01(\x03\x12\x14\n\x0ckv_precision\x18\n \x01(\t\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"%\n\x14GetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"$\n\x0cWatchRequest\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"{\n\rWatchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12(\n\tkv_events\x18\x03 \x01(\x0b\x32\x15.headrace.v1.KvEvents\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.headrace.v1.Load\":\n\x08KvEvents\x12\r\n\x05reset\x18\x01 \x01(\x08\x12\x0e\n\x06stored\x18\x02 \x03(\x06\x12\x0f\n\x07\x65victed\x18\x03 \x03(\x06\"\xe9\x02\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1b\n\x13num_uncached_tokens\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x07 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_step_ms\x18\x08 \x01(\x01\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x16\n\tnuma_node\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\'\n\x08\x63ounters\x18\x0c \x01(\x0b\x32\x15.headrace.v1.Counters\x12%\n\x07\x62inding\x18\r \x01(\x0b\x32\x14.headrace.v1.BindingB\x0c\n\n_numa_node\"v\n\x07\x42inding\x12\x14\n\x0c\x63pus_allowed\x18\x01 \x01(\t\x12\x15\n\rmemory_policy\x18\x02 \x01(\t\x12\'\n\x06memory\x18\x03 \x03(\x0b\x32\x17.headrace.v1.NodeMemory\x12\x15\n\rkv_huge_bytes\x18\x04 \x01(\x04\"]\n\nNodeMemory\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x16\n\x0eresident_bytes\x18\x02 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x61nonymous_bytes\x18\x04 \x01(\x04\"\xc8\x02\n\x08\x43ounters\x12\x19\n\x11requests_admitted\x18\x01 \x01(\x04\x12\x19\n\x11requests_finished\x18\x02 \x01(\x04\x12\x1a\n\x12requests_cancelled\x18\x03 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x04 \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\x05 \x01(\x04\x12\x1c\n\x14prompt_tokens_cached\x18\x06 \x01(\x04\x12\x18\n\x10tokens_generated\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x10\n\x08infer_us\x18\t \x01(\x04\x12\x13\n\x0boverhead_us\x18\n \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x16\n\x0e\x62locks_evicted\x18\x0c \x01(\x04\x12\x16\n\x0epadding_tokens\x18\r \x01(\x04\"\x0e\n\x0c\x44rainRequest\"$\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r2\xb6\x02\n\x06Worker\x12S\n\x0cGetModelCard\x12 .headrace.v1.GetModelCardRequest\x1a!.headrace.v1.GetModelCardResponse\x12U\n\x0cGetTokenizer\x12 .headrace.v1.GetTokenizerRequest\x1a!.headrace.v1.GetTokenizerResponse0\x01\x12@\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x1a.headrace.v1.WatchResponse0\x01\x12>\n\x05\x44rain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/protos/worker.proto\x12\x0bheadrace.v1\x1a\x1fheadrace/protos/inference.proto\"\x15\n\x13GetModelCardRequest\"^\n\x14GetModelCardResponse\x12$\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x16.headrace.v1.ModelCard\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x83\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x08 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x11\n\tcreated_s\x18\t \x01(\x03\x12\x14\n\x0ckv_precision\x18\n \x01(\t\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"%\n\x14GetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"Q\n\x0cWatchRequest\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\x12\x17\n\x0fmin_interval_ms\x18\x02 \x01(\r\x12\x12\n\nwatcher_id\x18\x03 \x01(\x04\"\xbe\x01\n\rWatchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12(\n\tkv_events\x18\x03 \x01(\x0b\x32\x15.headrace.v1.KvEvents\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.headrace.v1.Load\x12\x14\n\x0cnum_watchers\x18\x05 \x01(\r\x12\x14\n\x0cwatcher_rank\x18\x06 \x01(\r\x12\x15\n\rplacement_ids\x18\x07 \x03(\x04\"R\n\tGivenBack\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.headrace.v1.Load\x12\x15\n\rplacement_ids\x18\x03 \x03(\x04\":\n\x08KvEvents\x12\r\n\x05reset\x18\x01 \x01(\x08\x12\x0e\n\x06stored\x18\x02 \x03(\x06\x12\x0f\n\x07\x65victed\x18\x03 \x03(\x06\"\xe4\x03\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1b\n\x13num_uncached_tokens\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x07 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_step_ms\x18\x08 \x01(\x01\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x16\n\tnuma_node\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\'\n\x08\x63ounters\x18\x0c \x01(\x0b\x32\x15.headrace.v1.Counters\x12%\n\x07\x62inding\x18\r \x01(\x0b\x32\x14.headrace.v1.Binding\x12\x18\n\x0bnum_arrived\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0e\x61rrived_tokens\x18\x0f \x01(\x04\x12\x16\n\x0e\x61rrived_blocks\x18\x10 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x11 \x01(\r\x12\x0f\n\x07version\x18\x12 \x01(\x04\x42\x0c\n\n_numa_nodeB\x0e\n\x0c_num_arrived\"v\n\x07\x42inding\x12\x14\n\x0c\x63pus_allowed\x18\x01 \x01(\t\x12\x15\n\rmemory_policy\x18\x02 \x01(\t\x12\'\n\x06memory\x18\x03 \x03(\x0b\x32\x17.headrace.v1.NodeMemory\x12\x15\n\rkv_huge_bytes\x18\x04 \x01(\x04\"]\n\nNodeMemory\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x16\n\x0eresident_bytes\x18\x02 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x61nonymous_bytes\x18\x04 \x01(\x04\"\xc8\x02\n\x08\x43ounters\x12\x19\n\x11requests_admitted\x18\x01 \x01(\x04\x12\x19\n\x11requests_finished\x18\x02 \x01(\x04\x12\x1a\n\x12requests_cancelled\x18\x03 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x04 \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\x05 \x01(\x04\x12\x1c\n\x14prompt_tokens_cached\x18\x06 \x01(\x04\x12\x18\n\x10tokens_generated\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x10\n\x08infer_us\x18\t \x01(\x04\x12\x13\n\x0boverhead_us\x18\n \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x16\n\x0e\x62locks_evicted\x18\x0c \x01(\x04\x12\x16\n\x0epadding_tokens\x18\r \x01(\x04\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04undo\x18\x01 \x01(\x08\"$\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r2\xb6\x02\n\x06Worker\x12S\n\x0cGetModelCard\x12 .headrace.v1.GetModelCardRequest\x1a!.headrace.v1.GetModelCardResponse\x12U\n\x0cGetTokenizer\x12 .headrace.v1.GetTokenizerRequest\x1a!.headrace.v1.GetTokenizerResponse0\x01\x12@\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x1a.headrace.v1.WatchResponse0\x01\x12>\n\x05\x44rain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,23 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTOKENIZERRESPONSE']._serialized_start=498
   _globals['_GETTOKENIZERRESPONSE']._serialized_end=535
   _globals['_WATCHREQUEST']._serialized_start=537
-  _globals['_WATCHREQUEST']._serialized_end=573
-  _globals['_WATCHRESPONSE']._serialized_start=575
-  _globals['_WATCHRESPONSE']._serialized_end=698
-  _globals['_KVEVENTS']._serialized_start=700
-  _globals['_KVEVENTS']._serialized_end=758
-  _globals['_LOAD']._serialized_start=761
-  _globals['_LOAD']._serialized_end=1122
-  _globals['_BINDING']._serialized_start=1124
-  _globals['_BINDING']._serialized_end=1242
-  _globals['_NODEMEMORY']._serialized_start=1244
-  _globals['_NODEMEMORY']._serialized_end=1337
-  _globals['_COUNTERS']._serialized_start=1340
-  _globals['_COUNTERS']._serialized_end=1668
-  _globals['_DRAINREQUEST']._serialized_start=1670
-  _globals['_DRAINREQUEST']._serialized_end=1684
-  _globals['_DRAINRESPONSE']._serialized_start=1686
-  _globals['_DRAINRESPONSE']._serialized_end=1722
-  _globals['_WORKER']._serialized_start=1725
-  _globals['_WORKER']._serialized_end=2035
+  _globals['_WATCHREQUEST']._serialized_end=618
+  _globals['_WATCHRESPONSE']._serialized_start=621
+  _globals['_WATCHRESPONSE']._serialized_end=811
+  _globals['_GIVENBACK']._serialized_start=813
+  _globals['_GIVENBACK']._serialized_end=895
+  _globals['_KVEVENTS']._serialized_start=897
+  _globals['_KVEVENTS']._serialized_end=955
+  _globals['_LOAD']._serialized_start=958
+  _globals['_LOAD']._serialized_end=1442
+  _globals['_BINDING']._serialized_start=1444
+  _globals['_BINDING']._serialized_end=1562
+  _globals['_NODEMEMORY']._serialized_start=1564
+  _globals['_NODEMEMORY']._serialized_end=1657
+  _globals['_COUNTERS']._serialized_start=1660
+  _globals['_COUNTERS']._serialized_end=1988
+  _globals['_DRAINREQUEST']._serialized_start=1990
+  _globals['_DRAINREQUEST']._serialized_end=2018
+  _globals['_DRAINRESPONSE']._serialized_start=2020
+  _globals['_DRAINRESPONSE']._serialized_end=2056
+  _globals['_WORKER']._serialized_start=2059
+  _globals['_WORKER']._serialized_end=2369
 # @@protoc_insertion_point(module_scope)

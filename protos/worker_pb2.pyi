@@ -58,22 +58,42 @@ class GetTokenizerResponse(_message.Message):
     def __init__(self, chunk: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("heartbeat_ms",)
+    __slots__ = ("heartbeat_ms", "min_interval_ms", "watcher_id")
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    WATCHER_ID_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ms: int
-    def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
+    min_interval_ms: int
+    watcher_id: int
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., min_interval_ms: _Optional[int] = ..., watcher_id: _Optional[int] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("epoch", "sequence", "kv_events", "load")
+    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_WATCHERS_FIELD_NUMBER: _ClassVar[int]
+    WATCHER_RANK_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     kv_events: KvEvents
     load: Load
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    num_watchers: int
+    watcher_rank: int
+    placement_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., watcher_rank: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GivenBack(_message.Message):
+    __slots__ = ("epoch", "load", "placement_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    load: Load
+    placement_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., placement_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("reset", "stored", "evicted")
@@ -86,7 +106,7 @@ class KvEvents(_message.Message):
     def __init__(self, reset: bool = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding")
+    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +120,11 @@ class Load(_message.Message):
     NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     BINDING_FIELD_NUMBER: _ClassVar[int]
+    NUM_ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_uncached_tokens: int
@@ -113,7 +138,12 @@ class Load(_message.Message):
     numa_node: int
     counters: Counters
     binding: Binding
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ...) -> None: ...
+    num_arrived: int
+    arrived_tokens: int
+    arrived_blocks: int
+    age_ms: int
+    version: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Binding(_message.Message):
     __slots__ = ("cpus_allowed", "memory_policy", "memory", "kv_huge_bytes")
@@ -170,8 +200,10 @@ class Counters(_message.Message):
     def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("undo",)
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    undo: bool
+    def __init__(self, undo: bool = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ("num_running",)

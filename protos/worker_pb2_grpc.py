@@ -78,7 +78,7 @@ class WorkerServicer(object):
 
     def Watch(self, request, context):
         """Watch sends the content of the prefix cache as a snapshot, then what changes, and the load: at once when it
-        changes, at most every 20 ms, and at least every heartbeat. A gap in `sequence` means: watch again.
+        changes or a request comes, at most every 20 ms, and at least every heartbeat. A gap in `sequence` means: watch again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,7 +86,8 @@ class WorkerServicer(object):
 
     def Drain(self, request, context):
         """Drain refuses new requests from now on (UNAVAILABLE, DRAINING) and answers when the running ones have ended,
-        or when the call's deadline has passed.
+        or when the call's deadline has passed. With `undo` it takes requests again and answers at once; DRAINING if the
+        process is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -5,7 +5,17 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from headrace.protos.status import MAX_MESSAGE_CHARS, TABLE, Reason, StatusError, abort, error_of
+from headrace.protos import worker_pb2
+from headrace.protos.status import (
+    MAX_MESSAGE_CHARS,
+    TABLE,
+    Reason,
+    StatusError,
+    abort,
+    detail_of,
+    error_of,
+    is_peer_lost,
+)
 
 
 async def raised_through_grpc(error: StatusError) -> StatusError:
@@ -46,6 +56,16 @@ async def test_field_and_retry_are_absent_when_not_given() -> None:
     assert (arrived.field, arrived.retry_after_s) == (None, None)
 
 
+def test_a_detail_is_read_by_its_kind() -> None:
+    error = StatusError(Reason.GIVEN_BACK, "m", detail=worker_pb2.GivenBack(epoch=3))
+    metadata = grpc.aio.Metadata(*error.trailing_metadata())
+    failed = grpc.aio.AioRpcError(error.row.grpc_code, grpc.aio.Metadata(), metadata)
+    assert detail_of(failed, worker_pb2.GivenBack) == worker_pb2.GivenBack(epoch=3)
+    assert detail_of(failed, worker_pb2.Load) is None
+    bare = grpc.aio.AioRpcError(grpc.StatusCode.ABORTED, grpc.aio.Metadata(), grpc.aio.Metadata())
+    assert detail_of(bare, worker_pb2.GivenBack) is None
+
+
 async def test_a_status_without_details_is_read_by_its_code() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -55,3 +75,25 @@ async def test_a_status_without_details_is_read_by_its_code() -> None:
 
 def test_a_long_message_is_cut() -> None:
     assert len(StatusError(Reason.INTERNAL, "x" * 10_000).message) == MAX_MESSAGE_CHARS
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "is_lost"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "", True),
+        (grpc.StatusCode.CANCELLED, "", True),
+        (grpc.StatusCode.UNKNOWN, "Stream removed", True),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", True),
+        (grpc.StatusCode.INTERNAL, "Socket closed", True),
+        (grpc.StatusCode.UNKNOWN, "Unexpected RuntimeError", False),
+        (grpc.StatusCode.INTERNAL, "", False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", False),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", False),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", False),
+    ],
+)
+def test_a_lost_peer_is_known_by_a_status_of_the_transport(code: grpc.StatusCode, message: str, is_lost: bool) -> None:
+    bare = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=message)
+    assert is_peer_lost(bare) is is_lost
+    ours = grpc.aio.Metadata(*StatusError(Reason.NO_CAPACITY, "m").trailing_metadata())
+    assert not is_peer_lost(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), ours, details=message))

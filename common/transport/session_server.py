@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
-from typing import Any, NoReturn, TypeAlias
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
+from typing import Any, NoReturn, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from headrace.protos import sessions
+from headrace.common.transport import channels as transport
+from headrace.common.transport import sessions
+from headrace.common.transport.sessions import CallContext, Metadata, Turns
+from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos.inference_pb2 import (
     BeginCall,
     CallEnd,
@@ -22,16 +28,24 @@ from headrace.protos.inference_pb2 import (
     SessionRequest,
     SessionResponse,
 )
-from headrace.protos.sessions import DETAILS_KEY, CallContext, Metadata, Turns
-from headrace.protos.status import Reason, StatusError, abort
+from headrace.protos.status import DETAILS_KEY, Reason, StatusError, abort
 
-# Bytes of parts in one message.
-MAX_MESSAGE_BYTES = 1 << 20
-# Calls that are open on one session at a time, and sessions of one server; more are refused.
-MAX_OPEN_CALLS = 16_384
+# Calls that are open on one session at a time, on all sessions of one host, and of one server; more are refused.
+MAX_OPEN_CALLS = 4096
+MAX_OPEN_CALLS_OF_HOST = 8192
+MAX_OPEN_CALLS_OF_SERVER = 32_768
+# Bytes of the requests of a server's open calls.
+MAX_REQUEST_BYTES = 256 << 20
+# Sessions of one host and of one server; more are refused, and their callers fall back to Generate.
+MAX_SESSIONS_OF_HOST = 128
 MAX_SESSIONS = 512
+# Calls of one message that begin in one turn of the event loop: about a millisecond.
+BEGUN_AT_ONCE = 16
+# Bytes of one message of an answer: as many as gRPC takes, less what a session's message puts around them.
+MAX_RESPONSE_BYTES = transport.MAX_MESSAGE_BYTES - 4096
 
-Handler: TypeAlias = Callable[[bytes, CallContext], Awaitable[None]]
+_Request = TypeVar("_Request")
+Handler: TypeAlias = Callable[[WireRequest, CallContext], Awaitable[None]]
 _LOG = logging.getLogger(__name__)
 
 
@@ -41,7 +55,14 @@ class SessionServer:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.is_ending = False
+        self.server_id = secrets.token_hex(8)
+        self.num_request_bytes = 0
+        """Of open calls."""
+        self.num_open_calls = 0
         self._sessions: set[_ServerSession] = set()
+        self._num_sessions_of: Counter[str] = Counter()
+        self._num_calls_of: Counter[str] = Counter()
+        self._shared: WeakValueDictionary[bytes, SharedPart] = WeakValueDictionary()
 
     def method(self) -> grpc.RpcMethodHandler[Any, Any]:
         """For a generic handler of the service."""
@@ -63,15 +84,50 @@ class SessionServer:
 
     async def serve(self, requests: AsyncIterable[SessionRequest], context: Any) -> None:
         """Serve one session."""
-        if len(self._sessions) >= MAX_SESSIONS:
-            problem = f"there are {MAX_SESSIONS} sessions, as many as this server takes"
+        host = _host_of(context.peer())
+        most = MAX_SESSIONS if len(self._sessions) >= MAX_SESSIONS else MAX_SESSIONS_OF_HOST
+        if most == MAX_SESSIONS or self._num_sessions_of[host] >= most:
+            problem = f"there are {most} sessions, as many as this server takes"
             await abort(context, StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0))
-        session = _ServerSession(self, context)
+        session = _ServerSession(self, context, host)
         self._sessions.add(session)
+        self._num_sessions_of[host] += 1
         try:
             await session.run(requests)
         finally:
             self._sessions.discard(session)
+            _subtract(self._num_sessions_of, host)
+
+    def begin(self, host: str, num_on_session: int, num_bytes: int) -> StatusError | None:
+        """Count a call that begins on a session of `host`; why it is refused if there are too many."""
+        if num_on_session >= MAX_OPEN_CALLS:
+            problem = f"there are {MAX_OPEN_CALLS} calls on one session, as many as it takes"
+        elif self._num_calls_of[host] >= MAX_OPEN_CALLS_OF_HOST:
+            problem = f"{MAX_OPEN_CALLS_OF_HOST} calls come from one host, as many as this server takes"
+        elif self.num_open_calls >= MAX_OPEN_CALLS_OF_SERVER:
+            problem = f"there are {MAX_OPEN_CALLS_OF_SERVER} calls, as many as this server takes"
+        elif self.num_request_bytes and self.num_request_bytes + num_bytes > MAX_REQUEST_BYTES:
+            problem = f"the requests in flight have {MAX_REQUEST_BYTES} bytes, as many as this server takes"
+        else:
+            self._num_calls_of[host] += 1
+            self.num_open_calls += 1
+            self.num_request_bytes += num_bytes
+            return None
+        return StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
+
+    def shared_part(self, raw: bytes) -> SharedPart:
+        """The part with these bytes. A caller sends it again with each message in which it begins calls that have it;
+        while any of them is open, the part is one object."""
+        part = self._shared.get(raw)
+        if part is None:
+            part = self._shared[raw] = SharedPart(raw)
+        return part
+
+    def ended(self, host: str, num_bytes: int) -> None:
+        """A call that was counted has ended."""
+        _subtract(self._num_calls_of, host)
+        self.num_open_calls -= 1
+        self.num_request_bytes -= num_bytes
 
     def end_when_idle(self) -> None:
         """End each session when no call is open on it, so that a server that stops waits for calls alone."""
@@ -80,12 +136,21 @@ class SessionServer:
             session.end_if_idle()
 
 
-def handler_of(generate: Callable[[GenerateRequest, CallContext], AsyncGenerator[GenerateResponse, None]]) -> Handler:
-    """The handler that speaks in messages rather than bytes. INVALID_FIELD for bytes that are no request."""
+def whole(wire: WireRequest) -> GenerateRequest:
+    """All of a request. Raises DecodeError."""
+    return GenerateRequest.FromString(wire.joined())
 
-    async def handle(raw: bytes, context: CallContext) -> None:
+
+def handler_of(
+    generate: Callable[[_Request, CallContext], AsyncGenerator[GenerateResponse, None]],
+    read: Callable[[WireRequest], _Request],
+) -> Handler:
+    """The handler that speaks in messages rather than bytes; `read` makes a request of bytes. INVALID_FIELD for bytes
+    that are none."""
+
+    async def handle(wire: WireRequest, context: CallContext) -> None:
         try:
-            request = GenerateRequest.FromString(raw)
+            request = read(wire)
         except DecodeError:
             problem = "the request of the call is not a GenerateRequest of headrace.v1"
             await abort(context, StatusError(Reason.INVALID_FIELD, problem, field="request"))
@@ -96,14 +161,27 @@ def handler_of(generate: Callable[[GenerateRequest, CallContext], AsyncGenerator
     return handle
 
 
+def _host_of(peer: str) -> str:
+    """The host of a peer as gRPC names it (ipv4:10.0.0.7:41234); all of a unix socket are one."""
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
+
+
+def _subtract(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
 class _ServerSession:
-    def __init__(self, server: SessionServer, context: Any) -> None:
+    def __init__(self, server: SessionServer, context: Any, host: str) -> None:
         self._server = server
         self._context = context
+        self._host = host
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns = Turns(self._send)
         self._idle = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        self._has_named = False
 
     async def run(self, requests: AsyncIterable[SessionRequest]) -> None:
         """Until the caller goes, or the server ends and no call is open."""
@@ -112,6 +190,8 @@ class _ServerSession:
         parts = [asyncio.create_task(part) for part in (self._read(requests), self._turns.run(), self._idle.wait())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            if parts[0].done() and (problem := parts[0].exception()) is not None:
+                _LOG.error("a session broke: %r", problem)
             if self._idle.is_set():
                 await self._turns.flush()
         finally:
@@ -142,24 +222,39 @@ class _ServerSession:
 
     async def _read(self, requests: AsyncIterable[SessionRequest]) -> None:
         async for message in requests:
-            for begin in message.begins:
-                self._begin(begin)
+            await self._begin_all(message)
             for call_id in message.cancelled_call_ids:
                 task = self._tasks.get(call_id)
                 if task is not None:
                     task.cancel()
 
-    def _begin(self, begin: BeginCall) -> None:
+    async def _begin_all(self, message: SessionRequest) -> None:
+        """Begin the calls of a message, some in each turn of the event loop."""
+        shared = [self._server.shared_part(raw) for raw in message.shared]
+        borne: set[int] = set()
+        for number, begin in enumerate(message.begins):
+            if number and number % BEGUN_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            self._begin(begin, shared, borne)
+
+    def _begin(self, begin: BeginCall, shared: Sequence[SharedPart], borne: set[int]) -> None:
+        """Begin a call. `borne` are the shared parts of its message that count for an earlier call of it."""
         if begin.call_id in self._tasks:
             raise ValueError(f"the call id {begin.call_id} is in use")
-        if len(self._tasks) >= MAX_OPEN_CALLS:
-            end = CallEnd(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="too many calls on one session")
-            self.put(CallPart(call_id=begin.call_id, end=end), 0)
+        if any(position >= len(shared) for position in begin.shared):
+            raise ValueError(f"the call {begin.call_id} names a shared part that its message does not have")
+        num_bytes = len(begin.request) + sum(len(shared[i].raw) for i in begin.shared if i not in borne)
+        wire = WireRequest(begin.request, tuple(shared[i] for i in begin.shared), num_bytes)
+        refusal = self._server.begin(self._host, len(self._tasks), num_bytes)
+        if refusal is None:
+            borne.update(begin.shared)
+        else:
+            self.put(CallPart(call_id=begin.call_id, end=_end_of(refusal)), 0)
             return
         if self._timer is None:
             self._arm()
-        context = _ServerContext(self, begin)
-        task = self._tasks[begin.call_id] = asyncio.create_task(self._serve(begin.request, context))
+        context = _ServerContext(self, begin, num_bytes)
+        task = self._tasks[begin.call_id] = asyncio.create_task(self._serve(wire, context))
         task.add_done_callback(lambda _: self._ended(context))
         context.arm(task)
 
@@ -167,9 +262,10 @@ class _ServerSession:
         # Not within the task: one that is cancelled in the turn in which it was made never runs at all.
         context.disarm()
         del self._tasks[context.call_id]
+        self._server.ended(self._host, context.num_request_bytes)
         self.end_if_idle()
 
-    async def _serve(self, request: bytes, context: _ServerContext) -> None:
+    async def _serve(self, request: WireRequest, context: _ServerContext) -> None:
         end = CallEnd()
         try:
             await self._server.handler(request, context)
@@ -200,18 +296,16 @@ class _ServerSession:
 
     async def _send(self, items: list[CallPart | None]) -> None:
         parts = [part for part in items if part is not None]
-        if not parts:
-            await self._context.write(SessionResponse(heartbeat_ms=sessions.HEARTBEAT_MS))
-        start, num_bytes = 0, 0
-        for index, part in enumerate(parts):
-            num_bytes += len(part.response)
-            if num_bytes >= MAX_MESSAGE_BYTES:
-                await self._context.write(
-                    SessionResponse(parts=parts[start : index + 1], heartbeat_ms=sessions.HEARTBEAT_MS)
-                )
-                start, num_bytes = index + 1, 0
-        if start < len(parts):
-            await self._context.write(SessionResponse(parts=parts[start:], heartbeat_ms=sessions.HEARTBEAT_MS))
+        response = SessionResponse(parts=parts, heartbeat_ms=sessions.HEARTBEAT_MS, takes_shared=True)
+        if not self._has_named:
+            response.server_id, self._has_named = self._server.server_id, True
+        await self._context.write(response)
+
+
+def _end_of(error: StatusError) -> CallEnd:
+    return CallEnd(
+        code=error.row.grpc_code.value[0], message=error.message, details=error.to_status().SerializeToString()
+    )
 
 
 class _AbortedError(Exception):
@@ -225,10 +319,11 @@ class _AbortedError(Exception):
 class _ServerContext:
     """A `CallContext` of a session."""
 
-    __slots__ = ("_deadline_s", "_metadata", "_session", "_timer", "call_id", "is_late")
+    __slots__ = ("_deadline_s", "_metadata", "_session", "_timer", "call_id", "is_late", "num_request_bytes")
 
-    def __init__(self, session: _ServerSession, begin: BeginCall) -> None:
+    def __init__(self, session: _ServerSession, begin: BeginCall, num_request_bytes: int) -> None:
         self.call_id = begin.call_id
+        self.num_request_bytes = num_request_bytes
         self.is_late = False
         self._session = session
         self._metadata = tuple(begin.metadata.items())
@@ -260,6 +355,12 @@ class _ServerContext:
 
     async def write(self, message: bytes) -> None:
         """See `CallContext`."""
+        if len(message) > MAX_RESPONSE_BYTES:
+            problem = (
+                f"a message of the answer has {len(message)} bytes, more than the {MAX_RESPONSE_BYTES} that one may "
+                "have; ask for less in it, such as fewer log-probabilities of the prompt"
+            )
+            await abort(self, StatusError(Reason.INVALID_FIELD, problem))
         session = self._session
         session.put(CallPart(call_id=self.call_id, response=message), len(message))
         await session.room()

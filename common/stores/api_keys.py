@@ -50,11 +50,15 @@ class ApiKey:
     max_priority: int = 0
     """The highest priority that requests may ask for."""
     models: tuple[str, ...] = ()
+    cache_group: str | None = None
+    """Keys of one group share cached prefixes, whatever their tenants; by default the keys of one tenant do."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is no key."""
-        for name in ("id", "name", "tenant"):
+        for name in ("id", "name", "tenant", "cache_group"):
             value = getattr(self, name)
+            if name == "cache_group" and value is None:
+                continue
             if not isinstance(value, str) or len(value) > MAX_NAME_CHARS or not _NAME.fullmatch(value):
                 raise ValueError(f"{name} must be a text of at most {MAX_NAME_CHARS} characters on one line")
         if not self.id or not isinstance(self.sha256, str) or not _SHA256.fullmatch(self.sha256):
@@ -91,8 +95,11 @@ def sha256_of(secret: str | bytes) -> str:
 
 
 def dump_key(key: ApiKey) -> str:
-    """A key as JSON."""
-    return json.dumps(asdict(key), ensure_ascii=False)
+    """A key as JSON. A group is left out if there is none, so that gateways of an older version read the key."""
+    values = asdict(key)
+    if key.cache_group is None:
+        del values["cache_group"]
+    return json.dumps(values, ensure_ascii=False)
 
 
 def load_key(raw: str | bytes) -> ApiKey:

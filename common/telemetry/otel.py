@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from headrace.protos.tracing import TRACEPARENT_KEY, Attributes, Span, SpanKind
+from headrace.common.telemetry.span import TRACEPARENT_KEY, Attributes, Span, SpanKind
 
 _KINDS = {
     SpanKind.SERVER: trace.SpanKind.SERVER,

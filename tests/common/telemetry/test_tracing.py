@@ -12,13 +12,9 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from headrace.protos import tracing
-from headrace.protos.status import Reason, StatusError
-from headrace.protos.tracing import (
-    NO_SPAN,
-    Attributes,
-    Span,
-    SpanKind,
+from headrace.common.telemetry import tracing
+from headrace.common.telemetry.span import NO_SPAN, Attributes, Span, SpanKind
+from headrace.common.telemetry.tracing import (
     TracingUnavailableError,
     current_span,
     serving_span,
@@ -26,6 +22,7 @@ from headrace.protos.tracing import (
     stop_tracing,
     traceparent_of,
 )
+from headrace.protos.status import Reason, StatusError
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver, http_receiver
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -184,7 +181,7 @@ def test_a_process_that_sends_no_traces_imports_nothing_of_opentelemetry() -> No
     program = """
 import sys
 import headrace.gateway.__main__, headrace.router.__main__, headrace.worker.__main__
-from headrace.protos.tracing import serving_span, start_tracing, stop_tracing
+from headrace.common.telemetry.tracing import serving_span, start_tracing, stop_tracing
 start_tracing("gateway", None)
 with serving_span("request", ""):
     pass
@@ -210,8 +207,8 @@ def test_without_the_extra_a_flag_is_refused_and_the_environment_is_a_warning() 
     assert "pip install 'headrace[otel]'" in done.stderr
     program = WITHOUT_EXTRA + (
         "import os; os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = 'http://127.0.0.1:1';"
-        "from headrace.protos.logs import configure_logging; configure_logging('info');"
-        "from headrace.protos.tracing import start_tracing; start_tracing('router', None)"
+        "from headrace.common.telemetry.logs import configure_logging; configure_logging('info');"
+        "from headrace.common.telemetry.tracing import start_tracing; start_tracing('router', None)"
     )
     done = run(program)
     assert done.returncode == 0

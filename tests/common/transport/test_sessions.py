@@ -10,10 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.protos import session_client, session_server, sessions
-from headrace.protos.session_client import SessionClient
-from headrace.protos.session_server import SessionServer
-from headrace.protos.sessions import Call, CallContext
+from headrace.common.transport import session_client, session_server, sessions
+from headrace.common.transport.channels import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from headrace.common.transport.session_client import SessionClient
+from headrace.common.transport.session_server import SessionServer
+from headrace.common.transport.sessions import Call, CallContext
+from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos.status import Reason, StatusError, abort, error_of
 
 INFERENCE = "headrace.v1.Inference"
@@ -30,12 +32,18 @@ class Server:
         self.cancelled: list[bytes] = []
         self.metadata: list[dict[str, Any]] = []
         self.going = asyncio.Event()
+        self.received: list[list[int]] = []  # of each message of a session, the sizes of its requests
+        self.poison = b""
+        self.shared: list[SharedPart] = []
+        self.takes_shared = True
         self.num_empty = 0
         self.promises = True
         self.lives = asyncio.Event()
         self.lives.set()
 
-    async def handle(self, raw: bytes, context: CallContext) -> None:
+    async def handle(self, wire: WireRequest, context: CallContext) -> None:
+        self.shared.extend(wire.shared)
+        raw = wire.joined()
         verb, _, argument = raw.decode().partition(":")
         self.metadata.append(dict(context.invocation_metadata()))
         try:
@@ -53,6 +61,8 @@ class Server:
                 raise RuntimeError(argument)
             elif verb == "remaining":
                 await context.write(str(context.time_remaining()).encode())
+            elif verb == "padded":
+                await context.write(b"%d" % len(raw))
             elif verb == "large":
                 for _ in range(8):
                     await context.write(b"x" * int(argument))
@@ -74,6 +84,7 @@ class Server:
                     server.num_messages += 1
                 else:
                     server.num_empty += 1
+                message.takes_shared = server.takes_shared
                 if not server.promises:
                     message.heartbeat_ms = 0
                 await context.write(message)
@@ -81,11 +92,21 @@ class Server:
             async def abort(self, *error: Any) -> None:
                 await context.abort(*error)
 
-        await self.sessions.serve(requests, Counting())
+            def peer(self) -> str:
+                return str(context.peer())
+
+        await self.sessions.serve(self.read(requests), Counting())
+
+    async def read(self, requests: Any) -> AsyncIterator[Any]:
+        async for message in requests:
+            self.received.append([*map(len, message.shared), *(len(begin.request) for begin in message.begins)])
+            if any(begin.request == self.poison for begin in message.begins):
+                raise RuntimeError("the session breaks")
+            yield message
 
     async def single(self, raw: bytes, context: Any) -> None:
         self.num_single += 1
-        await self.handle(raw, context)
+        await self.handle(WireRequest(raw), context)
 
 
 @asynccontextmanager
@@ -96,7 +117,7 @@ async def serving(server: Server, *, has_sessions: bool = True) -> AsyncIterator
         methods["Session"] = grpc.stream_stream_rpc_method_handler(
             server.session, method.request_deserializer, method.response_serializer
         )
-    grpc_server = grpc.aio.server()
+    grpc_server = grpc.aio.server(options=SERVER_OPTIONS)
     grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, methods),))
     port = grpc_server.add_insecure_port("127.0.0.1:0")
     await grpc_server.start()
@@ -294,18 +315,190 @@ async def test_an_old_session_takes_no_new_calls_and_ends_with_its_last(monkeypa
     monkeypatch.setattr(session_client, "MAX_AGE_S", 0.0)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel, 2)
+        old = [client.generate(b"together:%d" % n) for n in range(2)]
+        await until(lambda: len(server.metadata) == 2)
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        assert server.num_sessions == 3
+        server.going.set()
+        assert [await all_of(call) for call in old] == [[b"together:0"], [b"together:1"]]
+
+
+@pytest.mark.parametrize(("num_sessions", "most"), [(1, 1), (4, 8)])
+async def test_long_answers_do_not_pile_sessions_up(
+    monkeypatch: pytest.MonkeyPatch, num_sessions: int, most: int
+) -> None:
+    monkeypatch.setattr(session_client, "MAX_AGE_S", 0.0)  # stands for a minute between two calls
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel, num_sessions)
+        calls = [client.generate(b"hang:%d" % n) for n in range(100)]
+        for call in calls:
+            assert await call.read() == b"begun"
+        assert server.sessions.num_sessions == most
+        for call in calls[:50]:
+            call.cancel()
+        # With the last call of an old session there is room for the next one.
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        await until(lambda: server.sessions.num_sessions <= most)
+
+
+async def test_many_requests_of_one_turn_are_split_by_bytes() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
         client = SessionClient(channel)
-        first = client.generate(b"together:1")
-        await until(lambda: server.metadata)
+        innocent = client.generate(b"hang:1")
+        assert await innocent.read() == b"begun"
+        calls = [client.generate(b"padded:" + b"x" * 200_000) for _ in range(128)]  # 25 MB: more than a message has
+        assert [await all_of(call) for call in calls] == [[b"200007"]] * 128
+        assert server.num_sessions == 1
+        assert not server.cancelled
+        assert sum(map(len, server.received)) == 129
+        assert max(map(sum, server.received)) <= sessions.MAX_MESSAGE_BYTES
+
+
+async def test_a_large_request_travels_on_a_session_of_its_own() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        client = SessionClient(channel)
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        large = client.generate(b"padded:" + b"x" * session_client.LARGE_BYTES)
+        assert await all_of(large) == [b"%d" % (session_client.LARGE_BYTES + 7)]
+        assert server.num_sessions == 2
         assert await all_of(client.generate(b"count:1")) == [b"0"]
         assert server.num_sessions == 2
+        await until(lambda: server.sessions.num_sessions == 1)
+
+
+@pytest.mark.parametrize("size", [100, 200_000, 2_000_000])
+async def test_what_requests_share_is_sent_once_and_is_one_object(size: int) -> None:
+    server = Server()
+    part, other = SharedPart(b"padded:" + b"x" * (size - 7)), SharedPart(b"y" * 10)
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        client = SessionClient(channel)
+        calls = [client.generate(WireRequest(b"%03d" % n, (part, other))) for n in range(128)]
+        calls.append(client.generate(b"padded:1"))
+        answers = [await all_of(call) for call in calls]
+        assert answers == [*[[b"%d" % (size + 13)]] * 128, [b"8"]]
+        assert sum(map(sum, server.received)) == size + 10 + 128 * 3 + 8
+        assert len({id(shared) for shared in server.shared}) == 2
+        assert [shared.raw for shared in server.shared[:2]] == [part.raw, other.raw]
+        assert server.num_sessions == (1 if size <= session_client.LARGE_BYTES else 2)
+        await until(lambda: server.sessions.num_request_bytes == 0)
+
+
+async def test_what_requests_share_is_one_object_though_it_is_sent_several_times() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        client = SessionClient(channel)
+        part = SharedPart(b"together:" + b"x" * 1000)
+        calls = []
+        for number in range(3):
+            calls.append(client.generate(WireRequest(b"%d" % number, (part,))))
+            await until(lambda: len(server.shared) == len(calls))
+        assert len(server.received) == 3
+        assert len({id(shared) for shared in server.shared}) == 1
         server.going.set()
-        assert await all_of(first) == [b"together:1"]
+        for number, call in enumerate(calls):
+            assert await all_of(call) == [part.raw + b"%d" % number]
+        # Nothing is kept of it behind the last call.
+        server.shared.clear()
+        await until(lambda: not len(server.sessions._shared))
+
+
+async def test_a_server_that_takes_no_shared_parts_gets_whole_requests_each_in_a_message() -> None:
+    server = Server()
+    server.takes_shared = False
+    part = SharedPart(b"padded:" + b"x" * 200_000)
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        client = SessionClient(channel)
+        calls = [client.generate(WireRequest(b"%03d" % n, (part,))) for n in range(100)]
+        assert [await all_of(call) for call in calls] == [[b"200010"]] * 100
+        assert server.received == [[200_010]] * 100
+
+
+async def test_shared_parts_are_joined_where_there_are_no_sessions() -> None:
+    server = Server()
+    async with (
+        serving(server, has_sessions=False) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        client = SessionClient(channel)
+        part = SharedPart(b"padded:")
+        assert await all_of(client.generate(WireRequest(b"123", (part,)))) == [b"10"]
+        assert await all_of(client.generate(WireRequest(b"1234", (part,)))) == [b"11"]
+    assert server.num_single == 2
+
+
+async def test_a_request_that_no_message_holds_fails_alone() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        client = SessionClient(channel)
+        innocent = client.generate(b"together:1")
+        await until(lambda: server.metadata)
+        failure = await failure_of(client.generate(b"x" * (MAX_MESSAGE_BYTES + 1)))
+        assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        server.going.set()
+        assert await all_of(innocent) == [b"together:1"]
+        assert not server.cancelled
+
+
+async def test_a_session_that_breaks_retries_its_calls_one_by_one() -> None:
+    server = Server()
+    server.poison = b"break:poison"
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        begun = client.generate(b"hang:1")
+        assert await begun.read() == b"begun"
+        silent = client.generate(b"together:1")
+        poison = client.generate(server.poison)
+        assert (await failure_of(begun)).code() is grpc.StatusCode.UNAVAILABLE  # its reader resumes it
+        assert (await failure_of(poison)).code() is grpc.StatusCode.UNKNOWN
+        # What is resumed is not put together with the poison again.
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        server.going.set()
+        assert await all_of(silent) == [b"together:1"]
+        assert (server.num_sessions, server.num_single) == (1, 3)
+
+
+async def test_a_message_of_an_answer_that_is_too_large_fails_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_server, "MAX_RESPONSE_BYTES", 1000)
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel)
+        innocent = client.generate(b"hang:1")
+        assert await innocent.read() == b"begun"
+        failure = error_of(await failure_of(client.generate(b"large:1001")))
+        assert failure.reason is Reason.INVALID_FIELD
+        assert "1001 bytes" in failure.message
+        assert await all_of(client.generate(b"large:1000")) == [b"x" * 1000] * 8
+        assert server.num_sessions == 1
+        innocent.cancel()
+
+
+@pytest.mark.parametrize("bound", ["MAX_OPEN_CALLS_OF_HOST", "MAX_OPEN_CALLS_OF_SERVER", "MAX_REQUEST_BYTES"])
+async def test_calls_of_a_host_and_of_all_are_bounded_over_sessions(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(session_server, bound, 13 if bound == "MAX_REQUEST_BYTES" else 2)
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel, 3)
+        calls = [client.generate(b"hang:%d" % n) for n in range(2)]
+        for call in calls:
+            assert await call.read() == b"begun"
+        refused = error_of(await failure_of(client.generate(b"count:1")))
+        assert (refused.reason, refused.retry_after_s) == (Reason.QUEUE_FULL, 1.0)
+        calls[0].cancel()
+        await until(lambda: server.cancelled)
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        calls[1].cancel()
+        await until(lambda: (server.sessions.num_open_calls, server.sessions.num_request_bytes) == (0, 0))
 
 
 async def test_writers_wait_while_too_much_is_unsent_and_messages_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_UNSENT_BYTES", 100_000)
-    monkeypatch.setattr(session_server, "MAX_MESSAGE_BYTES", 50_000)
+    monkeypatch.setattr(sessions, "MAX_MESSAGE_BYTES", 50_000)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel)
@@ -438,17 +631,21 @@ async def test_what_is_unread_of_a_call_that_was_left_is_not_kept() -> None:
         assert client.num_unread_bytes == 0
 
 
-async def test_more_sessions_than_a_server_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_server, "MAX_SESSIONS", 1)
+@pytest.mark.parametrize("bound", ["MAX_SESSIONS", "MAX_SESSIONS_OF_HOST"])
+async def test_where_a_server_takes_no_more_sessions_calls_go_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(session_server, bound, 1)
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel, 2)
         first = client.generate(b"together:1")
         await until(lambda: server.sessions.num_sessions == 1)
-        refused = await failure_of(client.generate(b"count:1"))
-        assert error_of(refused).reason is Reason.QUEUE_FULL
+        assert await all_of(client.generate(b"count:1")) == [b"0"]
+        assert server.num_single == 1
         server.going.set()
         assert await all_of(first) == [b"together:1"]
+        assert server.sessions.num_sessions == 1
 
 
 async def test_a_whole_answer_that_nobody_reads_is_given_up_before_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,3 +659,19 @@ async def test_a_whole_answer_that_nobody_reads_is_given_up_before_others_are(mo
         await until(lambda: client.num_unread_bytes == 8 * 15_000)
         assert (await failure_of(whole)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert [len(message) for message in await all_of(later)] == [15_000] * 8
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_several_sessions_with_one_server_that_hangs_are_given_up_as_one() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        client = SessionClient(channel, 4)
+        calls = [client.generate(b"hang:%d" % n) for n in range(4)]
+        for call in calls:
+            assert await call.read() == b"begun"
+        assert server.num_sessions == 4
+        assert [len(streams) for streams in client.silences._peers.values()] == [4]
+        server.lives.clear()
+        for call in calls:
+            assert "silent" in ((await failure_of(call)).details() or "")
+        server.lives.set()

@@ -13,13 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.protos.logs import (
-    JsonFormatter,
-    TextFormatter,
-    request_id_of,
-    request_id_var,
-    without_secrets,
-)
+from headrace.common.telemetry.logs import JsonFormatter, TextFormatter, request_id_of, request_id_var, without_secrets
 
 
 def record(message: str, *args: object, **fields: object) -> logging.LogRecord:
@@ -113,7 +107,7 @@ async def test_tasks_of_different_requests_log_different_ids() -> None:
 
 PROGRAM = """
 import logging, threading, warnings
-from headrace.protos.logs import configure_logging
+from headrace.common.telemetry.logs import configure_logging
 configure_logging("info", "json")
 logging.getLogger("uvicorn.error").warning("from the server")
 logging.getLogger("uvicorn.error").info("not worth a line")

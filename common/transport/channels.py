@@ -9,6 +9,8 @@ Plain, unless a process is given a directory with three PEM files:
 Both ends then show a certificate that the authority signed, and callers want the one of the server to be for
 `FLEET_NAME`, wherever it listens: workers come and go on addresses that nobody knows beforehand, so a name says that
 somebody belongs to the fleet, not where they are. With a join token, every call (health apart) presents it as well.
+A join token alone keeps out who can reach a port and cannot listen on the wire. Without either, a process serves on
+loopback and unix sockets only, unless it is told that it may be insecure.
 
 The files are looked at again at most once a second. Servers use new ones from the next handshake on, callers from the
 next channel on (see `Transport.version`). What is open stays open. Files that do not fit together, as in the moment
@@ -25,13 +27,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import grpc
 
+from headrace.common.stores.watched_files import WatchedFiles
 from headrace.protos.status import Reason, StatusError, abort
-from headrace.protos.watched_files import WatchedFiles
 
 FLEET_NAME = "headrace.internal"
 JOIN_TOKEN_KEY = "x-headrace-join-token"
@@ -164,9 +167,6 @@ class Transport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises TransportError if the files cannot be used."""
-        if join_token_file is not None and tls_dir is None:
-            problem = "a join token in the clear is no secret"
-            raise TransportError(f"{problem}: --join-token-file needs --tls-dir")
         self._tls_dir = tls_dir
         self._token_file = join_token_file
         self._lock = threading.Lock()
@@ -190,20 +190,37 @@ class Transport:
         self._look()
         return () if self._token is None else ((JOIN_TOKEN_KEY, self._token),)
 
+    @property
+    def knows_callers(self) -> bool:
+        """Whether all callers have shown that they belong to the fleet."""
+        return self._tls_dir is not None or self._token_file is not None
+
+    def refuse_strangers(self, listen: str, insecure: bool) -> None:
+        """Raise TransportError if anybody in the network could register, drain and name tenants at this address."""
+        if insecure or self.knows_callers or stays_on_host(listen):
+            return
+        raise TransportError(
+            f"whoever reaches {listen} could register workers, drain them and name tenants: "
+            "give all processes --join-token-file FILE (headrace certs secrets makes one) or --tls-dir DIR, "
+            "listen on 127.0.0.1 or a unix socket, or say --insecure"
+        )
+
     # --- calling ----------------------------------------------------------------------------------------------------
 
     def channel(self, address: str, options: Options = CHANNEL_OPTIONS) -> grpc.aio.Channel:
         """A channel to another process, for asyncio."""
         if self._tls_dir is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        channel = grpc.aio.secure_channel(address, self._channel_credentials(), options=self._named(options))
+            channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            channel = grpc.aio.secure_channel(address, self._channel_credentials(), options=self._named(options))
         return cast("grpc.aio.Channel", _Presenting(channel, self)) if self._token_file is not None else channel
 
     def blocking_channel(self, address: str, options: Options = CHANNEL_OPTIONS) -> grpc.Channel:
         """A channel to another process, for code without asyncio. Close it, or use it in a `with`."""
         if self._tls_dir is None:
-            return grpc.insecure_channel(address, options=options)
-        channel = grpc.secure_channel(address, self._channel_credentials(), options=self._named(options))
+            channel = grpc.insecure_channel(address, options=options)
+        else:
+            channel = grpc.secure_channel(address, self._channel_credentials(), options=self._named(options))
         return cast("grpc.Channel", _Presenting(channel, self)) if self._token_file is not None else channel
 
     def _channel_credentials(self) -> grpc.ChannelCredentials:
@@ -249,13 +266,13 @@ class Transport:
 
     def _look(self) -> None:
         """Read the files again if they have changed, at most once a second."""
-        if self._tls_dir is None or not self._files.is_due:
+        if not self.knows_callers or not self._files.is_due:
             return
         with self._lock:
             if not self._files.changed():
                 return
             try:
-                identity = read_identity(self._tls_dir)
+                identity = None if self._tls_dir is None else read_identity(self._tls_dir)
                 token = None if self._token_file is None else read_token(self._token_file)
             except TransportError as error:
                 _LOG.warning("certificates and join token stay as they were: %s", error)
@@ -265,6 +282,18 @@ class Transport:
                 self._version += 1
                 _LOG.info("certificates were read again from %s", self._tls_dir)
             self._token = token
+
+
+def stays_on_host(address: str) -> bool:
+    """Whether only processes of this host reach a gRPC address: a unix socket or loopback. Names other than localhost
+    may be anything."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class _Presenting:

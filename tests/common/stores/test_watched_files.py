@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.protos.watched_files import LOOK_S, WatchedFiles, stamp_of
+from headrace.common.stores.watched_files import LOOK_S, WatchedFiles, stamp_of
 
 
 class Clock:

@@ -5,29 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import grpc
 
-from headrace.protos import sessions
+from headrace.common.transport import sessions
+from headrace.common.transport.sessions import Call, Metadata, Turns
+from headrace.common.transport.silence import Peer, Silences
+from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos.inference_pb2 import BeginCall, CallPart, SessionRequest, SessionResponse
-from headrace.protos.sessions import DETAILS_KEY, Call, Metadata, Turns
+from headrace.protos.status import DETAILS_KEY, Reason, details_of, error_of, is_peer_lost
 
 GENERATE = "/headrace.v1.Inference/Generate"
 SESSION = "/headrace.v1.Inference/Session"
 # Bytes of answers that came from one server and nobody has read. Beyond, the call with most of them is given up.
 MAX_UNREAD_BYTES = 64 << 20
-# New calls go to a new session after this time, so that routers behind one name that have joined get their share.
+# Where several servers are behind one name, new calls go to a new session after this time, so that servers that have
+# joined get their share.
 MAX_AGE_S = 60.0
-# How long a peer that has no sessions is called without.
+# A request of more bytes travels alone, on a session of its own: it neither delays other calls nor fails them.
+LARGE_BYTES = 256 << 10
+# How long a peer that has no sessions is called without, and one whose session broke for a reason that may lie in one
+# of its calls.
 _WITHOUT_S = 60.0
+_BROKEN_S = 5.0
 # After so many heartbeats in silence a server hangs.
 _LOST_HEARTBEATS = 5
-# A timer that fires this late says that this process stood still, and nothing about the server.
-_STALL_S = 0.25
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LOG = logging.getLogger(__name__)
@@ -36,8 +43,23 @@ _LOG = logging.getLogger(__name__)
 class SessionClient:
     """Generate calls through one channel, over `num_sessions` sessions in turn. Made and used in one event loop."""
 
-    def __init__(self, channel: grpc.aio.Channel, num_sessions: int = 1) -> None:
-        """Where a channel balances over several servers, each session is with one of them."""
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        num_sessions: int = 1,
+        *,
+        plain_grpc: bool = False,
+        silences: Silences | None = None,
+        peer: str | None = None,
+    ) -> None:
+        """Where a channel balances over several servers, each session is with one of them.
+
+        `plain_grpc`: there are no sessions, and each call is an RPC of its own. `silences` are those of all that this
+        process listens to; `peer` names the server there, if it is heard elsewhere too.
+        """
+        self.silences = silences or Silences()
+        self.peer = peer
+        self._plain_grpc = plain_grpc
         self._begin_single: Any = channel.unary_stream(GENERATE)
         self._begin_session: Any = channel.stream_stream(
             SESSION,
@@ -45,6 +67,8 @@ class SessionClient:
             response_deserializer=SessionResponse.FromString,
         )
         self._sessions: list[_ClientSession | None] = [None] * num_sessions
+        self._retired: set[_ClientSession] = set()  # sessions that take no new calls and wait for the end of theirs
+        self._alone: dict[SharedPart, _ClientSession] = {}  # of large requests, by the first part that they share
         self._turn = 0
         self._without_until_s = 0.0
         self.num_unread_bytes = 0
@@ -57,18 +81,45 @@ class SessionClient:
         be called again is known without calling it."""
         return all(session is not None and session.is_silent for session in self._sessions)
 
-    def generate(self, request: bytes, *, timeout: float | None = None, metadata: Metadata = ()) -> Call:
-        """Begin a call: `request` is a GenerateRequest on the wire, and so is each message that is read."""
-        now_s = time.monotonic()
-        if now_s < self._without_until_s:
-            return cast("Call", self._begin_single(request, timeout=timeout, metadata=tuple(metadata)))
+    def generate(self, request: WireRequest | bytes, *, timeout: float | None = None, metadata: Metadata = ()) -> Call:
+        """Begin a call: `request` is a GenerateRequest on the wire. Each message that is read is bytes of the wire
+        too."""
+        wire = WireRequest(request) if isinstance(request, bytes) else request
+        if self._plain_grpc or time.monotonic() < self._without_until_s:
+            return self.begin_alone(wire, timeout, metadata)
+        return self._session_for(wire).begin(wire, timeout, metadata)
+
+    def _session_for(self, wire: WireRequest) -> _ClientSession:
+        """The session of a new call: the next in turn, or for a large request one of its own. Requests that share their
+        first part share that one too."""
+        if wire.num_bytes > LARGE_BYTES:
+            alone = self._alone.get(wire.shared[0]) if wire.shared else None
+            if alone is None or alone.is_over:
+                alone = _ClientSession(self, self._begin_session())
+                if wire.shared:
+                    self._alone[wire.shared[0]] = alone
+            alone.retire_soon()
+            return alone
         self._turn = self._next_turn()
-        session = self._sessions[self._turn]
-        if session is None or session.is_over or now_s - session.born_s > MAX_AGE_S:
-            if session is not None:
-                session.retire()
-            session = self._sessions[self._turn] = _ClientSession(self, self._begin_session())
-        return session.begin(request, timeout, metadata)
+        open_session = self._sessions[self._turn]
+        if open_session is None or open_session.is_over or self._is_due(open_session):
+            if open_session is not None and not open_session.is_over:
+                self._retired.add(open_session)
+                open_session.retire()
+            open_session = self._sessions[self._turn] = _ClientSession(self, self._begin_session())
+        return open_session
+
+    def _is_due(self, session: _ClientSession) -> bool:
+        """Whether another session takes the place of this one. There are as many old ones as new ones at most, so that
+        long answers do not pile them up."""
+        if len(self._sessions) == 1 or time.monotonic() - session.born_s <= MAX_AGE_S:
+            return False
+        return len(self._retired) < len(self._sessions)
+
+    def ended(self, session: _ClientSession) -> None:
+        """A session is over."""
+        self._retired.discard(session)
+        self._alone = {shared: alone for shared, alone in self._alone.items() if alone is not session}
 
     def _next_turn(self) -> int:
         """The next session in turn, of those whose server is heard if there are any."""
@@ -98,10 +149,13 @@ class SessionClient:
         """Too much is unread, and gRPC does not hold back single calls: end the one that keeps most of it."""
         max(self._unread, key=lambda call: call.num_unread_bytes).give_up()
 
-    def begin_alone(self, request: bytes, timeout: float | None, metadata: Metadata) -> Call:
-        """Begin a call that was begun in a session which the server does not have."""
-        self._without_until_s = time.monotonic() + _WITHOUT_S
-        return cast("Call", self._begin_single(request, timeout=timeout, metadata=tuple(metadata)))
+    def do_without(self, seconds: float) -> None:
+        """Begin no call in a session for this time."""
+        self._without_until_s = max(self._without_until_s, time.monotonic() + seconds)
+
+    def begin_alone(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> Call:
+        """Begin a call as an RPC of its own."""
+        return cast("Call", self._begin_single(wire.joined(), timeout=timeout, metadata=tuple(metadata)))
 
 
 class _ClientSession:
@@ -115,32 +169,33 @@ class _ClientSession:
         self._stream = stream
         self._was_silent = is_silent
         self._failure: grpc.aio.AioRpcError | None = None
-        self._heard_s = self.born_s
+        self._name: Hashable = client.peer or self  # of the server, as far as it is known
+        self._peer: Peer | None = None  # while calls are open
         self._timer: asyncio.TimerHandle | None = None
         self._calls: dict[int, _ClientCall] = {}
         self._num_begun = 0
         self._is_retired = False
-        self._has_spoken = False
+        self._spoken = asyncio.Event()
+        self._takes_shared = False
         self._turns = Turns(self._send)
         self._sender = asyncio.create_task(self._run_sender())
         self._receiver = asyncio.create_task(self._receive())
 
-    def begin(self, request: bytes, timeout: float | None, metadata: Metadata) -> _ClientCall:
+    def begin(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> _ClientCall:
         """Open a call."""
         self._num_begun += 1
         call_id = self._num_begun
-        begin = BeginCall(call_id=call_id, request=request)
+        begin = BeginCall(call_id=call_id, request=wire.own)
         for key, value in metadata:
             assert isinstance(value, str), f"the metadata {key} of a call is no text"
             begin.metadata[key] = value
         if timeout is not None:
             begin.timeout_ms = max(0, round(1000 * timeout))
-        if not self._calls:
-            self._heard_s = time.monotonic()  # nothing had to be said until now
-            if self._timer is None:
-                self._arm(self._client.heartbeat_s * _LOST_HEARTBEATS or sessions.HEARTBEAT_MS / 1000)
-        call = self._calls[call_id] = _ClientCall(self, call_id, request, timeout, metadata)
-        self._turns.put(begin, len(request))
+        if self._peer is None:  # nothing had to be said until now
+            self._peer = self._client.silences.watch(self._name, self._bound_s or math.inf)
+            self._arm(self._bound_s or sessions.HEARTBEAT_MS / 1000)
+        call = self._calls[call_id] = _ClientCall(self, call_id, wire, timeout, metadata)
+        self._turns.put((begin, wire.shared), len(wire.own), wire.shared)
         return call
 
     @property
@@ -154,38 +209,60 @@ class _ClientSession:
             self._turns.put(call_id, 0)
             self._end_if_idle()
 
+    def retire_soon(self) -> None:
+        """End with the last call, of those that begin now too."""
+        self._is_retired = True
+
     def retire(self) -> None:
         """Begin no more; end with the last call."""
         self._is_retired = True
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
+        if not self._calls:
+            self._listen_no_more()
         if self._is_retired and not self._calls and not self.is_over:
             self.is_over = True
+            self._client.ended(self)
             asyncio.get_running_loop().call_later(1.0, self._stream.cancel)  # behind the last cancellations
 
-    def _arm(self, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(delay_s, self._look, loop.time() + delay_s)
+    @property
+    def _bound_s(self) -> float:
+        """How long the server may be silent; 0 if it promises nothing."""
+        return _LOST_HEARTBEATS * self._client.heartbeat_s
 
-    def _look(self, due_s: float) -> None:
+    def _arm(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
+
+    def _look(self) -> None:
         """See whether the server is there, for as long as calls are open."""
-        self._timer = None
-        if not self._calls or self.is_over:
+        peer = self._peer
+        if peer is None or not self._calls or self.is_over:
+            self._listen_no_more()
             return
-        silent_s = time.monotonic() - self._heard_s
-        bound_s = _LOST_HEARTBEATS * self._client.heartbeat_s
-        stood_still = asyncio.get_running_loop().time() - due_s > _STALL_S  # what was said meanwhile is unread
-        if bound_s == 0 or silent_s < bound_s or stood_still:
-            self._arm(max(bound_s - silent_s, sessions.HEARTBEAT_MS / 2000))
+        peer.bound_s = self._bound_s or math.inf
+        again_s = peer.judge()
+        if again_s:
+            self._arm(max(min(again_s, self._bound_s), sessions.HEARTBEAT_MS / 2000))
             return
-        self._failure = _error(grpc.StatusCode.UNAVAILABLE, f"the server has been silent for {silent_s:.1f} s")
+        problem = f"the server has been silent for {peer.silent_s:.1f} s"
+        self._failure = _error(grpc.StatusCode.UNAVAILABLE, problem)
         self.is_over = True
         self._stream.cancel()
         self._client.listen(self)
 
+    def _listen_no_more(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._peer is not None:
+            self._peer.close()
+        self._timer = self._peer = None
+
     def _heard(self, message: SessionResponse) -> None:
-        self._heard_s = time.monotonic()
+        if message.server_id and self._client.peer is None:
+            self._name = message.server_id
+        if self._peer is not None:
+            self._peer.heard(self._name)
         self._was_silent = False
         self._client.heartbeat_s = message.heartbeat_ms / 1000
 
@@ -195,21 +272,23 @@ class _ClientSession:
             await self._turns.run()
 
     async def _send(self, items: list[Any]) -> None:
-        message = SessionRequest()
-        for item in items:
-            if isinstance(item, int):
-                message.cancelled_call_ids.append(item)
-            else:
-                message.begins.append(item)
-        await self._stream.write(message)
+        if any(not isinstance(item, int) and item[1] for item in items):
+            await self._spoken.wait()  # whether the server takes shared parts is said in its first message
+            if not self._takes_shared:
+                for item in items:
+                    await self._stream.write(_message([item], takes_shared=False))
+                return
+        await self._stream.write(_message(items, takes_shared=True))
 
     async def _receive(self) -> None:
         try:
             while (message := await self._stream.read()) is not grpc.aio.EOF:
-                self._has_spoken = True
+                self._takes_shared = message.takes_shared
+                self._spoken.set()
                 self._heard(message)
                 for part in message.parts:
                     self._take(part)
+            self._failure = self._failure or _error(grpc.StatusCode.UNKNOWN, "the server ended the session")
         except grpc.aio.AioRpcError as error:
             self._failure = self._failure or error
         except asyncio.CancelledError:
@@ -217,22 +296,36 @@ class _ClientSession:
         finally:
             failure = self._failure
             self.is_over = True
-            if self._timer is not None:
-                self._timer.cancel()
+            self._client.ended(self)
+            self._listen_no_more()
             self._sender.cancel()
             self._stream.cancel()
             calls, self._calls = self._calls, {}
+            without_s = self._without_s(failure)
+            if without_s is not None:
+                self._client.do_without(without_s)
             for call in calls.values():
-                if failure is not None and self._is_unknown(failure):
+                if without_s is not None:
                     call.begin_alone(self._client.begin_alone)
                 else:
                     call.finish(_of_call(failure))
 
-    def _is_unknown(self, failure: grpc.aio.AioRpcError) -> bool:
-        """Whether the server has no sessions. Where it says so while this end is still writing, gRPC makes an error of
-        its own core of that."""
-        core_failed = failure.code() is grpc.StatusCode.INTERNAL and not self._has_spoken
-        return failure.code() is grpc.StatusCode.UNIMPLEMENTED or core_failed
+    def _without_s(self, failure: grpc.aio.AioRpcError | None) -> float | None:
+        """For how long the server is called without sessions, seconds. None where calls would fail like the session:
+        the server is lost, or it has refused this caller.
+
+        Calls that go on one by one cannot harm one another: one that broke the session fails alone.
+        """
+        if failure is None or is_peer_lost(failure):
+            return None
+        if details_of(failure) is not None:
+            has_no_room = error_of(failure).reason is Reason.QUEUE_FULL
+            return _BROKEN_S if has_no_room else None
+        # Where a server without sessions says so while this end is still writing, gRPC makes an error of its own core
+        # of that.
+        core_failed = failure.code() is grpc.StatusCode.INTERNAL and not self._spoken.is_set()
+        is_unknown = failure.code() is grpc.StatusCode.UNIMPLEMENTED or core_failed
+        return _WITHOUT_S if is_unknown else _BROKEN_S
 
     def _take(self, part: CallPart) -> None:
         call = self._calls.get(part.call_id)
@@ -258,6 +351,7 @@ class _ClientCall:
 
     __slots__ = (
         "_call_id",
+        "_deadline_s",
         "_end",
         "_is_cancelled",
         "_pending",
@@ -270,11 +364,12 @@ class _ClientCall:
     )
 
     def __init__(
-        self, session: _ClientSession, call_id: int, request: bytes, timeout: float | None, metadata: Metadata
+        self, session: _ClientSession, call_id: int, wire: WireRequest, timeout: float | None, metadata: Metadata
     ) -> None:
         self._session = session
         self._call_id = call_id
-        self._retry: tuple[bytes, float | None, Metadata] | None = (request, timeout, metadata)
+        self._retry: tuple[WireRequest, Metadata] | None = (wire, metadata)
+        self._deadline_s = None if timeout is None else time.monotonic() + timeout
         self.num_unread_bytes = 0
         self._pending: deque[bytes] = deque()
         self._end: Any = None  # grpc.aio.EOF or an AioRpcError
@@ -339,12 +434,14 @@ class _ClientCall:
         self._end = error or grpc.aio.EOF
         self._close()
 
-    def begin_alone(self, begin: Callable[[bytes, float | None, Metadata], Call]) -> None:
-        """Go on as a call of its own, if nothing came yet."""
+    def begin_alone(self, begin: Callable[[WireRequest, float | None, Metadata], Call]) -> None:
+        """Go on as an RPC of its own, if nothing came yet; else whoever reads resumes it, and that goes alone too."""
         if self._retry is None:
             self.finish(_error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did"))
             return
-        self._single = begin(*self._retry)
+        wire, metadata = self._retry
+        left_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0.0)
+        self._single = begin(wire, left_s, metadata)
         self._close()
 
     def _expire(self) -> None:
@@ -362,14 +459,32 @@ class _ClientCall:
             self._waiter.set_result(None)
 
 
+def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:
+    """Of ids of cancelled calls, and of calls that begin with the parts that they share."""
+    message = SessionRequest()
+    positions: dict[SharedPart, int] = {}
+    for item in items:
+        if isinstance(item, int):
+            message.cancelled_call_ids.append(item)
+            continue
+        begin, shared = item
+        if takes_shared:
+            begin.shared.extend(positions.setdefault(part, len(positions)) for part in shared)
+        else:
+            begin.request = WireRequest(begin.request, shared).joined()
+        message.begins.append(begin)
+    message.shared.extend(part.raw for part in positions)
+    return message
+
+
 def _of_call(failure: grpc.aio.AioRpcError | None) -> grpc.aio.AioRpcError:
     """What the failure of a session is for its calls: a server's own answer, such as to a missing join token, or a
     transport that broke, whatever gRPC calls it."""
     if failure is None:
         return _error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did")
-    for key, value in cast("Metadata", tuple(failure.trailing_metadata() or ())):
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            return _error(failure.code(), failure.details() or "", value)
+    details = details_of(failure)
+    if details is not None:
+        return _error(failure.code(), failure.details() or "", details)
     return _error(
         grpc.StatusCode.UNAVAILABLE, f"the session was lost: {failure.code().name}: {failure.details() or ''}"
     )

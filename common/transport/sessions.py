@@ -18,19 +18,21 @@ have no sessions are called with Generate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
+from headrace.common.transport.wire_request import SharedPart
+
 # Bytes that wait to be sent, beyond which writers wait.
 MAX_UNSENT_BYTES = 4 << 20
+# Bytes of requests or answers in one message of a session. What is larger by itself travels in a message of its own.
+MAX_MESSAGE_BYTES = 1 << 20
 # What a server promises: a message at least this often while calls are open.
 HEARTBEAT_MS = 500
 
 Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
-DETAILS_KEY = "grpc-status-details-bin"
-"""Of trailing metadata: where gRPC has the details of a status."""
 
 
 class CallContext(Protocol):
@@ -60,11 +62,12 @@ class Call(Protocol):
 
 
 class Turns:
-    """Collects what is to be sent, and sends all of one turn of the event loop together."""
+    """Collects what is to be sent, and sends all of one turn of the event loop together, `MAX_MESSAGE_BYTES` at a
+    time."""
 
     def __init__(self, send: Callable[[list[Any]], Awaitable[None]]) -> None:
         self._send = send
-        self._unsent: list[Any] = []
+        self._unsent: list[tuple[Any, int, tuple[SharedPart, ...]]] = []
         self._num_bytes = 0
         self.has_sent = False
         self._sending = asyncio.Lock()
@@ -82,9 +85,9 @@ class Turns:
         """Whether nothing is unsent."""
         return not self._unsent and not self._sending.locked()
 
-    def put(self, item: Any, num_bytes: int) -> None:
-        """Send it soon."""
-        self._unsent.append(item)
+    def put(self, item: Any, num_bytes: int, shared: tuple[SharedPart, ...] = ()) -> None:
+        """Send it soon. A message has what its items share once."""
+        self._unsent.append((item, num_bytes, shared))
         self._num_bytes += num_bytes
         self._something.set()
 
@@ -106,6 +109,27 @@ class Turns:
             self._something.clear()
             items, self._unsent, self._num_bytes = self._unsent, [], 0
             self._room.set()
-            if items:
-                await self._send(items)
+            for batch in _batches(items):
+                await self._send(batch)
                 self.has_sent = True
+
+
+def _batches(items: Sequence[tuple[Any, int, tuple[SharedPart, ...]]]) -> Iterator[list[Any]]:
+    """The items in their order, in runs of at most `MAX_MESSAGE_BYTES`. A larger item is a run by itself, with those
+    that share its parts and bring little of their own."""
+    batch: list[Any] = []
+    present: set[SharedPart] = set()
+    num_own_bytes = num_shared_bytes = 0
+    for item, size, shared in items:
+        fresh = sum(len(part.raw) for part in shared if part not in present)
+        num_bytes = num_own_bytes + size + (num_shared_bytes + fresh if fresh or not shared else 0)
+        if batch and num_bytes > MAX_MESSAGE_BYTES:
+            yield batch
+            batch, present, num_own_bytes, num_shared_bytes = [], set(), 0, 0
+            fresh = sum(len(part.raw) for part in shared)
+        batch.append(item)
+        present.update(shared)
+        num_own_bytes += size
+        num_shared_bytes += fresh
+    if batch:
+        yield batch

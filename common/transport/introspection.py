@@ -11,8 +11,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from headrace.common.transport.channels import SERVER_OPTIONS
 from headrace.protos.status import Reason, StatusError, abort
-from headrace.protos.transport import SERVER_OPTIONS
 
 # The v1 protocol has the messages of v1alpha, byte for byte, under another service name.
 _MAX_PROBES = 64

@@ -1,0 +1,1 @@
+"""Redis, API keys, and files that change while a process runs."""

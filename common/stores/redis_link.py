@@ -1,0 +1,140 @@
+"""Clients of the Redis that the processes of a fleet share, from its URL.
+
+What is secret need not be in the URL: `HEADRACE_REDIS_PASSWORD_FILE` names a file with the password, read once, and
+`HEADRACE_REDIS_TLS_DIR` a directory with ca.pem, cert.pem and key.pem for rediss://, read for each connection. The
+authority is that of the fleet: whom it signed belongs to the fleet, wherever it listens, so names of hosts are not
+looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from urllib.parse import unquote, urlsplit
+
+from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNREACHABLE, REDIS_STATE_UNWRITABLE, RedisState
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+PROBE_KEY = "headrace:probe"
+"""Written now and then by those who want to know whether they could write."""
+
+RedisClient: TypeAlias = "Redis"
+"""For those who use a client and import nothing of it."""
+
+PASSWORD_FILE = "HEADRACE_REDIS_PASSWORD_FILE"
+TLS_DIR = "HEADRACE_REDIS_TLS_DIR"
+MAX_CONNECTIONS = 32
+_PORT, _SENTINEL_PORT = 6379, 26379
+
+
+class SentinelUrl(NamedTuple):
+    """What redis+sentinel://[[USER:]PASSWORD@]HOST[:PORT],.../SERVICE[/DB] says."""
+
+    addresses: list[tuple[str, int]]
+    service: str
+    database: int
+    username: str | None
+    password: str | None
+
+
+def sentinel_url(url: str) -> SentinelUrl | None:
+    """The parts of a URL of sentinels; None for another URL. Raises ValueError for what begins like one and is none."""
+    parts = urlsplit(url)
+    if parts.scheme != "redis+sentinel":
+        return None
+    login, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = login.rpartition(":")
+    service, _, database = parts.path.strip("/").partition("/")
+    if not hosts or not service or not (database or "0").isdigit():
+        raise ValueError("write redis+sentinel://HOST[:PORT],HOST[:PORT]/SERVICE[/DB]")
+    found = [urlsplit(f"//{host}") for host in hosts.split(",")]
+    addresses = [(one.hostname or "", one.port or _SENTINEL_PORT) for one in found]
+    return SentinelUrl(addresses, service, int(database or 0), unquote(user) or None, unquote(password) or None)
+
+
+def connect(url: str, timeout_s: float) -> RedisClient:
+    """A client for redis://, rediss://, unix:// or what `sentinel_url` reads.
+
+    Connects with the first command; waiting for an answer, or for one of `MAX_CONNECTIONS` connections, ends after
+    `timeout_s`. Raises ValueError for what is no such URL.
+    """
+    from redis.asyncio import BlockingConnectionPool, Redis
+    from redis.asyncio.retry import Retry
+    from redis.asyncio.sentinel import Sentinel
+    from redis.backoff import NoBackoff
+
+    def options(**more: object) -> dict[str, object]:
+        retry = Retry(NoBackoff(), 0)  # whoever calls has something better to do than to wait
+        # The newer protocol costs several exchanges for each connection, and brings nothing that is used here.
+        common = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "protocol": 2}
+        return {**common, "retry": retry, **more}
+
+    named = sentinel_url(url)
+    if named is None:
+        more = secrets_for(url)
+        pool = BlockingConnectionPool.from_url(
+            url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options(**more)
+        )
+        return Redis.from_pool(pool)
+    sentinel = Sentinel(named.addresses, sentinel_kwargs=options())  # type: ignore[no-untyped-call]
+    password = named.password or secrets_for(url).get("password")
+    more = options(db=named.database, max_connections=MAX_CONNECTIONS, username=named.username, password=password)
+    master: Redis = sentinel.master_for(named.service, **more)  # type: ignore[arg-type]
+    return master
+
+
+def secrets_for(url: str) -> dict[str, object]:
+    """What the environment adds to the options of a client for this URL; what the URL says itself goes first.
+
+    Raises ValueError for a password that cannot be read.
+    """
+    found: dict[str, object] = {}
+    if path := os.environ.get(PASSWORD_FILE):
+        try:
+            found["password"] = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            raise ValueError(f"the password in {path} ({PASSWORD_FILE}) cannot be read") from None
+    if url.startswith("rediss:") and (name := os.environ.get(TLS_DIR)):
+        directory = Path(name)
+        found |= {"ssl_ca_certs": str(directory / "ca.pem"), "ssl_check_hostname": False}
+        found |= {"ssl_certfile": str(directory / "cert.pem"), "ssl_keyfile": str(directory / "key.pem")}
+    return found
+
+
+def server_of(url: str) -> tuple[str, ...]:
+    """What tells one Redis from another in URLs: hosts and ports, or the path of a socket; databases share a server."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return (parts.path,)
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    default = _SENTINEL_PORT if parts.scheme == "redis+sentinel" else _PORT
+    service = parts.path.strip("/").partition("/")[0] if parts.scheme == "redis+sentinel" else ""
+    return (service, *sorted(host if host.rpartition(":")[2].isdigit() else f"{host}:{default}" for host in hosts))
+
+
+async def state_of(redis: RedisClient) -> RedisState:
+    """Whether a Redis can be used, by a small write."""
+    from redis.exceptions import ResponseError
+
+    try:
+        await redis.set(PROBE_KEY, b"1" * 64, px=60_000)
+    except ResponseError:
+        return REDIS_STATE_UNWRITABLE
+    except failures():
+        return REDIS_STATE_UNREACHABLE
+    return REDIS_STATE_OK
+
+
+def word_for(state: RedisState) -> str:
+    """The state for people: ok, unwritable, unreachable or unspecified."""
+    return RedisState.Name(state).removeprefix("REDIS_STATE_").lower()
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a command raises when Redis is away, slow, or does not do it."""
+    from redis.exceptions import RedisError
+
+    return (RedisError, OSError, TimeoutError)

@@ -1,0 +1,97 @@
+"""A span: a piece of a request's way. What makes recording spans is in `tracing`."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeAlias
+
+TRACEPARENT_KEY = "traceparent"
+"""gRPC metadata key and HTTP header of a trace's context."""
+
+Attributes: TypeAlias = Mapping[str, str | bool | int | float | Sequence[str]]
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
+
+
+class SpanKind(enum.Enum):
+    """Which side of a call a span is."""
+
+    SERVER = enum.auto()
+    CLIENT = enum.auto()
+    INTERNAL = enum.auto()
+
+
+class Span:
+    """A piece of a request's way. This one records nothing; all times are monotonic seconds, None for now.
+
+    As a context manager it ends with the block, failed if an exception leaves it.
+    """
+
+    __slots__ = ()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what it is told goes anywhere."""
+        return False
+
+    @property
+    def traceparent(self) -> str:
+        """What goes with calls made under this span; empty for nothing of its own."""
+        return ""
+
+    def child(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        start_s: float | None = None,
+    ) -> Span:
+        """A span below this one. Whoever makes it ends it."""
+        return self
+
+    def set(self, attributes: Attributes) -> None:
+        """Add attributes."""
+
+    def add(self, name: str, number: int) -> None:
+        """Add to an attribute that is a number, 0 at first."""
+
+    def append(self, name: str, text: str) -> None:
+        """Add to an attribute that is a list of texts, empty at first."""
+
+    def event(self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None) -> None:
+        """Note that something happened."""
+
+    def fail(self, error_type: str, message: str = "") -> None:
+        """Mark it as failed, for a reason of a small set such as `queue_full`."""
+
+    def end(self, *, end_s: float | None = None) -> None:
+        """End it. What comes later is lost."""
+
+    def onto(self, metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
+        """The metadata for a call made under this span."""
+        if not self.traceparent:
+            return tuple(metadata)
+        others = tuple((key, value) for key, value in metadata if key != TRACEPARENT_KEY)
+        return (*others, (TRACEPARENT_KEY, self.traceparent))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Nothing to name while it records nothing: every request passes here.
+        if error is not None and self.is_recording:
+            if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+                self.set({"headrace.cancelled": True})
+            else:
+                reason = getattr(error, "reason", None)
+                named = reason.name.lower() if isinstance(reason, enum.Enum) else type(error).__name__.strip("_")
+                self.fail(named, str(error))
+        self.end()
+
+
+NO_SPAN = Span()

@@ -1,0 +1,58 @@
+"""A GenerateRequest on the wire, in parts of which several requests may have some in common.
+
+The n choices of one chat differ in their id and seed alone; prompt and grammar are the same. Protobuf reads the
+concatenation of two messages as one message merged of both, so such requests are written as
+
+    request i  =  shared parts (prompt, grammar)  +  own bytes (id, seed)
+
+and a shared part is one object in a process: it is written, sent, parsed and hashed once, whatever the number of
+requests that have it. Where the parts cannot be kept apart, `WireRequest.joined` is the whole request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+_T = TypeVar("_T")
+
+
+class SharedPart:
+    """Bytes that several requests begin with, and what was derived from them. Two are equal only if they are one."""
+
+    __slots__ = ("__weakref__", "_kept", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        """`raw` is a GenerateRequest with the fields that are shared."""
+        self.raw = raw
+        self._kept: dict[Any, Any] = {}
+
+    def kept(self, make: Callable[[bytes], _T]) -> _T:
+        """`make(raw)`, made once."""
+        if make not in self._kept:
+            self._kept[make] = make(self.raw)
+        return cast("_T", self._kept[make])
+
+
+@dataclass(frozen=True, slots=True)
+class WireRequest:
+    """One request: the parts it shares with others, then its own bytes."""
+
+    own: bytes
+    shared: tuple[SharedPart, ...] = ()
+    num_own_bytes: int = -1
+    """What it counts for where memory is bounded: its own bytes, and the shared ones for the first that has them."""
+
+    def __post_init__(self) -> None:
+        if self.num_own_bytes < 0:
+            object.__setattr__(self, "num_own_bytes", len(self.own))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole request."""
+        return len(self.own) + sum(len(part.raw) for part in self.shared)
+
+    def joined(self) -> bytes:
+        """The whole request, as Generate takes it."""
+        return b"".join((*(part.raw for part in self.shared), self.own)) if self.shared else self.own
