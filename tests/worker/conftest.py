@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from headrace.worker.block_pool import BlockPool
-from headrace.worker.engine import Engine
-from headrace.worker.kv_cache import KVCacheManager
-from headrace.worker.request import FinishReason, Request, RequestOutput, SamplingParams
-from headrace.worker.sampler import BatchSampler
-from headrace.worker.scheduler import Scheduler
+from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from headrace.worker.engine.scheduler import Scheduler
+from headrace.worker.engine.step_cost import StepCosts, StepShape
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.sampling.sampler import BatchSampler
 from tests.worker.fake_runner import FakeRunner
 
 VOCAB_SIZE = 997
@@ -79,6 +80,23 @@ class EngineUnderTest:
         return self.last[request].finish
 
 
+class KnownCosts(StepCosts):
+    """Every step costs next to nothing, by default, and no more is learned: so what is scheduled does not depend on how
+    fast the machine is that runs the test."""
+
+    def __init__(self, step_ms: float = 0.001, token_ms: float = 0.00001) -> None:
+        super().__init__()
+        for number in range(600):
+            shape = StepShape(8 + number * 7 % 250, number * 13 % 5000, number * 17 % 900, number % 500, number % 9, 8)
+            shape = shape._replace(changed=number % 2 == 0)
+            self.prompts.observe(shape, step_ms + token_ms * shape.tokens)
+            self.decode.observe(shape, step_ms + token_ms * shape.tokens)
+
+    def observe(self, shape: StepShape, milliseconds: float, *, is_first: bool) -> None:
+        """See StepCosts."""
+
+
+CHEAP_STEPS = KnownCosts()
 MakeEngine = Callable[..., EngineUnderTest]
 
 
@@ -90,9 +108,8 @@ def make_engine(
 ) -> EngineUnderTest:
     """A fresh engine over a fresh fake runner. Steps that streams have a part in are as large as others by default."""
     kv_cache = KVCacheManager(BlockPool(num_blocks, BLOCK_SIZE))
-    scheduler = Scheduler(
-        kv_cache, max_num_seqs, max_num_batched_tokens, max_num_mixed_tokens or max_num_batched_tokens
-    )
+    most = max_num_mixed_tokens or max_num_batched_tokens
+    scheduler = Scheduler(kv_cache, max_num_seqs, max_num_batched_tokens, most, step_costs=CHEAP_STEPS)
     runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     return EngineUnderTest(Engine(scheduler, runner, BatchSampler()), runner)
 

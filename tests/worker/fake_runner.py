@@ -13,8 +13,8 @@ from zlib import crc32
 
 import numpy as np
 
-from headrace.worker.batch import Batch
-from headrace.worker.logits import Logits
+from headrace.worker.model.batch import Batch
+from headrace.worker.sampling.logits import Logits
 
 EMPTY = -1
 

@@ -1,0 +1,358 @@
+"""An engine that has failed or is stuck: nobody takes its worker for one that works."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
+from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
+from headrace.protos.status import Reason, error_of
+from headrace.worker.engine.ending import EXIT_ENGINE_FAILED
+from headrace.worker.engine.mailbox import LoadReport, Mailbox
+from headrace.worker.engine.request import Request
+from headrace.worker.engine.request import SamplingParams as Sampling
+from headrace.worker.engine.step_cost import StepCostModel
+from headrace.worker.engine.thread import EngineThread
+from headrace.worker.engine.watchdog import (
+    EXPECTED_STEPS,
+    GIVE_UP_AFTER,
+    LOOK_INTERVAL_S,
+    Verdict,
+    Watchdog,
+    watch_engine,
+)
+from headrace.worker.server.watch import WatchHub
+from tests.e2e.fleet import Process
+from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
+from tests.worker.fake_runner import expected_tokens
+from tests.worker.fake_worker import SPOILS_SCHEDULER
+
+NOT_SERVING, SERVING = health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING
+BOUND_S = 60
+
+
+def greedy(name: str, prompt: list[int], max_tokens: int = 4) -> Request:
+    return Request(name, prompt, Sampling(max_tokens=max_tokens, seed=0, temperature=0.0), 1)
+
+
+class Running:
+    """The real thread and mailbox over an engine, and what they said when they failed."""
+
+    def __init__(self, under_test: EngineUnderTest) -> None:
+        self.failures: list[tuple[str, BaseException]] = []
+        self.failed = asyncio.Event()
+        self.reports: list[LoadReport] = []
+        self.report_error: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self.mailbox = Mailbox(100, self._on_report, self._on_failure)
+        self.thread = EngineThread(under_test.engine, self.mailbox, self._on_failure)
+        self.thread.start()
+
+    def _on_report(self, report: LoadReport) -> None:
+        if self.report_error is not None:
+            raise self.report_error
+        self.reports.append(report)
+
+    def _on_failure(self, why: str, error: BaseException) -> None:
+        self.failures.append((why, error))
+        self._loop.call_soon_threadsafe(self.failed.set)
+
+    async def answer(self, request: Request) -> list[int]:
+        stream = self.mailbox.submit(request)
+        tokens: list[int] = []
+        async with asyncio.timeout(BOUND_S):
+            while not stream.has_ended or stream._pending:
+                tokens += [token for output in await stream.next() for token in output.token_ids]
+        stream.close()
+        return tokens
+
+    async def end(self) -> None:
+        self.mailbox.stop()
+        await asyncio.to_thread(self.thread.join, BOUND_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.mark.parametrize("where", ["schedule", "update", "add", "cancel", "observe", "report"])
+async def test_whatever_escapes_the_engine_is_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_test = make_engine()
+    running = Running(under_test)
+    try:
+        assert await running.answer(greedy("a", [1, 2, 3])) == expected_tokens([1, 2, 3], 4, VOCAB_SIZE)
+
+        def spoiled(*_: object, **__: object) -> None:
+            raise ZeroDivisionError(where)
+
+        if where == "observe":
+            monkeypatch.setattr("headrace.worker.engine.forecast.Forecast.observe", spoiled)
+        elif where == "report":
+            running.report_error = ZeroDivisionError(where)
+        else:
+            monkeypatch.setattr(type(under_test.scheduler), where, spoiled)
+        stream = running.mailbox.submit(greedy("b", [4, 5, 6], max_tokens=200))
+        if where == "cancel":
+            stream.close()
+        async with asyncio.timeout(BOUND_S):
+            await running.failed.wait()
+        assert (repr(running.failures[0][1]), len(running.failures)) == (f"ZeroDivisionError('{where}')", 1)
+    finally:
+        await running.end()
+
+
+async def test_an_engine_that_is_stopped_in_a_step_has_not_failed() -> None:
+    under_test = make_engine()
+    stopped, may_go_on = threading.Event(), threading.Event()
+    run = under_test.runner.run
+
+    def hold() -> object:
+        stopped.set()
+        assert may_go_on.wait(BOUND_S)
+        return run()
+
+    under_test.runner.run = hold  # type: ignore[assignment, method-assign]
+    running = Running(under_test)
+    running.mailbox.submit(greedy("a", [1, 2, 3]))
+    await asyncio.to_thread(stopped.wait, BOUND_S)
+    running.mailbox.stop()
+    running.mailbox.deliver = None  # type: ignore[assignment, method-assign]  # as behind a loop that is closed
+    may_go_on.set()
+    await running.end()
+    assert running.failures == []
+
+
+class FakeThread:
+    """What the watchdog looks at."""
+
+    num_turns = 0
+    is_at_rest = False
+    longest_expected_step_s = 0.0
+
+
+def looks(watchdog: Watchdog, seconds: float, *, since_s: float) -> list[Verdict]:
+    number = round(seconds / LOOK_INTERVAL_S)
+    return [watchdog.look(since_s + (index + 1) * LOOK_INTERVAL_S) for index in range(number)]
+
+
+def test_an_engine_with_work_that_ends_no_step_within_the_bound_is_stuck_and_at_last_lost() -> None:
+    thread = FakeThread()
+    watchdog = Watchdog(thread, 10.0)
+    assert set(looks(watchdog, 10.0, since_s=0.0)) == {Verdict.ALIVE}
+    assert set(looks(watchdog, 90.0, since_s=10.0)) == {Verdict.STUCK}
+    assert set(looks(watchdog, 1.0, since_s=100.0)) == {Verdict.LOST}
+    assert GIVE_UP_AFTER == 10
+    thread.num_turns += 1
+    assert looks(watchdog, 9.0, since_s=101.0)[-1] is Verdict.ALIVE
+
+
+def test_an_idle_engine_is_never_stuck() -> None:
+    thread = FakeThread()
+    thread.is_at_rest = True
+    watchdog = Watchdog(thread, 10.0)
+    assert set(looks(watchdog, 1000.0, since_s=0.0)) == {Verdict.ALIVE}
+    thread.is_at_rest = False  # a step begins
+    assert set(looks(watchdog, 9.5, since_s=1000.0)) == {Verdict.ALIVE}
+    assert set(looks(watchdog, 1.0, since_s=1009.5)) == {Verdict.STUCK}
+
+
+def test_a_step_may_take_many_times_what_is_expected_of_it() -> None:
+    thread = FakeThread()
+    thread.longest_expected_step_s = 3.0
+    watchdog = Watchdog(thread, 10.0)
+    assert set(looks(watchdog, EXPECTED_STEPS * 3.0, since_s=0.0)) == {Verdict.ALIVE}
+    assert looks(watchdog, 1.0, since_s=EXPECTED_STEPS * 3.0)[-1] is Verdict.STUCK
+    thread.longest_expected_step_s = 1e15
+    assert watchdog.bound_s == 100.0, "what is learned may be wrong"
+
+
+def test_time_in_which_the_watchdog_did_not_run_does_not_count() -> None:
+    watchdog = Watchdog(FakeThread(), 10.0)
+    watchdog.look(1.0)
+    assert watchdog.look(10_000.0) is Verdict.ALIVE
+
+
+def test_the_engine_expects_long_steps_where_they_are_long(
+    engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.engine.longest_expected_step_s == 0.0
+    engine.request([1] * 20, max_tokens=5)
+    engine.run()
+    longest_s = engine.engine.longest_expected_step_s
+    assert longest_s > 0.0
+    for number in range(20):
+        engine.request([number] * 9, max_tokens=2)
+        engine.run()
+    assert engine.scheduler.step_costs.prompts.num_steps
+    monkeypatch.setattr(StepCostModel, "predict_ms", lambda *_: 5000.0)
+    engine.request([99] * 20, max_tokens=1)
+    engine.run()
+    assert engine.engine.longest_expected_step_s == 5.0
+
+
+async def test_while_stuck_watchers_hear_nothing_and_afterwards_all() -> None:
+    hub = WatchHub(1, 4, 4)
+    thread = FakeThread()
+    told: list[str] = []
+    stuck, recovered = asyncio.Event(), asyncio.Event()
+
+    async def on_stuck(why: str) -> None:
+        hub.fall_silent(why)
+        stuck.set()
+
+    async def on_recovered() -> None:
+        hub.speak()
+        recovered.set()
+
+    watching = asyncio.create_task(watch_engine(Watchdog(thread, 0.02), on_stuck, on_recovered, told.append, 0.005))
+    async with asyncio.timeout(BOUND_S):
+        await stuck.wait()
+        hub.publish(LoadReport(num_running=3, stored=(7,)))
+        watch = hub.watch(0.05)
+        first = asyncio.ensure_future(anext(watch))
+        done, _ = await asyncio.wait({first}, timeout=0.2)
+        assert not done
+        while not told:  # it is given up in the end
+            await asyncio.sleep(0.005)
+        assert "has ended no step" in told[0]
+        thread.num_turns += 1
+        await recovered.wait()
+        message = await first
+    assert (message.load.num_running, list(message.kv_events.stored)) == (3, [7])
+    watching.cancel()
+
+
+# --- real processes -------------------------------------------------------------------------------------------------
+
+
+class TwoWorkers:
+    """Two worker processes over fake runners, and a router process that has them both."""
+
+    def __init__(self, directory: Path) -> None:
+        self.addresses = [f"unix:{directory}/worker-{index}.sock" for index in range(2)]
+        self.router_address = f"unix:{directory}/router.sock"
+        self.hangs = [directory / f"hangs-{index}" for index in range(2)]
+        workers = [
+            Process(
+                f"worker-{index}",
+                [
+                    *("-m", "tests.worker.fake_worker", str(self.hangs[index]), "--model", str(directory)),
+                    *("--listen", address, "--worker-id", f"worker-{index}", "--stuck-after-s", "2"),
+                ],
+            )
+            for index, address in enumerate(self.addresses)
+        ]
+        self.workers = workers
+        known = [flag for address in self.addresses for flag in ("--worker", address)]
+        self.router = Process("router", ["-m", "headrace.router", "--listen", self.router_address, *known])
+
+    def start(self) -> None:
+        for process in (*self.workers, self.router):
+            process.start()
+
+    def end(self) -> None:
+        for process in (*self.workers, self.router):
+            process.end()
+
+    def tail(self) -> str:
+        return "\n".join(process.tail() for process in (*self.workers, self.router))
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
+    two = TwoWorkers(tmp_path_factory.mktemp("two"))
+    two.start()
+    try:
+        yield two
+    finally:
+        two.end()
+
+
+@pytest.fixture
+async def router(fleet: TwoWorkers) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(fleet.router_address) as channel:
+        await until_ready(channel, fleet, 2)
+        yield channel
+
+
+async def workers_of(channel: grpc.aio.Channel) -> list[router_pb2.WorkerInfo]:
+    answer = await router_pb2_grpc.RouterStub(channel).ListWorkers(
+        router_pb2.ListWorkersRequest(), wait_for_ready=True, timeout=BOUND_S
+    )
+    return list(answer.workers)
+
+
+async def until_ready(channel: grpc.aio.Channel, fleet: TwoWorkers, number: int) -> None:
+    states: list[int] = []
+    for _ in range(20 * BOUND_S):
+        states = [worker.state for worker in await workers_of(channel)]
+        if states.count(router_pb2.WORKER_STATE_READY) == number:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{number} workers should be ready: {states}\n{fleet.tail()}")
+
+
+async def until_health(address: str, wanted: int) -> None:
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(BOUND_S):
+        stub = health_pb2_grpc.HealthStub(channel)
+        while (await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status != wanted:
+            await asyncio.sleep(0.05)
+
+
+def stream_of(
+    channel: grpc.aio.Channel, prompt: list[int], num_tokens: int
+) -> grpc.aio.UnaryStreamCall[GenerateRequest, inference_pb2.GenerateResponse]:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(request_id="stream", token_ids=prompt, sampling=sampling)
+    return inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=BOUND_S)
+
+
+async def test_a_stuck_worker_loses_its_streams_to_another_and_comes_back(
+    fleet: TwoWorkers, router: grpc.aio.Channel
+) -> None:
+    responses = aiter(stream_of(router, [1, 2, 3], 600))
+    tokens = list((await anext(responses)).token_ids)
+    (victim,) = [worker for worker in await workers_of(router) if worker.num_in_flight]
+    number = fleet.addresses.index(victim.address)
+    fleet.hangs[number].touch()
+    try:
+        async for response in responses:
+            assert response.start_pos == len(tokens)
+            tokens += response.token_ids
+        assert tokens == expected_tokens([1, 2, 3], 600, VOCAB_SIZE)
+        await until_health(victim.address, NOT_SERVING)
+        await until_ready(router, fleet, 1)
+        async with grpc.aio.insecure_channel(victim.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream_of(channel, [1], 1).read()
+        error = error_of(caught.value)
+        assert (error.reason, "has ended no step for" in error.message) == (Reason.NO_CAPACITY, True)
+    finally:
+        fleet.hangs[number].unlink()
+    await until_health(victim.address, SERVING)
+    await until_ready(router, fleet, 2)
+    logs = fleet.workers[number].tail()
+    assert "the engine is at fake_worker.py" in logs
+    assert "the worker serves again" in logs
+
+
+async def test_a_worker_whose_engine_fails_ends_with_a_line_that_says_why(
+    fleet: TwoWorkers, router: grpc.aio.Channel
+) -> None:
+    worker = fleet.workers[0]
+    async with grpc.aio.insecure_channel(fleet.addresses[0]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream_of(channel, [SPOILS_SCHEDULER, 2], 4).read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert await asyncio.to_thread(worker.gone, BOUND_S) == EXIT_ENGINE_FAILED
+    assert (
+        "CRITICAL headrace.worker.engine.ending [-] the engine failed; the process ends, to be started again"
+        in worker.tail()
+    )
+    assert "ZeroDivisionError: a spoiled scheduler" in worker.tail()
+    worker.start()
+    await until_ready(router, fleet, 2)

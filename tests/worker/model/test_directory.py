@@ -1,0 +1,88 @@
+"""Model directories: whole, broken, and what their files say."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.directory import REQUIRED_FILES, UNKNOWN_CONTEXT_TOKENS, read_model_dir
+
+TOKENIZER_XML = '<net><rt_info><eos_token_id value="7" /><chat_template value="hello" /></rt_info></net>'
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    for name in REQUIRED_FILES:
+        (tmp_path / name).write_text(TOKENIZER_XML if name.endswith(".xml") else "weights")
+    return tmp_path
+
+
+def test_a_whole_directory_is_read(model: Path) -> None:
+    (model / "config.json").write_text('{"max_position_embeddings": 512, "eos_token_id": 3}')
+    (model / "generation_config.json").write_text(
+        '{"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "do_sample": true, "bos_token_id": 9,'
+        ' "max_new_tokens": 300}'
+    )
+    read = read_model_dir(model)
+    assert (read.max_context_tokens, read.eos_token_ids) == (512, (1, 2))
+    assert read.sampling == {"temperature": 0.6, "top_k": 20.0, "max_tokens": 300}
+    assert read.created_s == int((model / "openvino_model.bin").stat().st_mtime)
+
+
+def test_the_end_tokens_come_from_the_first_file_that_names_them(model: Path) -> None:
+    assert read_model_dir(model).eos_token_ids == (7,)
+    (model / "config.json").write_text('{"eos_token_id": 3}')
+    assert read_model_dir(model).eos_token_ids == (3,)
+
+
+def test_a_model_that_recommends_greedy_gets_temperature_zero(model: Path) -> None:
+    (model / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.9}')
+    assert read_model_dir(model).sampling == {"temperature": 0.0}
+
+
+def test_an_unknown_context_is_short_and_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_model_dir(model).max_context_tokens == UNKNOWN_CONTEXT_TOKENS
+    assert "max_position_embeddings" in caplog.text
+
+
+def test_a_nested_text_config_is_read(model: Path) -> None:
+    (model / "config.json").write_text('{"text_config": {"max_position_embeddings": 99}}')
+    assert read_model_dir(model).max_context_tokens == 99
+
+
+def test_every_wrong_file_is_named(model: Path) -> None:
+    (model / "openvino_model.bin").unlink()
+    (model / "openvino_tokenizer.bin").write_text("")
+    (model / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError) as caught:
+        read_model_dir(model)
+    for part in ("openvino_model.bin is missing", "openvino_tokenizer.bin is empty", "config.json is not JSON"):
+        assert part in str(caught.value)
+
+
+def test_a_directory_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="headrace pull"):
+        read_model_dir(tmp_path / "none")
+
+
+def test_the_bundle_is_the_same_bytes_for_the_same_files_and_holds_no_weights(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    first = read_model_dir(model)
+    os.utime(model / "chat_template.jinja", (1, 1))
+    second = read_model_dir(model)
+    assert first.tokenizer_bundle == second.tokenizer_bundle
+    assert first.tokenizer_sha256 == hashlib.sha256(first.tokenizer_bundle).hexdigest()
+    with tarfile.open(fileobj=io.BytesIO(first.tokenizer_bundle)) as tar:
+        assert tar.getnames() == [
+            "chat_template.jinja",
+            "openvino_detokenizer.bin",
+            "openvino_detokenizer.xml",
+            "openvino_tokenizer.bin",
+            "openvino_tokenizer.xml",
+        ]

@@ -1,0 +1,52 @@
+"""The fingerprint of a model: every byte of its weights counts, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.worker.model import fingerprint
+from headrace.worker.model.directory import NETWORK, WEIGHTS
+from headrace.worker.model.fingerprint import fingerprint_of
+
+PIECE_BYTES = 4096
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A network and weights of several pieces, the last one short."""
+    monkeypatch.setattr(fingerprint, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(fingerprint, "_READ_BYTES", 1000)
+    network, weights = tmp_path / NETWORK, tmp_path / WEIGHTS
+    network.write_text("<net/>")
+    weights.write_bytes(os.urandom(5 * PIECE_BYTES + 7))
+    return network, weights
+
+
+def test_one_flipped_bit_anywhere_is_another_model(files: tuple[Path, Path]) -> None:
+    _, weights = files
+    content = bytearray(weights.read_bytes())
+    seen = {fingerprint_of(weights.parent, 2)}
+    places = range(0, len(content), 997)
+    for place in places:
+        content[place] ^= 1
+        weights.write_bytes(content)
+        seen.add(fingerprint_of(weights.parent, 2))
+        content[place] ^= 1
+    assert len(seen) == 1 + len(places)
+
+
+def test_order_size_and_network_count_and_threads_do_not(files: tuple[Path, Path]) -> None:
+    network, weights = files
+    content = weights.read_bytes()
+    before = fingerprint_of(weights.parent, 1)
+    assert fingerprint_of(weights.parent, 3) == before
+    weights.write_bytes(content[PIECE_BYTES : 2 * PIECE_BYTES] + content[:PIECE_BYTES] + content[2 * PIECE_BYTES :])
+    swapped = fingerprint_of(weights.parent, 3)
+    weights.write_bytes(content[:-1])
+    shorter = fingerprint_of(weights.parent, 3)
+    weights.write_bytes(content)
+    network.write_text("<net />")
+    assert len({before, swapped, shorter, fingerprint_of(weights.parent, 3)}) == 4

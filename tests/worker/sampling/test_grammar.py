@@ -1,0 +1,478 @@
+"""Constraints: what is compiled, what is refused, and that an answer is what was asked for, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.request import FinishReason, Request, SamplingParams
+from headrace.worker.sampling import grammar
+from headrace.worker.sampling.constraint import Constraint, ConstraintSource
+from headrace.worker.sampling.grammar import Grammars, Vocabulary, VocabularyError
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import BatchSampler
+from tests.schemas import Schema, all_schemas, validate
+from tests.worker.conftest import VOCAB_SIZE, make_engine
+from tests.worker.sampling_params import sample
+from tests.worker.vocabulary import EOS, SPECIAL, TOKEN_BYTES, VOCABULARY, grammars, text_of
+
+A, B, X, NEWLINE = (ord(character) for character in "abx\n")
+LETTERS = ConstraintSource("regex", ("[a-z]{3,12}",))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Grammars:
+    return grammars()
+
+
+async def constraint_of(
+    compiler: Grammars, source: ConstraintSource, ends: tuple[int, ...] = (EOS,), generated: tuple[int, ...] = ()
+) -> Constraint:
+    return await compiler.constrain(source, end_token_ids=ends, generated=generated)
+
+
+def schema_source(schema: object) -> ConstraintSource:
+    return ConstraintSource("json_schema", (json.dumps(schema),))
+
+
+def logits_at(position: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """What a model of many opinions might say: the same for the same position."""
+    return (np.random.default_rng([seed, position]).normal(size=VOCAB_SIZE) * 3).astype(np.float32)
+
+
+def answer(constraint: Constraint, generated: tuple[int, ...] = (), **fields: Any) -> list[int]:
+    """Sample until a stop token or `max_tokens`; `generated` is what an earlier attempt delivered."""
+    options = {"max_tokens": 200, "seed": 5, "stop_token_ids": frozenset({EOS}), **fields}
+    request = Request("r", [1, 2, 3], SamplingParams(constraint=constraint, **options), 0, resume_token_ids=generated)
+    sampler = BatchSampler()
+    while request.num_generated_tokens < options["max_tokens"]:
+        (sampled,) = sample(sampler, [request], Logits(logits_at(request.num_generated_tokens)[None].copy()))
+        assert sampled.token_id >= 0
+        request.token_ids.append(sampled.token_id)
+        if sampled.token_id in options["stop_token_ids"]:
+            break
+    return list(request.token_ids[3:])
+
+
+def allowed_ids(constraint: Constraint, generated: tuple[int, ...] = ()) -> set[int]:
+    few, bias = constraint.begin().allowed(generated)
+    return set(few.tolist()) if few is not None else set(np.flatnonzero(bias == 0).tolist())  # type: ignore[operator]
+
+
+def walk(constraint: Constraint, seed: int, longest: int = 600) -> list[int] | None:
+    """Random allowed tokens until the end, rather those that close something; None if there is no end in time."""
+    rng = random.Random(seed)
+    matcher = constraint.begin()
+    generated: list[int] = []
+    few, bias = matcher.allowed(generated)
+    while len(generated) < longest:
+        ids = few.tolist() if few is not None else np.flatnonzero(bias == 0).tolist()  # type: ignore[operator]
+        assert ids, f"nothing may follow {text_of(generated)!r}"
+        closing = [i for i in ids if i == EOS or VOCABULARY.token_bytes[i][:1] in (b'"', b"}", b"]")]
+        token_id = rng.choice(closing if closing and rng.random() < 0.4 else ids)
+        if token_id == EOS:
+            return generated
+        generated.append(token_id)
+        matcher.advance(token_id)
+        few, bias = matcher.allowed(generated)
+    return None
+
+
+# --- what is compiled -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(0, 200, 20))
+async def test_whatever_a_grammar_lets_end_validates(compiler: Grammars, number: int) -> None:
+    finished = 0
+    for position, schema in enumerate(all_schemas()[number : number + 20]):
+        constraint = await constraint_of(compiler, schema_source(schema))
+        for seed in range(2):
+            tokens = walk(constraint, number + position + 1000 * seed)
+            if tokens is not None:
+                finished += 1
+                validate(json.loads(text_of(tokens)), schema)
+    assert finished >= 30
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        (ConstraintSource("regex", (r"[0-9]{3}-x+",)), r"[0-9]{3}-x+"),
+        (ConstraintSource("regex", (r"^(yes|no)$",)), "yes|no"),
+        (ConstraintSource("regex", ("",)), ""),
+        (ConstraintSource("choice", ("yes", 'q"uo\\te', "日本\n")), 'yes|q"uo\\\\te|日本\n'),
+        (ConstraintSource("grammar", ('start: "[" n ("," n)* "]"\nn: /[0-9]/',)), r"\[[0-9](,[0-9])*\]"),
+        (ConstraintSource("json_object"), r"\{.*\}"),
+    ],
+)
+async def test_each_kind_of_constraint_gives_answers_of_its_language(
+    compiler: Grammars, source: ConstraintSource, wanted: str
+) -> None:
+    constraint = await constraint_of(compiler, source)
+    found = [text_of(tokens).decode() for seed in range(20) if (tokens := walk(constraint, seed)) is not None]
+    assert len(found) > 10
+    for text in found:
+        assert re.fullmatch(wanted, text), text
+
+
+async def test_answers_have_no_white_space_between_tokens(compiler: Grammars) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"const": 1}}, "required": ["a", "b"]}
+    for seed in range(10):
+        tokens = walk(await constraint_of(compiler, schema_source(schema)), seed)
+        if tokens is not None:
+            assert b" " not in text_of(tokens)
+
+
+async def test_schemas_within_a_grammar_are_kept_as_exactly(compiler: Grammars) -> None:
+    schema = {"type": "string", "format": "date"}
+    text = f'start: "on %json " day // %json 1\nday: %json {json.dumps(schema)}'
+    constraint = await constraint_of(compiler, ConstraintSource("grammar", (text,)))
+    matcher = constraint.begin()
+    for byte in b'on %json "2023-02-2':
+        matcher.advance(byte)
+    allowed = matcher.allowed(list(b'on %json "2023-02-2')).token_ids
+    assert allowed is not None
+    assert ord("8") in allowed
+    assert ord("9") not in allowed
+
+
+async def test_neither_special_tokens_nor_rows_that_are_no_token_are_ever_allowed(compiler: Grammars) -> None:
+    allowed = allowed_ids(await constraint_of(compiler, ConstraintSource("regex", (r"(?s:.+)",))))
+    assert allowed
+    assert max(allowed) < len(TOKEN_BYTES)
+    assert SPECIAL not in allowed
+    assert EOS not in allowed
+
+
+async def test_a_schema_within_a_grammar_that_cannot_be_kept_is_refused(compiler: Grammars) -> None:
+    schema = {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}
+    source = ConstraintSource("grammar", (f"start: %json {json.dumps(schema)}",))
+    with pytest.raises(StatusError, match="minProperties"):
+        await constraint_of(compiler, source)
+    with pytest.raises(StatusError):
+        await constraint_of(compiler, ConstraintSource("grammar", ("start: %json {",)))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "object", "not": {"required": ["a"]}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {"type": "string"}}, "contains"),
+        ({"type": "object", "if": {}, "then": {}}, "if"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}, "minProperties"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+        ({"type": "string", "pattern": "("}, "unclosed"),
+        ({"type": "string", "format": "regex"}, "regex"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}, "oneOf"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
+        ({"type": "text"}, "text"),
+        ({"$ref": "#/$defs/nowhere"}, "nowhere"),
+        ({"$ref": "https://example.com/schema"}, "example.com"),
+        ({"enum": []}, "empty"),
+        ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance"),
+        (False, "no answer"),
+        ([1], "object"),
+    ],
+)
+async def test_a_schema_that_cannot_be_kept_is_refused_with_the_reason(
+    compiler: Grammars, schema: Schema, reason: str
+) -> None:
+    with pytest.raises(StatusError, match=re.escape(reason)) as caught:
+        await constraint_of(compiler, schema_source(schema))
+    assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "sampling.constraint.json_schema")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ConstraintSource("json_schema", ('{"type": ',)),
+        ConstraintSource("json_schema", ('{"items": ' * 5000,)),
+        ConstraintSource("json_schema", ('{"items": ' * 5000 + "{}" + "}" * 5000,)),
+        ConstraintSource("regex", ("(",)),
+        ConstraintSource("regex", (r"a(?!b)",)),
+        ConstraintSource("grammar", ("hello",)),
+        ConstraintSource("grammar", ("start: missing",)),
+        ConstraintSource("grammar", ('start: %json {"not": {}, "x-guidance": {"lenient": true}}',)),
+    ],
+)
+async def test_what_is_not_of_its_language_is_refused(compiler: Grammars, source: ConstraintSource) -> None:
+    with pytest.raises(StatusError) as caught:
+        await constraint_of(compiler, source)
+    assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, source.field)
+    assert len(caught.value.message) < 500
+
+
+async def test_a_model_that_cannot_end_or_tells_no_bytes_takes_no_constraints() -> None:
+    def unreadable() -> Vocabulary:
+        raise VocabularyError("no bytes")
+
+    for compiler in (Grammars(lambda: VOCABULARY, VOCAB_SIZE, []), Grammars(unreadable, VOCAB_SIZE, [EOS])):
+        with pytest.raises(StatusError) as caught:
+            await constraint_of(compiler, LETTERS)
+        assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "sampling.constraint")
+
+
+async def test_a_grammar_is_compiled_once_and_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "CACHED_GRAMMARS", 2)
+    compiler = grammars()
+    first = await constraint_of(compiler, LETTERS)
+    assert (await constraint_of(compiler, LETTERS)).grammar is first.grammar
+    for text in ("a", "b"):
+        await constraint_of(compiler, ConstraintSource("regex", (text,)))
+    assert len(compiler._cache) == 2
+    assert (await constraint_of(compiler, LETTERS)).grammar is not first.grammar
+
+
+async def test_more_constraints_than_the_bound_are_refused_with_a_time_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar, "MAX_PENDING", 1)
+    gate = threading.Event()
+
+    def gated() -> Vocabulary:
+        assert gate.wait(20)
+        return VOCABULARY
+
+    compiler = Grammars(gated, VOCAB_SIZE, [EOS])
+    first = asyncio.create_task(constraint_of(compiler, LETTERS))
+    await asyncio.sleep(0)
+    with pytest.raises(StatusError) as caught:
+        await constraint_of(compiler, ConstraintSource("regex", ("b",)))
+    assert (caught.value.reason, caught.value.retry_after_s) == (Reason.QUEUE_FULL, 1.0)
+    # Any number may ask for the same one. Those who go are not waited for, and those who stay get it.
+    others = [asyncio.create_task(constraint_of(compiler, LETTERS)) for _ in range(100)]
+    await asyncio.sleep(0)
+    for gone in (first, others.pop()):
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+    gate.set()
+    assert len({id(constraint) for constraint in await asyncio.gather(*others)}) == 1
+    await constraint_of(compiler, ConstraintSource("regex", ("b",)))
+
+
+async def test_a_constraint_that_nobody_waits_for_any_more_is_not_made() -> None:
+    gate = threading.Event()
+    num_read = 0
+
+    def gated() -> Vocabulary:
+        nonlocal num_read
+        num_read += 1
+        assert gate.wait(20)
+        return VOCABULARY
+
+    compiler = Grammars(gated, VOCAB_SIZE, [EOS])
+    texts = ("a", "b", "c")
+    tasks = [asyncio.create_task(constraint_of(compiler, ConstraintSource("regex", (text,)))) for text in texts]
+    await asyncio.sleep(0.05)  # two threads have begun with the first two
+    tasks[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[2]
+    assert len(compiler._pending) == 2
+    gate.set()
+    await asyncio.gather(*tasks[:2])
+    assert not compiler._pending
+    assert len(compiler._cache) == 2
+
+
+async def test_a_compilation_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.01)
+    gate = threading.Event()
+
+    def gated() -> Vocabulary:
+        assert gate.wait(20)
+        return VOCABULARY
+
+    with pytest.raises(StatusError, match="longer than") as caught:
+        await constraint_of(Grammars(gated, VOCAB_SIZE, [EOS]), LETTERS)
+    gate.set()
+    assert caught.value.reason is Reason.INVALID_FIELD
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 2.0, "top_k": 1},
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+        {"repetition_penalty": 5.0, "presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"logit_bias": tuple((token_id, -100.0) for token_id in range(ord("a"), ord("z")))},
+        {"logit_bias": ((SPECIAL, 100.0), (EOS, 100.0), (ord("7"), 100.0))},
+        {"bad_words": tuple((token_id,) for token_id in range(256))},
+        {"num_logprobs": 2},
+    ],
+)
+async def test_an_answer_is_of_the_language_however_it_is_sampled(compiler: Grammars, fields: dict[str, Any]) -> None:
+    for source in (LETTERS, ConstraintSource("regex", ("([a-z][0-9]){3,12}",))):
+        tokens = answer(await constraint_of(compiler, source), **fields)
+        assert tokens[-1] == EOS
+        assert re.fullmatch(source.texts[0], text_of(tokens).decode())
+
+
+async def test_seeds_reproduce_and_differ(compiler: Grammars) -> None:
+    constraint = await constraint_of(compiler, LETTERS)
+    assert answer(constraint, seed=1) == answer(constraint, seed=1)
+    assert len({tuple(answer(constraint, seed=seed)) for seed in range(20)}) > 10
+
+
+async def test_a_resumed_answer_goes_on_as_the_whole_one_did(compiler: Grammars) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "integer"}}}
+    source = schema_source({**schema, "required": ["name"], "additionalProperties": False})
+    whole = answer(await constraint_of(compiler, source))
+    assert len(whole) > 6
+    for cut in range(len(whole)):
+        delivered = tuple(whole[:cut])
+        assert answer(await constraint_of(compiler, source, generated=delivered), delivered) == whole
+
+
+async def test_a_resumption_that_does_not_follow_the_grammar_is_refused(compiler: Grammars) -> None:
+    with pytest.raises(StatusError) as caught:
+        await constraint_of(compiler, LETTERS, generated=(A, ord("1")))
+    assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "resume_token_ids")
+    assert not (await constraint_of(compiler, LETTERS)).grammar.is_spoiled
+
+
+async def test_logprobs_are_of_the_model_not_of_what_the_constraint_left(compiler: Grammars) -> None:
+    constraint = await constraint_of(compiler, ConstraintSource("regex", ("a",)))
+    sampling = SamplingParams(max_tokens=1, seed=0, num_logprobs=1, constraint=constraint)
+    logits = logits_at(0)
+    (sampled,) = sample(BatchSampler(), [Request("r", [1], sampling, 0)], Logits(logits[None].copy()))
+    assert sampled.token_id == A
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.top_token_ids == (int(logits.argmax()),)
+    exact = logits.astype(np.float64)
+    assert sampled.logprobs.logprob == pytest.approx(exact[A] - np.log(np.exp(exact).sum()), abs=1e-5)
+
+
+async def test_draws_follow_the_distribution_over_what_is_allowed(compiler: Grammars) -> None:
+    """Chi-square over 4,000 draws: the few tokens of a regular expression, and a mask over most of the vocabulary."""
+    for source in (ConstraintSource("regex", ("[a-h]",)), ConstraintSource("regex", ("[^a-h]",))):
+        constraint = await constraint_of(compiler, source)
+        allowed = sorted(allowed_ids(constraint))
+        logits = logits_at(3) / 3
+        wanted = np.exp(logits[allowed].astype(np.float64))
+        wanted /= wanted.sum()
+        counts = dict.fromkeys(allowed, 0)
+        sampler = BatchSampler()
+        for seed in range(4000):
+            request = Request("r", [1], SamplingParams(max_tokens=1, seed=seed, constraint=constraint), 0)
+            counts[sample(sampler, [request], Logits(logits[None].copy()))[0].token_id] += 1
+        chi_square = sum((counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in zip(allowed, wanted, strict=True))
+        assert chi_square <= len(allowed) + 5 * np.sqrt(2 * len(allowed))
+
+
+# --- where an answer ends -------------------------------------------------------------------------------------------
+
+
+async def test_an_end_token_is_allowed_only_where_the_grammar_may_end(compiler: Grammars) -> None:
+    constraint = await constraint_of(compiler, ConstraintSource("regex", ("a{2,3}",)))
+    assert allowed_ids(constraint) == {A}
+    assert allowed_ids(constraint, (A, A)) == {A, EOS}
+    assert allowed_ids(constraint, (A, A, A)) == {EOS}
+
+
+async def test_with_ignore_eos_an_answer_goes_on_as_long_as_its_grammar_can(compiler: Grammars) -> None:
+    constraint = await constraint_of(compiler, ConstraintSource("regex", ("x{2,30}",)), ends=())
+    assert answer(constraint) == [X] * 30 + [EOS]
+
+
+async def test_min_tokens_puts_the_end_off_as_far_as_the_grammar_goes(compiler: Grammars) -> None:
+    constraint = await constraint_of(compiler, ConstraintSource("regex", ("x{2,30}",)))
+    assert len(answer(constraint)) < 12
+    assert len(answer(constraint, min_tokens=12)) >= 13
+    assert answer(constraint, min_tokens=50) == [X] * 30 + [EOS]
+
+
+async def test_a_stop_token_ends_an_answer_where_it_may_end_or_where_it_is_text(compiler: Grammars) -> None:
+    may_end = await constraint_of(compiler, ConstraintSource("regex", ("x{2,3}",)), ends=(EOS, NEWLINE))
+    assert allowed_ids(may_end, (X,)) == {X}
+    assert allowed_ids(may_end, (X, X)) == {X, EOS, NEWLINE}
+    is_text = await constraint_of(compiler, ConstraintSource("regex", ("x[xb]{9}",)), ends=(EOS, B))
+    assert answer(is_text, stop_token_ids=frozenset({EOS, B}), logit_bias=((B, 50.0),)) == [X, B]
+
+
+async def test_bad_words_are_kept_out_unless_the_grammar_leaves_nothing_else(compiler: Grammars) -> None:
+    pair = await constraint_of(compiler, ConstraintSource("regex", ("[xa]{6}",)))
+    assert text_of(answer(pair, bad_words=((A,),))) == b"xxxxxx"
+    single = await constraint_of(compiler, ConstraintSource("regex", ("x{6}",)))
+    assert text_of(answer(single, bad_words=((X,),))) == b"xxxxxx"
+
+
+# --- in the engine --------------------------------------------------------------------------------------------------
+
+STORY = ConstraintSource("regex", ("([a-z]{2,5} ){4}[a-z]+",))
+
+
+async def test_preemption_changes_nothing(compiler: Grammars) -> None:
+    """The same requests in an ample pool and in one that is far too small; rows with and without constraints mixed."""
+    constraint = await constraint_of(compiler, STORY)
+    answers = []
+    for num_blocks in (200, 14):
+        engine = make_engine(num_blocks=num_blocks)
+        requests = []
+        for seed in range(8):
+            options = {"temperature": 1.0, "seed": seed, "stop_token_ids": frozenset({EOS})}
+            chosen = {"constraint": constraint} if seed % 4 else {}
+            requests.append(engine.request([seed, 2, 3, 4, 5], 32, **options, **chosen))
+        engine.run()
+        answers.append([engine.tokens[request] for request in requests])
+        preemptions = engine.scheduler.stats.preemptions
+    assert preemptions > 0
+    assert answers[0] == answers[1]
+    for seed, tokens in enumerate(answers[0]):
+        if seed % 4:
+            assert tokens[-1] == EOS or len(tokens) == 32
+            assert re.fullmatch(r"([a-z]{2,5} ){4}[a-z]+", text_of(tokens).decode()) or len(tokens) == 32
+
+
+async def test_max_tokens_cuts_an_answer(compiler: Grammars) -> None:
+    engine = make_engine()
+    constraint = await constraint_of(compiler, ConstraintSource("regex", ("[a-z]{20}",)))
+    cut = engine.request([1, 2], 5, constraint=constraint, stop_token_ids=frozenset({EOS}))
+    engine.run()
+    assert engine.finish(cut) is FinishReason.LENGTH
+    assert len(engine.tokens[cut]) == 5
+
+
+async def test_a_grammar_that_grows_over_its_bounds_ends_its_request_and_is_compiled_anew() -> None:
+    compiler = grammars()
+    constraint = await constraint_of(compiler, LETTERS)
+    matcher = constraint.begin()
+    matcher.advance(ord("1"))
+    few, _ = matcher.allowed([ord("1")])
+    assert few is not None
+    assert len(few) == 0
+    assert matcher.has_failed
+    request = Request("r", [1], SamplingParams(max_tokens=9, seed=0, constraint=constraint), 0)
+    sampler = BatchSampler()
+    sampler._editor._matchers[request] = matcher
+    request.token_ids.append(ord("1"))
+    assert sample(sampler, [request], Logits(logits_at(0)[None]))[0].token_id == -1
+    assert (await constraint_of(compiler, LETTERS)).grammar is not constraint.grammar
+
+
+async def test_a_matcher_that_is_ahead_of_its_request_starts_again(compiler: Grammars) -> None:
+    matcher = (await constraint_of(compiler, ConstraintSource("regex", ("abx",)))).begin()
+    matcher.advance(A)
+    matcher.advance(B)
+    assert list(matcher.allowed([A])[0] or []) == [B]

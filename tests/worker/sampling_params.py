@@ -1,0 +1,26 @@
+"""Sampling as a step does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.protos.status import StatusError
+from headrace.worker.engine.request import Request, TokenLogprobs
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import BatchSampler
+
+
+class Taken(NamedTuple):
+    """What a request gets of a step."""
+
+    token_id: int
+    error: StatusError
+    logprobs: TokenLogprobs | None
+
+
+def sample(sampler: BatchSampler, requests: Sequence[Request], logits: Logits) -> list[Taken]:
+    """The next token of each request, and log-probabilities of those that want them."""
+    sampled = sampler.sample(requests, logits, sampler.plan(requests, logits.shape[1]))
+    logprobs = sampler.logprobs(requests, logits, sampled)
+    return [Taken(one.token_id, one.error, entry) for one, entry in zip(sampled, logprobs, strict=True)]

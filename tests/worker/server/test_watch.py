@@ -1,0 +1,100 @@
+"""What watchers are told, in which order: at any moment they know a set that is closed under prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from headrace.protos import worker_pb2
+from headrace.worker.engine.mailbox import LoadReport
+from headrace.worker.engine.request import Request
+from headrace.worker.server import watch
+from headrace.worker.server.watch import WatchHub, _Watcher
+from tests.worker.conftest import make_engine
+
+
+class Mirror:
+    """What one watcher was told, hash by hash."""
+
+    def __init__(self, before: dict[int, int]) -> None:
+        self.known: set[int] = set()
+        self._before = before  # hash -> the hash before it; not those of first blocks
+
+    def apply(self, events: worker_pb2.KvEvents) -> None:
+        if events.reset:
+            self.known.clear()
+        for block_hash in events.evicted:
+            self.known.remove(block_hash)
+            assert block_hash not in {self._before.get(other) for other in self.known}
+        for block_hash in events.stored:
+            assert block_hash not in self.known
+            assert self._before.get(block_hash) in (None, *self.known)
+            self.known.add(block_hash)
+
+
+def note_chains(requests: list[Request], before: dict[int, int]) -> None:
+    for request in requests:
+        before.update(zip(request.block_hashes[1:], request.block_hashes, strict=False))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_each_hash_of_each_message_what_was_told_is_closed_under_prefixes(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "MAX_HASHES", 5)
+    rng = random.Random(seed)
+    engine = make_engine(num_blocks=30, max_num_seqs=4, max_num_batched_tokens=24)
+    pool = engine.scheduler.kv_cache.pool
+    hub = WatchHub(1, 4, 4)
+    before: dict[int, int] = {}
+    requests: list[Request] = []
+    pairs: list[tuple[_Watcher, Mirror]] = []
+    prefixes = [[rng.randrange(99) for _ in range(rng.randint(1, 40))] for _ in range(4)]
+    for number in range(300):
+        if number % 50 == 0:
+            pairs.append((_Watcher(hub.findable), Mirror(before)))
+        if rng.random() < 0.4:
+            prompt = [*rng.choice(prefixes), *(rng.randrange(99) for _ in range(rng.randint(1, 8)))]
+            options = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+            requests.append(engine.request(prompt, max_tokens=rng.randint(1, 20), **options))
+        engine.step()
+        note_chains(requests, before)
+        if rng.random() < 0.3:
+            stored, evicted = pool.take_events()
+            report = LoadReport(stored=stored, evicted=evicted)
+            hub.publish(report)
+            for watcher, _ in pairs:
+                watcher.note(report)
+        for watcher, mirror in pairs:
+            events = watcher.take_events() if rng.random() < 0.2 else None
+            if events is not None:
+                mirror.apply(events)
+    assert pool.num_evictions > 100
+    for watcher, mirror in pairs:
+        while (events := watcher.take_events()) is not None:
+            mirror.apply(events)
+        assert mirror.known == set(hub.findable)
+
+
+@pytest.mark.parametrize(("asked_s", "given_s"), [(0.0, watch.MIN_INTERVAL_S), (0.25, 0.25), (9.0, 0.5)])
+async def test_reports_come_no_closer_than_a_watcher_asks(
+    asked_s: float, given_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    hub = WatchHub(1, 4, 4)
+    told = hub.watch(1.0, asked_s)
+    assert (await anext(told)).sequence == 0
+    for number in (1, 2):
+        hub.publish(LoadReport(num_running=number))
+        assert (await anext(told)).load.num_running == number
+    assert pauses == [given_s, given_s]
+    await told.aclose()  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Continuous batching: requests, the scheduler, what a step costs, and the thread that runs steps."""

@@ -1,0 +1,203 @@
+"""How long a new request would wait for others, and whether that is too long to take it in.
+
+Decided in the engine's thread when the request arrives there, where everything is known: who runs and who waits, in
+which order, how much of each prompt is left, and how much of this one is cached. What counts is only what goes ahead:
+
+    seats    requests of higher rank that wait as well, while the batch or the KV cache is full, at the rate at which
+             requests have ended of late
+    prompts  tokens that are computed before the request's own: of prompts of which less remains, in such steps as the
+             scheduler would make now, by the model of their cost
+
+The request's own prompt is not waiting, however long it is. Nor is what it shares with a prompt ahead of it. What
+several have in common is computed once, and takes blocks once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Self
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.request import Request
+from headrace.worker.engine.scheduler import Scheduler, rank
+from headrace.worker.engine.step_budget import FIRST_IN_RANK_SHARE
+
+# Half the weight of what is known of the rate at which requests end is this young.
+_HALF_LIFE_S = 10.0
+_MIN_RETRY_S = 0.1
+# How often those that wait are looked through for such that have waited too long.
+_LOOK_S = 0.25
+_OVERDUE_RETRY_S = 2.0
+# Prompts whose cached and common parts are looked up; others count whole. Longer queues are rare: routers keep requests
+# until there is room.
+_MAX_LOOKED_UP = 256
+
+
+class _Work(NamedTuple):
+    """Tokens of prompts that are to be computed, and the positions before them, summed over the tokens."""
+
+    tokens: float = 0.0
+    positions: float = 0.0
+
+    @classmethod
+    def behind(cls, past: int, tokens: int) -> Self:
+        """Tokens of one prompt behind those that are computed."""
+        return cls(tokens, tokens * (past + tokens / 2))
+
+    def plus(self, other: _Work) -> _Work:
+        """Both."""
+        return _Work(self.tokens + other.tokens, self.positions + other.positions)
+
+
+class Forecast:
+    """Predicts for one scheduler, in its thread. `max_wait_s` is the longest that anyone waits for others."""
+
+    def __init__(self, scheduler: Scheduler, max_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._ended_per_s = 0.0
+        self._num_ended = 0
+        self._observed_s = clock()
+        self._next_look_s = 0.0
+
+    def observe(self) -> None:
+        """Learn from a step how fast requests end. Call it when the engine comes to rest, too."""
+        stats = self._scheduler.stats
+        num_ended = stats.requests_finished + stats.requests_cancelled + stats.requests_failed
+        now_s = self._clock()
+        passed_s = now_s - self._observed_s
+        if passed_s > 0:
+            weight = 1 - 0.5 ** (passed_s / _HALF_LIFE_S)
+            self._ended_per_s += weight * ((num_ended - self._num_ended) / passed_s - self._ended_per_s)
+            self._num_ended, self._observed_s = num_ended, now_s
+
+    def begin(self) -> None:
+        """The engine has been at rest: that nothing ended meanwhile says nothing."""
+        self._observed_s = self._clock()
+
+    def refusal(self, request: Request) -> StatusError | None:
+        """The error for a request that would wait longer than it may or than anyone may, with the time to come back;
+        None for one that is taken in. All are while little is known of what steps cost."""
+        if request.is_resumed or not self._scheduler.step_costs.prompts.is_learned:
+            return None
+        left_s = request.deadline_s - self._clock()
+        bound_s = min(self._max_wait_s, request.max_wait_s)
+        waiting = self._waiting_ahead_of(request)
+        most_s = self._seat_s(request, waiting, {}) + self._seconds(self._most_work(request, waiting))
+        if most_s <= min(bound_s, left_s):
+            return None  # in time even behind everything that is there: no need to look closer
+        wait_s, own_s = self.wait_s(request)
+        missed_s = wait_s - bound_s
+        if wait_s and own_s <= left_s:  # a deadline that even an idle worker would miss is not missed by waiting
+            missed_s = max(missed_s, wait_s + own_s - left_s)
+        if missed_s <= 0:
+            return None
+        return StatusError(
+            Reason.QUEUE_FULL,
+            f"the request would wait about {wait_s:.1f} s for others, {missed_s:.1f} s longer than it may; "
+            "try again later",
+            retry_after_s=max(_MIN_RETRY_S, math.ceil(10 * missed_s) / 10),
+        )
+
+    def overdue(self) -> list[tuple[Request, StatusError]]:
+        """Requests that have waited as long as they may and had no step yet, with the error for each: what was
+        predicted for them did not come true. Looks a few times a second at most."""
+        now_s = self._clock()
+        if now_s < self._next_look_s or not self._scheduler.waiting:
+            return []
+        self._next_look_s = now_s + _LOOK_S
+        found = []
+        for request in self._scheduler.waiting:
+            waited_s = now_s - request.arrival_s
+            bound_s = min(self._max_wait_s, request.max_wait_s)
+            if waited_s >= bound_s and not request.scheduled_s and not request.is_resumed:
+                problem = f"the service is busy: the request has waited {waited_s:.1f} s for others; try again later"
+                found.append((request, StatusError(Reason.QUEUE_FULL, problem, retry_after_s=_OVERDUE_RETRY_S)))
+        return found
+
+    def wait_s(self, request: Request) -> tuple[float, float]:
+        """How long the request would wait for others, and how long its own prompt would take, in seconds. Of a wait for
+        a seat that is too long by itself, only that."""
+        waiting = self._waiting_ahead_of(request)
+        others = [*self._scheduler.running, *waiting]
+        computed = self._computed(request, others)
+        wait_s = self._seat_s(request, waiting, computed)
+        if wait_s <= min(self._max_wait_s, request.max_wait_s):
+            wait_s += self._seconds(self._work_ahead(request, others, computed))
+        num_found = computed[request]
+        return wait_s, self._seconds(_Work.behind(num_found, request.num_tokens - num_found))
+
+    def _seconds(self, work: _Work) -> float:
+        """How long the work takes. What a token costs is nearly a straight line over its position, so the mean position
+        stands for all."""
+        if not work.tokens:
+            return 0.0
+        return work.tokens / self._scheduler.prompt_tokens_per_s(int(work.positions / work.tokens))
+
+    def _waiting_ahead_of(self, request: Request) -> list[Request]:
+        place = rank(request)
+        return [other for other in self._scheduler.waiting if rank(other) <= place]
+
+    def _seat_s(self, request: Request, waiting: Sequence[Request], computed: Mapping[Request, int]) -> float:
+        num_ends = self._num_ends_awaited(request, waiting, computed)
+        return num_ends / self._ended_per_s if self._ended_per_s else 0.0
+
+    def _computed(self, request: Request, others: Sequence[Request]) -> dict[Request, int]:
+        """Of each request the tokens that are computed, or that it has in common with another which computes them: the
+        given one, or one of which less remains."""
+        kv_cache = self._scheduler.kv_cache
+        behind = [other for other in others if other.num_uncomputed_tokens > 1][:_MAX_LOOKED_UP]
+        computed = {other: kv_cache.num_computed_by_now(other) for other in (request, *behind)}
+        firsts: dict[tuple[int, bytes], Request] = {}
+        for other in (request, *sorted(behind, key=lambda other: other.num_tokens - computed[other])):
+            first = firsts.setdefault(kv_cache.work_on(other, computed[other] // kv_cache.block_size), other)
+            if first is not other:
+                computed[other] = max(computed[other], kv_cache.num_common_tokens(first, other))
+        return computed
+
+    def _most_work(self, request: Request, waiting: Sequence[Request]) -> _Work:
+        """What is computed until the request's prompt is, at most: nothing cached, and everything before it."""
+        work = _Work.behind(0, request.num_tokens)
+        for others in (self._scheduler.running, waiting):
+            for other in others:
+                work = work.plus(_Work.behind(other.num_computed_tokens, other.num_uncomputed_tokens))
+        return work
+
+    def _work_ahead(self, request: Request, others: Sequence[Request], computed: Mapping[Request, int]) -> _Work:
+        """What of prompts is computed before those tokens of the request that are not cached."""
+        own = request.num_tokens - computed[request]
+        behind = [other for other in others if other.num_uncomputed_tokens > 1]
+        first = min(behind, key=rank, default=None)
+        ahead = _Work()
+        has_longer_first = False
+        for other in behind:
+            past = computed.get(other, other.num_computed_tokens)
+            remaining = other.num_tokens - past
+            if remaining > own and not other.is_resumed:
+                has_longer_first |= other is first
+            else:
+                ahead = ahead.plus(_Work.behind(past, remaining))
+        # The first in rank goes on beside the others, with its share of each step.
+        slower = FIRST_IN_RANK_SHARE / (FIRST_IN_RANK_SHARE - 1) if has_longer_first else 1.0
+        return _Work(slower * ahead.tokens, slower * ahead.positions)
+
+    def _num_ends_awaited(self, request: Request, waiting: Sequence[Request], computed: Mapping[Request, int]) -> int:
+        """Requests that must end before this one gets a seat in the batch and blocks for its prompt."""
+        scheduler = self._scheduler
+        for_a_seat = len(scheduler.running) + len(waiting) + 1 - scheduler.max_num_seqs
+        num_free = scheduler.kv_cache.pool.num_free_blocks
+        promised = sum(self._num_missing_blocks(other, computed) for other in scheduler.running)
+        num_short = 0
+        for other in (*waiting, request):
+            promised += self._num_missing_blocks(other, computed)
+            if promised > num_free and scheduler.running:
+                num_short += 1
+        return max(0, for_a_seat, num_short)
+
+    def _num_missing_blocks(self, request: Request, computed: Mapping[Request, int]) -> int:
+        """Blocks that the request lacks and nobody else has or computes."""
+        num_more = computed.get(request, 0) // self._scheduler.kv_cache.block_size - len(request.block_table)
+        return self._scheduler.num_missing_blocks(request) - max(0, num_more)

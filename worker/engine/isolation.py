@@ -1,0 +1,147 @@
+"""Sampling in which a request that fails takes no other with it.
+
+A step samples all of its rows together. Only if that raises is each row sampled by itself: the rows of other requests
+give the same tokens as before, and the request whose row raises ends with an error. Nothing is added to steps in which
+nothing raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.request import Request, TokenLogprobs
+from headrace.worker.engine.scheduler import Sampled
+from headrace.worker.model.batch import PromptRows
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import Plan
+
+log = logging.getLogger(__name__)
+
+
+class Sampler(Protocol):
+    """Chooses tokens."""
+
+    def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
+        """What can be known of how the requests are to be sampled before there are logits."""
+        ...
+
+    def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
+        """The next token of each request from its row of `logits`, as planned."""
+        ...
+
+    def logprobs(
+        self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
+    ) -> list[TokenLogprobs | None]:
+        """Log-probabilities with which what was sampled came out of `logits`, of those requests that want them."""
+        ...
+
+    def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprobs]:
+        """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
+        ...
+
+
+class Planned(NamedTuple):
+    """A plan for the rows of a step; `has_failed` if making it raised, so that each row is planned by itself."""
+
+    plan: Plan | None
+    has_failed: bool = False
+
+
+NOT_PLANNED = Planned(None)
+
+
+class IsolatedSampler:
+    """Samples with a sampler that may raise."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def plan(self, requests: Sequence[Request], vocab_size: int) -> Planned:
+        """As `Sampler.plan`. Does not raise."""
+        try:
+            return Planned(self._sampler.plan(requests, vocab_size))
+        except Exception as error:
+            _note_retry("planned", requests, error)
+            return Planned(None, has_failed=True)
+
+    def sample(self, requests: Sequence[Request], logits: Logits, planned: Planned) -> list[Sampled]:
+        """The next token of each request, or the error with which it ends. Does not raise."""
+        if not planned.has_failed:
+            try:
+                return self._sampler.sample(requests, logits, planned.plan)
+            except Exception as error:
+                _note_retry("sampled", requests, error)
+        return [self._sample_one(request, _row(logits, row)) for row, request in enumerate(requests)]
+
+    def logprobs(
+        self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
+    ) -> list[TokenLogprobs | StatusError | None]:
+        """Of each request that wants them its log-probabilities, or the error with which it ends. Does not raise."""
+        try:
+            return list(self._sampler.logprobs(requests, logits, sampled))
+        except Exception as error:
+            _note_retry("given log-probabilities", requests, error)
+        return [
+            self._logprobs_of_one(request, _row(logits, row), entry)
+            for row, (request, entry) in enumerate(zip(requests, sampled, strict=True))
+        ]
+
+    def read_prompts(self, prompts: Sequence[PromptRows], logits: Logits) -> dict[Request, StatusError]:
+        """Note the log-probabilities of prompt tokens, each read from the row of the token before it. Gives the
+        requests for which that raised, with the error with which they end."""
+        failures: dict[Request, StatusError] = {}
+        first = 0
+        for rows in prompts:
+            try:
+                self._read_prompt(rows, logits.part(slice(first, first + rows.num_rows)))
+            except Exception as error:
+                failures[rows.request] = _error_of(rows.request, "the log-probabilities of its prompt", error)
+            first += rows.num_rows
+        return failures
+
+    def _sample_one(self, request: Request, logits: Logits) -> Sampled:
+        try:
+            plan = self._sampler.plan([request], logits.shape[1])
+            return self._sampler.sample([request], logits, plan)[0]
+        except Exception as error:
+            return Sampled(-1, _error_of(request, "the choice of its next token", error))
+
+    def _logprobs_of_one(
+        self, request: Request, logits: Logits, sampled: Sampled
+    ) -> TokenLogprobs | StatusError | None:
+        try:
+            return self._sampler.logprobs([request], logits, [sampled])[0]
+        except Exception as error:
+            return _error_of(request, "the log-probabilities of its token", error)
+
+    def _read_prompt(self, rows: PromptRows, logits: Logits) -> None:
+        request, position, num_rows = rows
+        num_top = request.sampling.num_prompt_logprobs
+        assert num_top is not None
+        # A prompt that was preempted is computed again from its start.
+        num_known = min(max(0, len(request.prompt_logprobs) - position), num_rows)
+        token_ids = request.token_ids[position + num_known + 1 : position + num_rows + 1]
+        if token_ids:
+            of_rows = logits.part(slice(num_known, num_rows))
+            request.prompt_logprobs.extend(self._sampler.prompt_logprobs(of_rows, token_ids, num_top))
+
+
+def _row(logits: Logits, row: int) -> Logits:
+    return logits.part(slice(row, row + 1))
+
+
+def _note_retry(what: str, requests: Sequence[Request], error: Exception) -> None:
+    log.warning("%d requests could not be %s together; each is tried alone: %r", len(requests), what, error)
+
+
+def _error_of(request: Request, what: str, error: Exception) -> StatusError:
+    """What the request's caller is told; the log says more."""
+    log.error("request %r ends: %s failed", request.request_id, what, exc_info=error)
+    if isinstance(error, StatusError):
+        return error
+    if isinstance(error, MemoryError):
+        return StatusError(Reason.NO_CAPACITY, f"the worker ran out of memory: {what} failed", retry_after_s=1.0)
+    return StatusError(Reason.INTERNAL, f"the worker could not go on with this request: {what} failed")

@@ -1,0 +1,194 @@
+"""Where the asyncio side and the engine thread meet: requests and cancellations one way, outputs the other.
+
+    asyncio:  submit, cancel  --> [ deque, condition ] -->  take           engine thread
+    asyncio:  streams  <-- one call_soon_threadsafe a step <-- deliver     engine thread
+
+The engine thread crosses to asyncio once per step, however many requests the step served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.ending import end_process
+from headrace.worker.engine.request import Request, RequestOutput
+
+RETRY_AFTER_S = 1.0
+# Log-probabilities of prompts that all requests together keep, 8 bytes each.
+MAX_PROMPT_LOGPROBS_KEPT = 16 << 20
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """The engine's state after a step; fields are those of the messages Load and Counters, and what changed in the
+    prefix cache. `num_taken` is how many of the requests that were ever submitted it shows."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncached_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+    counters: dict[str, int] = {}
+    stored: Sequence[int] = ()
+    evicted: Sequence[int] = ()
+    num_taken: int = 0
+
+
+class Command(NamedTuple):
+    """What asyncio wants of the engine: take a request in, or drop it."""
+
+    request: Request
+    is_cancel: bool
+
+
+class OutputStream:
+    """The outputs of one request, for one reader on the event loop. Bounded by the request's own max_tokens."""
+
+    def __init__(self, request: Request, close: Callable[[OutputStream], None]) -> None:
+        self.request = request
+        self.has_ended = False
+        self._close = close
+        self._pending: list[RequestOutput] = []
+        self._wakeup: asyncio.Future[None] | None = None
+
+    def push(self, output: RequestOutput) -> None:
+        """Add an output and wake the reader."""
+        self._pending.append(output)
+        self.has_ended = output.is_last
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+    async def next(self) -> list[RequestOutput]:
+        """All outputs since the last call, at least one. A slow reader gets many at once."""
+        if not self._pending:
+            self._wakeup = asyncio.get_running_loop().create_future()
+            try:
+                await self._wakeup
+            finally:
+                self._wakeup = None
+        pending, self._pending = self._pending, []
+        return pending
+
+    def close(self) -> None:
+        """The reader is done; a request that has not ended is cancelled."""
+        self._close(self)
+
+
+class Mailbox:
+    """Connects one engine thread with one event loop. At most `capacity` requests are in it at a time. `on_failure` is
+    called when what the engine gave cannot be passed on: streams would have gaps, and watchers a wrong picture."""
+
+    def __init__(
+        self,
+        capacity: int,
+        on_report: Callable[[LoadReport], None],
+        on_failure: Callable[[str, BaseException], None] = end_process,
+    ) -> None:
+        self._on_failure = on_failure
+        self._capacity = capacity
+        self._on_report = on_report
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[Request, OutputStream] = {}
+        self._num_prompt_logprobs = 0
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+        self._commands: deque[Command] = deque()
+        self._arrived = threading.Condition()
+        self._stopping = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping
+
+    def submit(self, request: Request) -> OutputStream:
+        """Hand a request to the engine. StatusError QUEUE_FULL when too many are in it already, unless a client has the
+        beginning of its answer."""
+        if len(self._streams) >= self._capacity and not request.is_resumed:
+            raise StatusError(
+                Reason.QUEUE_FULL,
+                f"the worker has {len(self._streams)} requests already, as many as it takes; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        num_logprobs = request.num_prompt_logprob_values
+        if num_logprobs and self._num_prompt_logprobs + num_logprobs > MAX_PROMPT_LOGPROBS_KEPT:
+            raise StatusError(
+                Reason.QUEUE_FULL,
+                f"the worker keeps {self._num_prompt_logprobs} log-probabilities of prompts, and this request asks for "
+                f"{num_logprobs}; it keeps {MAX_PROMPT_LOGPROBS_KEPT} at a time at most; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_prompt_logprobs += num_logprobs
+        stream = self._streams[request] = OutputStream(request, self._closed)
+        self._nobody.clear()
+        self._send(Command(request, is_cancel=False))
+        return stream
+
+    async def wait_until_empty(self, timeout_s: float | None) -> bool:
+        """Wait until no request is left, for a time at most; tell whether none is."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._nobody.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Let `take` answer None from now on."""
+        with self._arrived:
+            self._stopping = True
+            self._arrived.notify()
+
+    def take(self, *, block: bool) -> list[Command] | None:
+        """Engine thread: the commands since the last call, waiting for one if `block`. None: stop."""
+        with self._arrived:
+            while block and not self._commands and not self._stopping:
+                self._arrived.wait()
+            if self._stopping:
+                return None
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands
+
+    def deliver(self, outputs: Sequence[RequestOutput], report: LoadReport | None) -> None:
+        """Engine thread: pass a step's outputs and the state after it to the event loop."""
+        self._loop.call_soon_threadsafe(self._arrive, outputs, report)
+
+    def _arrive(self, outputs: Sequence[RequestOutput], report: LoadReport | None) -> None:
+        try:
+            for output in outputs:
+                stream = self._streams.get(output.request)
+                if stream is not None:
+                    stream.push(output)
+            if report is not None:
+                self._on_report(report)
+        except Exception as error:
+            self._on_failure("what the engine gave could not be passed on", error)
+
+    def _send(self, command: Command) -> None:
+        with self._arrived:
+            self._commands.append(command)
+            self._arrived.notify()
+
+    def _closed(self, stream: OutputStream) -> None:
+        if self._streams.pop(stream.request, None) is None:
+            return
+        self._num_prompt_logprobs -= stream.request.num_prompt_logprob_values
+        if not self._streams:
+            self._nobody.set()
+        if not stream.has_ended:
+            self._send(Command(stream.request, is_cancel=True))

@@ -1,0 +1,387 @@
+"""What the next step computes, and what its outcome means for the requests.
+
+Requests stand in two lists in order of rank: `waiting` and `running`. Rank is priority, then whether a client already
+reads the answer, which went on elsewhere and was cut off there, then arrival. A step
+
+1. admits waiting requests while the batch and the cache have room,
+2. shares the step's time: one token for each request that has caught up, unless these pause; of what is left
+   (`step_budget`), an eighth for the first in rank, so that the longest prompt goes on, and the rest by what remains to
+   compute, resumed ones first, so that short prompts do not stand behind long ones,
+3. reserves blocks in order of rank, taking them from the last in rank when the pool is short.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.pauses import Pauses
+from headrace.worker.engine.request import FinishReason, Request, RequestOutput, RequestState
+from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, Prompt, Room, StepBudget
+from headrace.worker.engine.step_cost import StepCosts, StepShape
+from headrace.worker.kv.manager import BlockCopy, KVCacheManager
+
+NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits are not numbers for this request")
+
+
+class Scheduled(NamedTuple):
+    """A request and how many of its next tokens the step computes."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The content of one step, in the order of the batch. Requests that catch up in it are sampled. `copies` are made
+    before anything is computed."""
+
+    scheduled: Sequence[Scheduled]
+    num_tokens: int
+    copies: Sequence[BlockCopy]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request computes one token."""
+        return self.num_tokens == len(self.scheduled)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Totals since the start."""
+
+    requests_admitted: int = 0
+    requests_finished: int = 0
+    requests_cancelled: int = 0
+    requests_failed: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    tokens_generated: int = 0
+    preemptions: int = 0
+
+
+class Sampled(NamedTuple):
+    """The token chosen for a request; `token_id` is -1 when none could be, for the reason that `error` gives."""
+
+    token_id: int
+    error: StatusError = NOT_A_NUMBER
+
+
+def rank(request: Request) -> tuple[int, bool, float]:
+    """Order among requests: higher priority first, then those that were cut off elsewhere, then earlier arrival."""
+    return (-request.priority, not request.is_resumed, request.arrival_s)
+
+
+def is_urgent(request: Request, first: Request) -> bool:
+    """Whether somebody waits in the middle of an answer, and nobody of higher priority waits at all."""
+    return request.is_resumed and request.priority >= first.priority
+
+
+def is_worth_pausing(caught_up: Sequence[Request], behind: Sequence[Request]) -> bool:
+    """Whether there are prompts that streams may wait for, both in order of rank: not for those of lower priority."""
+    return bool(caught_up and behind) and behind[0].priority >= caught_up[0].priority
+
+
+def chunk_of(remaining: int, room: int) -> int:
+    """The most of `remaining` tokens to compute now, `room` at most, so that no token of several is ever computed
+    alone: a lone token goes through other kernels, with other bits (docs/decisions/0006). 0 if that cannot be."""
+    if remaining == 1:
+        return min(remaining, room)
+    num_tokens = min(remaining, room)
+    if remaining - num_tokens == 1:
+        num_tokens -= 1
+    return num_tokens if num_tokens > 1 else 0
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Owns the requests of a worker from `add` until their last output; the engine thread owns it. Steps have
+    `max_num_batched_tokens` at most, and `max_num_mixed_tokens` where streams have a part in them."""
+
+    kv_cache: KVCacheManager
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_mixed_tokens: int
+    step_costs: StepCosts = field(default_factory=StepCosts)
+    target_step_ms: float | None = None
+    pauses: Pauses = field(default_factory=Pauses)
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
+    num_traced: int = 0
+    _num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        least, mixed = self.max_num_seqs + MIN_CHUNK_ROOM - 1, self.max_num_mixed_tokens
+        if not least <= mixed <= self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_mixed_tokens ({mixed}) must be over max_num_seqs ({self.max_num_seqs}) by "
+                f"{MIN_CHUNK_ROOM - 1} at least, for every running request computes a token in each step and prompts "
+                f"must go on beside them, and at most max_num_batched_tokens ({self.max_num_batched_tokens})"
+            )
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Take a request in. The service has seen that it fits the pool when it is alone."""
+        assert self.kv_cache.num_blocks_for(request.num_tokens) <= self.kv_cache.pool.num_blocks
+        self.stats.requests_admitted += 1
+        self.num_traced += request.steps is not None
+        bisect.insort(self.waiting, request, key=rank)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request whose caller has gone. Nothing happens if it has ended already."""
+        if request.state is not RequestState.FINISHED:
+            self.stats.requests_cancelled += 1
+            self._end(request)
+
+    def refuse(self, request: Request, error: StatusError) -> RequestOutput:
+        """The last output of a request that is not taken in."""
+        assert request.state is RequestState.WAITING, "it was taken in"
+        request.state = RequestState.FINISHED
+        return RequestOutput(request, request.num_generated_tokens, (), error=error)
+
+    def give_back(self, request: Request, error: StatusError) -> RequestOutput:
+        """The last output of a request that was taken in and has waited too long for its first step."""
+        assert request.state is RequestState.WAITING, "it was computed"
+        assert not request.scheduled_s, "it was computed"
+        self.stats.requests_cancelled += 1
+        self._end(request)
+        return RequestOutput(request, request.num_generated_tokens, (), error=error)
+
+    def fail(self, requests: Iterable[Request], error: StatusError) -> list[RequestOutput]:
+        """End the requests that have not ended yet with an error."""
+        outputs = []
+        for request in requests:
+            if request.state is not RequestState.FINISHED:
+                self.stats.requests_failed += 1
+                outputs.append(RequestOutput(request, request.num_generated_tokens, (), error=error))
+                self._end(request)
+        return outputs
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step. Empty when nothing can be computed."""
+        self._admit()
+        may_pause = self.target_step_ms is None
+        scheduled = self._reserve(self._share_budget(may_pause=may_pause))
+        if not scheduled and self.pauses.is_pause:
+            # Prompts that wait for blocks of the streams that would wait for them.
+            scheduled = self._reserve(self._share_budget(may_pause=False))
+        self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
+        return SchedulerOutput(scheduled, self._num_tokens, self.kv_cache.take_copies())
+
+    def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
+        """Account for a computed step. `sampled` has one entry for each request that caught up, in batch order."""
+        outputs = []
+        next_sampled = iter(sampled)
+        for request, num_tokens in output.scheduled:
+            self._count_prompt_tokens(request, num_tokens)
+            request.num_computed_tokens += num_tokens
+            if request.num_computed_tokens < request.num_tokens:
+                self.kv_cache.publish(request)
+                continue
+            if num_tokens > 1:
+                self.kv_cache.publish_beginning(request)
+                request.first_token_s = request.first_token_s or self.clock()
+            outputs.append(self._append(request, next(next_sampled)))
+        return outputs
+
+    def check(self) -> None:
+        """Assert that requests and blocks agree. For tests."""
+        self.kv_cache.pool.check()
+        size = self.kv_cache.block_size
+        assert len(self.running) <= self.max_num_seqs
+        held: dict[int, int] = {}
+        for request in self.running:
+            assert request.state is RequestState.RUNNING
+            assert request.num_computed_tokens <= min(len(request.block_table) * size, request.num_tokens)
+            for block in request.block_table:
+                held[block] = held.get(block, 0) + 1
+        for request in self.waiting:
+            assert request.state is RequestState.WAITING
+            assert not request.block_table, "a waiting request holds blocks"
+        assert len(held) == self.kv_cache.pool.num_blocks - self.kv_cache.pool.num_free_blocks, (
+            "a block without an owner"
+        )
+        for requests in (self.running, self.waiting):
+            assert requests == sorted(requests, key=rank)
+
+    def _admit(self) -> None:
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return
+        kv_cache = self.kv_cache
+        promised = sum(self.num_missing_blocks(request) for request in self.running)
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            gained = kv_cache.reuse(request)
+            promised += self.num_missing_blocks(request)
+            if promised > kv_cache.pool.num_free_blocks and self.running:
+                kv_cache.free(request)
+                return
+            del self.waiting[0]
+            self._count_cached_tokens(request, gained)
+            request.state = RequestState.RUNNING
+            request.scheduled_s = request.scheduled_s or self.clock()
+            bisect.insort(self.running, request, key=rank)
+
+    def num_missing_blocks(self, request: Request) -> int:
+        """Blocks that the request lacks for all of its tokens and the next one."""
+        return self.kv_cache.num_blocks_for(request.num_tokens + 1) - len(request.block_table)
+
+    def _count_cached_tokens(self, request: Request, gained: int) -> None:
+        """Count what was just gained of the prompt; behind it, a resumed request finds tokens of its answer."""
+        if request.num_preemptions == 0 and gained:
+            before = request.num_computed_tokens - gained
+            of_prompt = max(0, min(gained, request.num_prompt_tokens - before))
+            request.num_cached_tokens += of_prompt
+            self.stats.prompt_tokens_cached += of_prompt
+
+    def _share_budget(self, *, may_pause: bool) -> dict[Request, int]:
+        """Tokens that each running request should compute. Requests may wait for a block that another computes, and
+        those that have caught up for the others."""
+        wanted: dict[Request, int] = {}
+        behind: list[Request] = []
+        for request in self.running:
+            if request.num_uncomputed_tokens == 1:
+                wanted[request] = 1
+            else:
+                behind.append(request)
+        if behind or self.pauses.is_pause:
+            self._share_with(behind, wanted, may_pause=may_pause)
+        return wanted
+
+    def _share_with(self, behind: list[Request], wanted: dict[Request, int], *, may_pause: bool) -> None:
+        """Add to `wanted` what requests that catch up should compute; empty it first where streams pause for them."""
+        for request in behind:
+            self._count_cached_tokens(request, self.kv_cache.reuse(request))
+        # The first in rank, and all in the order in which they are served.
+        first = behind[0] if behind else None
+        served = sorted(behind, key=lambda request: (not is_urgent(request, behind[0]), request.num_uncomputed_tokens))
+        prompts = [Prompt(request.num_computed_tokens, request.num_uncomputed_tokens) for request in served]
+        place = served.index(first) if first else 0
+        budget = self._budget()
+        streams = StepShape.of((request.num_computed_tokens, 1) for request in wanted)
+        left_ms = 1000 * self.pauses.left_s(self.clock())
+        is_pause = may_pause and left_ms > 0 and is_worth_pausing(list(wanted), behind)
+        longest_ms = 1000 * self.pauses.longest_s
+        is_pause = is_pause and budget.is_worth_pausing(streams, prompts, place, left_ms, longest_ms)
+        self.pauses.begin(is_pause=is_pause)
+        if first is None:
+            return
+        if is_pause:
+            wanted.clear()
+            room = budget.alone(prompts, place, longest_ms)
+        else:
+            room = budget.with_streams(streams, prompts, place) if wanted else budget.alone(prompts, place)
+        self._share_among(served, first, room, wanted)
+
+    def _budget(self) -> StepBudget:
+        return StepBudget(
+            self.step_costs,
+            self.max_num_batched_tokens,
+            self.max_num_mixed_tokens,
+            self.target_step_ms,
+            self._num_tokens,
+        )
+
+    def prompt_tokens_per_s(self, past: int) -> float:
+        """How fast prompts get on behind `past` tokens beside the streams that run now."""
+        caught_up = (request.num_computed_tokens for request in self.running if request.num_uncomputed_tokens == 1)
+        streams = StepShape.of((computed, 1) for computed in caught_up)
+        longest_pause_ms = 1000 * self.pauses.longest_s if self.target_step_ms is None else 0.0
+        return 1000 * self._budget().tokens_per_ms(streams, past, longest_pause_ms)
+
+    def _share_among(self, served: list[Request], first: Request, room: Room, wanted: dict[Request, int]) -> None:
+        left = room.tokens - room.for_first
+        begun: set[tuple[int, bytes]] = set()
+        for request in served:
+            floor = room.for_first if request is first else 0
+            if floor + left == 0 or self._is_begun(request, begun):
+                continue
+            self._count_cached_tokens(request, self.kv_cache.copy_beginning(request))
+            num_tokens = chunk_of(request.num_uncomputed_tokens, floor + left)
+            if num_tokens:
+                wanted[request] = num_tokens
+                left -= num_tokens - floor
+                self._begin(request, num_tokens, begun)
+
+    def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
+        """Whether the request's next block is another's work in this step: after the step it can be found instead of
+        being computed twice."""
+        index, offset = divmod(request.num_computed_tokens, self.kv_cache.block_size)
+        if offset != 0 or self.kv_cache.work_on(request, index) not in begun:
+            return False
+        return self.kv_cache.is_worth_waiting(request)
+
+    def _begin(self, request: Request, num_tokens: int, begun: set[tuple[int, bytes]]) -> None:
+        """Note the blocks that the request's next tokens make."""
+        size = self.kv_cache.block_size
+        start = request.num_computed_tokens
+        for index in range(start // size, -(-(start + num_tokens) // size)):
+            begun.add(self.kv_cache.work_on(request, index))
+
+    def _reserve(self, wanted: dict[Request, int]) -> list[Scheduled]:
+        scheduled: list[Scheduled] = []
+        for request in self.running.copy():
+            num_tokens = wanted.get(request, 0)
+            if num_tokens == 0 or request.state is not RequestState.RUNNING:
+                continue
+            while not self.kv_cache.reserve(request, request.num_computed_tokens + num_tokens):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                scheduled.append(Scheduled(request, num_tokens))
+        return scheduled
+
+    def _preempt(self, request: Request) -> None:
+        """Take the blocks of the last in rank. It keeps its tokens and is computed again when there is room."""
+        assert len(self.running) > 1, "a request that is alone does not fit the pool"
+        self.running.remove(request)
+        self.kv_cache.free(request)
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        bisect.insort(self.waiting, request, key=rank)
+
+    def _count_prompt_tokens(self, request: Request, num_tokens: int) -> None:
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        if left > 0:
+            self.stats.prompt_tokens_computed += min(left, num_tokens)
+
+    def _append(self, request: Request, sampled: Sampled) -> RequestOutput:
+        """Add the sampled token and see whether it was the last."""
+        if sampled.token_id < 0:
+            return self.fail([request], sampled.error)[0]
+        start_pos = request.num_generated_tokens
+        token_id = sampled.token_id
+        request.token_ids.append(token_id)
+        self.kv_cache.publish(request)
+        self.stats.tokens_generated += 1
+        sampling = request.sampling
+        finish, stop_token_id = None, None
+        if token_id in sampling.stop_token_ids:
+            finish, stop_token_id = FinishReason.STOP, token_id
+        elif start_pos + 1 >= sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            self.stats.requests_finished += 1
+            self.kv_cache.publish_beginning(request)
+            self._end(request)
+        return RequestOutput(request, start_pos, (token_id,), finish=finish, stop_token_id=stop_token_id)
+
+    def _end(self, request: Request) -> None:
+        (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
+        self.kv_cache.free(request)
+        request.state = RequestState.FINISHED
+        request.ended_s = self.clock()
+        self.num_traced -= request.steps is not None

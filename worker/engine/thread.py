@@ -1,0 +1,171 @@
+"""The thread that runs the engine: takes commands, steps while there is work, delivers.
+
+What raises here leaves the engine in a state that nobody knows. So the process ends: whoever started it starts it
+again, and routers resume its streams on other workers.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+from headrace.worker.engine.ending import end_process
+from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.forecast import Forecast
+from headrace.worker.engine.mailbox import Command, LoadReport, Mailbox
+from headrace.worker.engine.request import RequestOutput
+from headrace.worker.engine.scheduler import SchedulerStats
+
+# Load is reported after a step at most this often, besides when the engine comes to rest.
+REPORT_INTERVAL_S = 0.02
+# Frames of the engine's stack that are told when it is stuck.
+_TOLD_FRAMES = 6
+# By name, for asdict() copies each number with care, which took three quarters of a report's time.
+_COUNTERS = tuple(counter.name for counter in fields(SchedulerStats))
+
+
+class EngineThread(threading.Thread):
+    """Owns the engine from `start` until the mailbox is stopped. Requests that would wait for others for longer than
+    `max_wait_s` are refused. `on_failure` is called as the thread's last act when anything in it raises."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        mailbox: Mailbox,
+        on_failure: Callable[[str, BaseException], None] = end_process,
+        max_wait_s: float = math.inf,
+    ) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.num_turns = 0
+        """Counts steps that ended, and times at which there was nothing to do. For `Watchdog`."""
+        self.is_at_rest = True
+        """Whether there is nothing to do. For `Watchdog`."""
+        self._engine = engine
+        self._mailbox = mailbox
+        self._on_failure = on_failure
+        self._next_report_s = 0.0
+        self._report: LoadReport | None = None
+        self._num_taken = 0
+        self._forecast = Forecast(engine.scheduler, max_wait_s)
+
+    @property
+    def longest_expected_step_s(self) -> float:
+        """How long the step that is being computed may take, as far as that can be told from those before."""
+        return self._engine.longest_expected_step_s
+
+    def run(self) -> None:
+        """Step until stopped. With nothing to compute, wait for a command."""
+        try:
+            self._run()
+        except BaseException as error:
+            if not self._mailbox.is_stopped:  # else nobody is there any more to deliver to
+                self._on_failure("the engine failed", error)
+
+    def position(self) -> str:
+        """Where in the code the thread is, innermost function first. For the log, from another thread."""
+        frame = sys._current_frames().get(self.ident or 0)
+        frames = traceback.extract_stack(frame, _TOLD_FRAMES) if frame is not None else []
+        return " < ".join(f"{at.filename.rpartition('/')[2]}:{at.lineno} {at.name}" for at in reversed(frames))
+
+    def _run(self) -> None:
+        self._mailbox.deliver((), report_of(self._engine))
+        while (commands := self._take()) is not None:
+            self._obey(commands)
+            self._give_back_overdue()
+            has_stepped = self._engine.advance(self._deliver)
+            if has_stepped:
+                self.num_turns += 1
+                self._forecast.observe()
+            if has_stepped or commands:
+                self._report = self._report_if_due(commands_came=bool(commands))
+
+    def _obey(self, commands: Sequence[Command]) -> None:
+        scheduler = self._engine.scheduler
+        refused = []
+        for request, is_cancel in commands:
+            if is_cancel:
+                scheduler.cancel(request)
+                continue
+            self._num_taken += 1
+            error = self._forecast.refusal(request)
+            if error is None:
+                scheduler.add(request)
+            else:
+                refused.append(scheduler.refuse(request, error))
+        if refused:
+            self._mailbox.deliver(refused, None)
+
+    def _give_back_overdue(self) -> None:
+        """End requests that have waited too long for their first step."""
+        scheduler = self._engine.scheduler
+        given_back = [scheduler.give_back(request, error) for request, error in self._forecast.overdue()]
+        if given_back:
+            self._mailbox.deliver(given_back, None)
+
+    def _take(self) -> list[Command] | None:
+        """The commands that have come; waits for one if there is nothing to do."""
+        if self._has_work:
+            return self._mailbox.take(block=False)
+        self.num_turns += 1
+        self.is_at_rest = True
+        commands = self._mailbox.take(block=True)
+        self._forecast.begin()
+        self.is_at_rest = False
+        return commands
+
+    @property
+    def _has_work(self) -> bool:
+        engine = self._engine
+        return engine.scheduler.has_requests or engine.has_outputs or self._report is not None
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Pass on what the last step gave, and the state after it."""
+        report, self._report = self._report, None
+        if outputs or report:
+            self._mailbox.deliver(outputs, report)
+
+    def _report_if_due(self, *, commands_came: bool) -> LoadReport | None:
+        now = time.monotonic()
+        at_rest = not self._engine.scheduler.has_requests
+        if now < self._next_report_s and not at_rest and not commands_came:
+            return None
+        self._next_report_s = now + REPORT_INTERVAL_S
+        return report_of(self._engine, self._num_taken)
+
+
+def report_of(engine: Engine, num_taken: int = 0) -> LoadReport:
+    """The engine's state now, in which it has taken so many requests; takes the pool's events."""
+    scheduler = engine.scheduler
+    rates = scheduler.step_costs.rates
+    pool = scheduler.kv_cache.pool
+    stored, evicted = pool.take_events()
+    uncached = sum(
+        max(0, request.num_prompt_tokens - request.num_computed_tokens)
+        for requests in (scheduler.running, scheduler.waiting)
+        for request in requests
+    )
+    counters = {name: getattr(scheduler.stats, name) for name in _COUNTERS}
+    counters["steps"] = engine.stats.num_steps
+    counters["infer_us"] = int(engine.stats.infer_s * 1e6)
+    counters["overhead_us"] = int(engine.stats.overhead_s * 1e6)
+    counters["blocks_evicted"] = pool.num_evictions
+    counters["padding_tokens"] = engine.stats.num_padding_tokens
+    return LoadReport(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_uncached_tokens=uncached,
+        num_blocks=pool.num_blocks,
+        num_free_blocks=pool.num_free_blocks,
+        num_cached_blocks=pool.num_cached_blocks,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        decode_step_ms=rates.decode_step_ms,
+        counters=counters,
+        stored=stored,
+        evicted=evicted,
+        num_taken=num_taken,
+    )

@@ -1,0 +1,107 @@
+"""Notices an engine that is stuck: there is work, and no step ends.
+
+A stuck worker must not look alive, or its streams wait for ever. While it is stuck, watchers hear nothing, so routers
+resume its streams elsewhere; health says NOT_SERVING; new requests are refused. If a step ends after all, everything is
+as before. If none ends for several times as long, the process ends and is started again.
+
+The bound is a time, but never less than many times what a step is expected to take: large models on few cores take
+seconds for one. Time in which the watchdog itself did not run does not count, for then the whole process stood still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+DEFAULT_STUCK_AFTER_S = 60.0
+# A step may take so many times as long as expected before it counts as stuck.
+EXPECTED_STEPS = 20
+# The longest expectation that counts, in bounds: what is learned may be wrong.
+_MOST_BOUNDS = 10
+# Bounds after which a stuck engine is given up.
+GIVE_UP_AFTER = 10
+# How often to look, and how much of the time between two looks counts at most, in seconds.
+LOOK_INTERVAL_S = 0.5
+_MOST_BETWEEN_LOOKS_S = 2 * LOOK_INTERVAL_S
+
+
+class Watched(Protocol):
+    """What the watchdog reads of the engine's thread."""
+
+    num_turns: int
+    is_at_rest: bool
+
+    @property
+    def longest_expected_step_s(self) -> float:
+        """How long the present step may take."""
+        ...
+
+
+class Verdict(enum.Enum):
+    """What is to be said of the engine."""
+
+    ALIVE = enum.auto()
+    STUCK = enum.auto()
+    LOST = enum.auto()
+
+
+class Watchdog:
+    """Judges by looks at the engine's thread. Pure: the caller says when it looks."""
+
+    def __init__(self, watched: Watched, stuck_after_s: float = DEFAULT_STUCK_AFTER_S) -> None:
+        self.still_s = 0.0
+        """How long no step has ended."""
+        self._watched = watched
+        self._stuck_after_s = stuck_after_s
+        self._num_turns = -1
+        self._looked_s = 0.0
+
+    @property
+    def bound_s(self) -> float:
+        """How long the present step may take before the engine counts as stuck."""
+        expected_s = EXPECTED_STEPS * self._watched.longest_expected_step_s
+        return min(max(self._stuck_after_s, expected_s), _MOST_BOUNDS * self._stuck_after_s)
+
+    def look(self, now_s: float) -> Verdict:
+        """What the engine is at `now_s`, a time that does not go back."""
+        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        if self._watched.is_at_rest or self._watched.num_turns != self._num_turns:
+            self._num_turns = self._watched.num_turns
+            self.still_s = 0.0
+            return Verdict.ALIVE
+        self.still_s += min(passed_s, _MOST_BETWEEN_LOOKS_S)
+        bound_s = self.bound_s
+        if self.still_s < bound_s:
+            return Verdict.ALIVE
+        return Verdict.STUCK if self.still_s < GIVE_UP_AFTER * bound_s else Verdict.LOST
+
+
+async def watch_engine(
+    watchdog: Watchdog,
+    on_stuck: Callable[[str], Awaitable[None]],
+    on_recovered: Callable[[], Awaitable[None]],
+    on_lost: Callable[[str], None],
+    interval_s: float = LOOK_INTERVAL_S,
+) -> None:
+    """Look for ever: call `on_stuck` with the reason when the engine is stuck, `on_recovered` when a step ended after
+    that, and `on_lost` when it has been stuck for too long."""
+    is_stuck = False
+    while True:
+        await asyncio.sleep(interval_s)
+        verdict = watchdog.look(time.monotonic())
+        why = f"the engine has work and has ended no step for {watchdog.still_s:.0f} s"
+        if verdict is Verdict.LOST:
+            on_lost(why)
+        elif verdict is Verdict.STUCK and not is_stuck:
+            log.error("%s: the worker counts as stuck until one ends", why)
+            await on_stuck(why)
+        elif verdict is Verdict.ALIVE and is_stuck:
+            log.warning("a step of the engine has ended: the worker serves again")
+            await on_recovered()
+        is_stuck = verdict is not Verdict.ALIVE

@@ -1,0 +1,1 @@
+"""The machine: NUMA nodes, pinned threads, addresses."""

@@ -1,0 +1,1 @@
+"""The KV cache: its blocks, who holds them, and its memory."""

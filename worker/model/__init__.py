@@ -1,0 +1,1 @@
+"""The model: its directory, its graph, and a step's computation in OpenVINO."""

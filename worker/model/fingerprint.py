@@ -1,0 +1,45 @@
+"""The fingerprint of a model: SHA-256 over its network and all of its weights.
+
+    SHA-256( network || size of the weights || SHA-256(piece 0) || SHA-256(piece 1) || ... )
+
+Every byte counts: two fine-tunes of one model have the same sizes, and may differ in a single layer. Several threads
+hash the pieces while the model is compiled, so nothing is kept from one start to the next that could be wrong. The
+reading also brings the file into the page cache, where loading wants it.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+
+from headrace.worker.model.directory import NETWORK, WEIGHTS
+
+PIECE_BYTES = 16 << 20
+_READ_BYTES = 1 << 20
+
+
+def fingerprint_of(model_dir: Path, threads: int) -> str:
+    """The fingerprint, in hex, of the model in a directory, computed by so many threads. Raises OSError."""
+    digest = sha256((model_dir / NETWORK).read_bytes())
+    with (model_dir / WEIGHTS).open("rb") as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        digest.update(size.to_bytes(8, "little"))
+        with ThreadPoolExecutor(threads, thread_name_prefix="fingerprint") as executor:
+            for piece in executor.map(lambda start: _hash_piece(descriptor, start), range(0, size, PIECE_BYTES)):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _hash_piece(descriptor: int, start: int) -> bytes:
+    digest = sha256()
+    end, buffer = start + PIECE_BYTES, memoryview(bytearray(_READ_BYTES))
+    while start < end:
+        num_read = os.preadv(descriptor, [buffer], start)
+        if not num_read:
+            break
+        digest.update(buffer[:num_read])
+        start += num_read
+    return digest.digest()

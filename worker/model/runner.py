@@ -1,0 +1,263 @@
+"""The one place where OpenVINO computes: a model with PagedAttention, its KV cache tensors, and a step.
+
+stateful IR --(paged_attention_transformation)--> inputs of batch.Batch + key_cache.N, value_cache.N
+            --(fused_projections)--> fewer products
+            --(vocabulary_head)--> logits of the sampled rows only, and what sampling reads of them
+            --(compile)--> the cache's layout and precision, read from the compiled inputs
+
+Decode steps of few sequences may have a graph of their own, compiled for other kernels, over the same cache (see
+`decode_graph`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+from openvino._offline_transformations import paged_attention_transformation
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.engine.padding import MIN_PROMPT_STEP
+from headrace.worker.kv.arena import KVArena
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.decode_graph import SMALL_DECODE
+from headrace.worker.model.exact_rows import exact_rows
+from headrace.worker.model.fused_projections import fuse_projections
+from headrace.worker.model.head import HeadRequest, InputTensors, RowSums, replace_head
+from headrace.worker.sampling.logits import Logits
+
+KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
+_UNQUANTISED = {"bf16", "f32"}
+# What the graph of small decode steps computes in: its products quantise their inputs to 8 bits, group by group.
+_DECODE_PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
+_STEP_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "max_context_len",
+)
+
+
+class OpenVINOModelRunner:
+    """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `vocab_size` and `kv_precision` are
+    read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences are computed by a
+    graph of their own; 0 without `decode_graph`. Prompts are exact in steps of up to `exact_rows` tokens (see
+    `exact_rows`)."""
+
+    def __init__(
+        self, model_dir: Path, *, threads: int, kv_precision: str, execution_mode: str, decode_graph: bool = False
+    ) -> None:
+        core = ov.Core()
+        core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
+        model = _read(core, model_dir / "openvino_model.xml")
+        _make_paged(model, model_dir)
+        fuse_projections(model)
+        of_decode = model.clone() if decode_graph else None
+        asked = _Asked(threads, kv_precision, execution_mode)
+        # In accuracy mode it is "dynamic": that of the model, float32.
+        is_bfloat16 = core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
+        _check_cache(asked, "bf16" if is_bfloat16 else "f32")
+        self.exact_rows = exact_rows(core, model, asked.properties)
+        self._graph = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
+        self._of_decode = (
+            None
+            if of_decode is None
+            else _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
+        )
+        self.small_decode = SMALL_DECODE if decode_graph else 0
+        self._slot = self._graph.slots[0]
+        self.infer_s = 0.0
+        self._cache_tensors: list[ov.Tensor] = []
+        self._cache_views: list[npt.NDArray[np.uint8]] = []
+        caches = self._caches = self._graph.caches
+        if self._of_decode is not None and _layout(self._of_decode.caches) != _layout(caches):
+            raise ConfigurationError("the graph of decode steps has another KV cache; choose --decode-graph off")
+        key = next(port for port in caches if port.any_name.startswith("key_cache."))
+        value = next(port for port in caches if port.any_name.startswith("value_cache."))
+        self.block_size = _dims(value)[1]
+        self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in caches)
+        self.kv_precision = str(key.element_type.get_type_name())
+        self.vocab_size = self._graph.vocab_size
+
+    def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> KVArena:
+        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding. Pages are touched as they
+        come into use, in steps: by OpenVINO's threads, or by the caller's where blocks are copied."""
+        num_blocks += 1
+        try:
+            arena = KVArena(num_blocks * self.block_bytes, len(self._caches), huge_pages=huge_pages)
+        except (OSError, OverflowError) as error:
+            size_gib = num_blocks * self.block_bytes / (1 << 30)
+            raise ConfigurationError(
+                f"no memory for a KV cache of {size_gib:.1f} GiB; ask for less with --kv-cache-gb"
+            ) from error
+        for port in self._caches:
+            piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
+            tensor = ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
+            for graph in (self._graph, self._of_decode):
+                for slot in graph.slots if graph is not None else ():
+                    slot.request.set_tensor(port.any_name, tensor)
+            self._cache_tensors.append(tensor)
+            # They own the memory that the tensors refer to.
+            self._cache_views.append(piece.reshape(num_blocks, -1))
+        return arena
+
+    def touch(self) -> None:
+        """Take the first page of each cache. The kernel clears pages as they are taken, huge ones for milliseconds."""
+        for cache in self._cache_views:
+            cache[0, 0] = 0
+
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """Make the inputs of the next step. With `keeps_logits` it leaves alone what the last one gave; to take turns
+        costs 2 % of a step of one sequence."""
+        for source, destination in batch.copies:
+            for cache in self._cache_views:
+                cache[destination] = cache[source]
+        is_small = batch.is_decode and len(batch.past_lens) <= self.small_decode
+        graph = self._of_decode if is_small and self._of_decode is not None else self._graph
+        if keeps_logits:
+            graph.slots.rotate()
+        slot = self._slot = graph.slots[0]
+        for name in _STEP_INPUTS:
+            slot.inputs.set(name, getattr(batch, name))
+        least = 0 if batch.is_decode else MIN_PROMPT_STEP
+        slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
+
+    def run(self) -> Logits:
+        """Compute the step: logits `[rows, vocab_size]`, rows as the batch says, views that the next run overwrites,
+        unless its step keeps them, and else the one after it. The GIL is free meanwhile."""
+        head = self._slot.head
+        start_s = time.perf_counter()
+        head.run()
+        self.infer_s = time.perf_counter() - start_s
+        return head.logits()
+
+
+class _Asked(NamedTuple):
+    """How models are to compute."""
+
+    threads: int
+    kv_precision: str
+    execution_mode: str
+
+    @property
+    def properties(self) -> dict[str, object]:
+        """Of the plugin."""
+        return {
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": "1",
+            "INFERENCE_NUM_THREADS": self.threads,
+            "EXECUTION_MODE_HINT": self.execution_mode.upper(),
+            "KV_CACHE_PRECISION": KV_PRECISIONS[self.kv_precision],
+            # By token, a token's cache entry does not depend on its neighbours: any chunking gives the same bits.
+            "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
+        }
+
+
+class _Graph:
+    """A model with a new head, compiled, with `properties` beside what was asked, and its `slots`, which take turns."""
+
+    def __init__(
+        self,
+        core: ov.Core,
+        model: ov.Model,
+        asked: _Asked,
+        *,
+        is_bfloat16: bool,
+        properties: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        has_runs = replace_head(model, is_bfloat16=is_bfloat16)
+        compiled = _compile(core, model, asked, properties)
+        self.caches = [port for port in compiled.inputs if "_cache." in port.any_name]
+        logits = compiled.output("logits")
+        self.vocab_size = int(logits.partial_shape[2].get_length())
+        row_sums = RowSums(self.vocab_size, logits.element_type, asked.threads) if has_runs else None
+        self.slots = deque(_Slot(compiled, row_sums, self.vocab_size) for _ in range(2))
+
+
+class _Slot:
+    """A request for inference with its inputs and outputs. There are two of a graph, so that what one step gave can be
+    read while the next one runs."""
+
+    def __init__(self, compiled: ov.CompiledModel, row_sums: RowSums | None, vocab_size: int) -> None:
+        self.request = compiled.create_infer_request()
+        self.inputs = InputTensors(self.request)
+        self.head = HeadRequest(self.request, row_sums, vocab_size)
+
+
+def _dims(port: ov.Output) -> list[int]:
+    """Dimensions of a cache input behind the number of blocks: heads, tokens, head size with what quantising adds."""
+    return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]
+
+
+def _layout(caches: Sequence[ov.Output]) -> list[tuple[str, str, list[int]]]:
+    return sorted((port.any_name, port.element_type.get_type_name(), _dims(port)) for port in caches)
+
+
+def _read(core: ov.Core, path: Path) -> ov.Model:
+    try:
+        return core.read_model(path)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{path} (or its .bin) is corrupt or incomplete: {_reason(error)}; pull the model again"
+        ) from error
+
+
+def _check_cache(asked: _Asked, precision: str) -> None:
+    """Attention reads a cache that is not quantised in the precision that the model is computed in."""
+    if asked.kv_precision in _UNQUANTISED and asked.kv_precision != precision:
+        other_mode = "; f32 goes with --execution-mode accuracy" if asked.kv_precision == "f32" else ""
+        raise ConfigurationError(
+            f"--kv-precision {asked.kv_precision} is not possible: this CPU computes in {precision} with "
+            f"--execution-mode {asked.execution_mode}; choose u8, u4 or {precision}{other_mode}"
+        )
+
+
+def _compile(core: ov.Core, model: ov.Model, asked: _Asked, more: Mapping[str, object]) -> ov.CompiledModel:
+    properties = {**asked.properties, **more}
+    try:
+        compiled = core.compile_model(model, "CPU", properties)
+        # The attention kernels are chosen with the first request; one that they do not have fails here.
+        compiled.create_infer_request()
+        return compiled
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"OpenVINO cannot compile the model with --kv-precision {asked.kv_precision} and --execution-mode "
+            f"{asked.execution_mode} on this CPU: {_reason(error)}; choose others"
+        ) from error
+
+
+def _make_paged(model: ov.Model, model_dir: Path) -> None:
+    cannot = f"the model in {model_dir} cannot be paged"
+    if not model.get_variables():
+        raise ConfigurationError(
+            f"{cannot}: it has no KV cache state, so it is no stateful text-generation model; export it with "
+            "optimum-intel (task text-generation-with-past), or pull a GGUF of it"
+        )
+    try:
+        paged_attention_transformation(model)
+    except RuntimeError as error:
+        raise ConfigurationError(f"{cannot}: {_reason(error)}") from error
+    unknown = [
+        name for name in (port.any_name for port in model.inputs) if name not in _STEP_INPUTS and "_cache." not in name
+    ]
+    if unknown:
+        raise ConfigurationError(f"{cannot}: it wants inputs that are not tokens: {', '.join(unknown)}")
+    if not any("_cache." in port.any_name for port in model.inputs):
+        raise ConfigurationError(f"{cannot}: no attention of it was recognised")
+
+
+def _reason(error: Exception) -> str:
+    """The last line of an OpenVINO error, which is the one that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

@@ -1,0 +1,110 @@
+"""Hidden states of the sampled rows only, from as early in a model's graph as may be.
+
+Behind the last attention nothing looks at other tokens. What follows it in the last layer, most of its arithmetic, is
+therefore computed for the rows that are sampled: one of a prompt's hundreds (measured in docs/decisions/0027).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import openvino as ov
+from openvino import opset13
+
+from headrace.worker.model.fused_projections import is_constant
+
+_ELEMENTWISE = {
+    *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum"),
+    *("Sqrt", "Exp", "Negative", "Abs", "Convert", "Clamp"),
+    *("Swish", "Gelu", "Sigmoid", "Tanh", "Relu", "SoftPlus", "Mish", "HSwish"),
+}
+_REDUCTIONS = {"ReduceMean", "ReduceSum", "ReduceMax"}
+_MOVES = {"Reshape", "Transpose", "Unsqueeze", "Squeeze"}
+
+
+def states_of_rows(states: ov.Output, rows: ov.Output, model: ov.Model) -> ov.Output:
+    """`states` `[T, ...]` of `rows` `[n]` only: `[n, ...]`. What is computed token by token before it is computed for
+    these; where that is not sure, for all."""
+    tail = _tail(states, model)
+    entries = None if tail is None else _entries(tail)
+    if entries is None:
+        return gathered(states, rows)
+    of_rows: dict[tuple[str, int], ov.Output] = {}
+    for port in entries:
+        source = port.get_source_output()
+        key = (source.get_node().get_friendly_name(), source.get_index())
+        if key not in of_rows:
+            of_rows[key] = gathered(source, rows)
+        port.replace_source_output(of_rows[key])
+    return states
+
+
+def gathered(states: ov.Output, rows: ov.Output) -> ov.Output:
+    """`states` `[T, ...]` of `rows` `[n]`, computed for all."""
+    return opset13.gather(states, rows, opset13.constant(np.int64(0))).output(0)
+
+
+def _tail(states: ov.Output, model: ov.Model) -> Sequence[ov.Node] | None:
+    """What is computed of the last attention up to `states`, without what only moves it; None if part of it may look
+    at several tokens."""
+    attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    end = states.get_node()
+    if not attentions or end.get_friendly_name() == attentions[-1].get_friendly_name():
+        return None
+    first = attentions[-1].output(0)
+    while len(users := _users(first)) == 1 and users[0].get_type_name() in _MOVES:
+        first = users[0].output(0)
+    found: dict[str, ov.Node] = {}
+    waiting = users
+    while waiting:
+        node = waiting.pop()
+        if node.get_friendly_name() in found:
+            continue
+        if not _is_row_wise(node):
+            return None
+        found[node.get_friendly_name()] = node
+        if node.get_friendly_name() != end.get_friendly_name():
+            waiting += [user for output in node.outputs() for user in _users(output)]
+    return list(found.values()) if end.get_friendly_name() in found else None
+
+
+def _users(output: ov.Output) -> list[ov.Node]:
+    return [port.get_node() for port in output.get_target_inputs()]
+
+
+def _rank(output: ov.Output) -> int:
+    """Number of dimensions; -1 if that is not known."""
+    rank = output.get_partial_shape().rank
+    return int(rank.get_length()) if rank.is_static else -1
+
+
+def _is_row_wise(node: ov.Node) -> bool:
+    kind = node.get_type_name()
+    if kind == "MatMul":
+        return is_constant(node.input_value(1)) and not node.get_attributes()["transpose_a"]
+    if kind in _REDUCTIONS:
+        rank = _rank(node.input_value(0))
+        axes = node.input_value(1).get_node()
+        is_known = rank > 1 and axes.get_type_name() == "Constant" and node.get_attributes()["keep_dims"]
+        return is_known and all(axis in {-1, rank - 1} for axis in np.asarray(axes.data).reshape(-1).tolist())
+    return kind in _ELEMENTWISE
+
+
+def _entries(tail: Sequence[ov.Node]) -> list[ov.Input] | None:
+    """Where values of each token come into the tail; None if a value is not of that form."""
+    names = {node.get_friendly_name() for node in tail}
+    entries = []
+    for node in tail:
+        rank = _rank(node.output(0))
+        for port in node.inputs():
+            source = port.get_source_output()
+            if source.get_node().get_friendly_name() in names or is_constant(source):
+                continue
+            shape = source.get_partial_shape()
+            if rank < 2 or _rank(source) != rank or shape[0].is_static:
+                return None
+            if any(dimension.is_dynamic for dimension in list(shape)[1:-1]):
+                return None
+            entries.append(port)
+    return entries

@@ -1,0 +1,224 @@
+"""Grammars: from a constraint as a caller wrote it to one that can be followed (`constraint`). The only module that
+imports llguidance.
+
+A grammar is compiled once for all requests that have it, off the event loop, and cached by content. The vocabulary is
+read when the first constraint comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.sampling.constraint import Bits, CompiledGrammar, Constraint, ConstraintSource, reason_of
+from headrace.worker.sampling.json_schema import UnsupportedSchema, prepared, prepared_within
+
+log = logging.getLogger(__name__)
+
+CACHED_GRAMMARS = 64
+MAX_PENDING = 64
+COMPILE_TIMEOUT_S = 10.0
+# States of a lexer cost about 2 kB each.
+MAX_LEXER_STATES = 25_000
+
+
+class VocabularyError(Exception):
+    """The bytes of the model's tokens cannot be told. The text says why."""
+
+
+class Vocabulary(NamedTuple):
+    """`token_bytes[id]` are the bytes of a token, not always whole UTF-8 sequences; `special_ids` are no text."""
+
+    token_bytes: list[bytes]
+    special_ids: frozenset[int]
+
+
+class _Asked(NamedTuple):
+    """What a constraint is made from."""
+
+    source: ConstraintSource
+    end_token_ids: tuple[int, ...]
+    generated: tuple[int, ...]
+
+
+class _Work:
+    """A constraint that is being made, for as many as wait for it. Given up if nobody does and it has not begun."""
+
+    __slots__ = ("future", "num_waiting")
+
+    def __init__(self, future: Future[Constraint]) -> None:
+        self.future = future
+        self.num_waiting = 0
+
+
+class Grammars:
+    """Compiles constraints for one model, off the event loop, at most `MAX_PENDING` different ones at a time. Those who
+    ask for the same at the same time get one."""
+
+    def __init__(
+        self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: Iterable[int]
+    ) -> None:
+        """`read_vocabulary` is called once, in a thread, when the first constraint comes."""
+        self._read_vocabulary = read_vocabulary
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._tokenizer: Any = None
+        self._cache: OrderedDict[ConstraintSource, CompiledGrammar] = OrderedDict()
+        self._pending: dict[_Asked, _Work] = {}
+
+    async def constrain(
+        self, source: ConstraintSource, *, end_token_ids: Iterable[int], generated: Sequence[int] = ()
+    ) -> Constraint:
+        """The compiled constraint of a request that may end with `end_token_ids` where the grammar may end, and goes
+        on behind `generated`. StatusError, with the reason of the compiler, if it cannot be kept."""
+        if not self._eos_token_ids:
+            message = "the model names no end-of-sequence token, so a constrained answer could not end"
+            raise StatusError(Reason.UNSUPPORTED, message, field="sampling.constraint")
+        work = self._work(_Asked(source, tuple(sorted(end_token_ids)), tuple(generated)))
+        try:
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                return await asyncio.shield(asyncio.wrap_future(work.future))
+        except TimeoutError as error:
+            raise _refusal(source, f"it takes longer than {COMPILE_TIMEOUT_S:.0f} s; make it smaller") from error
+        finally:
+            work.num_waiting -= 1
+            if not work.num_waiting:
+                work.future.cancel()
+
+    def _work(self, asked: _Asked) -> _Work:
+        """The work for what is asked for, joined with others who ask for the same."""
+        with self._lock:
+            work = self._pending.get(asked)
+            num_pending = len(self._pending)
+        if work is None:
+            if num_pending >= MAX_PENDING:
+                message = "too many constraints are being compiled; try again"
+                raise StatusError(Reason.QUEUE_FULL, message, retry_after_s=1.0)
+            work = self._pending[asked] = _Work(self._pool.submit(self._constrain, *asked))
+            work.future.add_done_callback(lambda _: self._is_done(asked))
+        work.num_waiting += 1
+        return work
+
+    def _is_done(self, asked: _Asked) -> None:
+        with self._lock:
+            del self._pending[asked]
+
+    def _constrain(self, source: ConstraintSource, ends: tuple[int, ...], generated: tuple[int, ...]) -> Constraint:
+        try:
+            grammar = self._grammar(source)
+            end_bits, last_bits = (_bits_of(ids, self._vocab_size) for ids in (ends, self._eos_token_ids))
+            constraint = Constraint(grammar, grammar.matcher, 0, None, end_bits, last_bits, self._vocab_size)
+            return constraint.behind(generated)
+        except StatusError:
+            raise
+        except BaseException as error:  # a panic of the grammar engine is no Exception
+            log.error("a constraint could not be compiled", exc_info=error)
+            message = "the grammar engine failed on this constraint; write it in another way"
+            raise StatusError(Reason.INTERNAL, message, field=source.field) from error
+
+    def _grammar(self, source: ConstraintSource) -> CompiledGrammar:
+        with self._lock:
+            grammar = self._cache.get(source)
+            if grammar is not None and not grammar.is_spoiled:
+                self._cache.move_to_end(source)
+                return grammar
+        grammar = CompiledGrammar(_compiled(self._loaded_tokenizer(), source))
+        with self._lock:
+            self._cache[source] = grammar
+            self._cache.move_to_end(source)
+            while len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return grammar
+
+    def _loaded_tokenizer(self) -> Any:
+        with self._loading:
+            if self._tokenizer is None:
+                try:
+                    vocabulary = self._read_vocabulary()
+                except VocabularyError as error:
+                    message = f"the model takes no constraints: {error}"
+                    raise StatusError(Reason.UNSUPPORTED, message, field="sampling.constraint") from error
+                self._tokenizer = _tokenizer_of(vocabulary, self._vocab_size, self._eos_token_ids)
+            return self._tokenizer
+
+
+class _Tokens:
+    """The vocabulary as llguidance asks for it: `vocab_size` tokens, and a way to cut bytes into tokens. The longest
+    token first: no grammar's forced text depends on merges that only the gateway knows."""
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        token_bytes = vocabulary.token_bytes[:vocab_size]
+        # Rows of the model's last layer that are no token of the tokenizer: without bytes, never allowed.
+        self.tokens = token_bytes + [b""] * (vocab_size - len(token_bytes))
+        self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids} & set(range(vocab_size)))
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = None
+        self.tokenizer: Any = None
+
+    def __call__(self, raw: bytes) -> list[int]:
+        return [] if self.tokenizer is None else list(self.tokenizer.greedy_tokenize(raw.decode()))
+
+
+def _tokenizer_of(vocabulary: Vocabulary, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokens = _Tokens(vocabulary, vocab_size, eos_token_ids)
+    tokens.tokenizer = LLTokenizer(TokenizerWrapper(tokens), eos_token=list(eos_token_ids))
+    return tokens.tokenizer
+
+
+def _compiled(tokenizer: Any, source: ConstraintSource) -> Any:
+    """An LLMatcher at the beginning of the grammar. StatusError if the constraint cannot be kept."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    try:
+        matcher = LLMatcher(tokenizer, _grammar_text(source), log_level=0, limits=limits)
+    except (ValueError, UnsupportedSchema) as error:
+        raise _refusal(source, str(error)) from error
+    # A warning says what part of the constraint would not be kept.
+    for complaint in (matcher.get_error(), *matcher.get_grammar_warnings()):
+        if complaint:
+            raise _refusal(source, reason_of(complaint))
+    return matcher
+
+
+def _grammar_text(source: ConstraintSource) -> str:
+    """The constraint in llguidance's own language."""
+    from llguidance import LLMatcher
+
+    if source.kind == "json_schema":
+        return str(LLMatcher.grammar_from_json_schema(prepared(source.texts[0])))
+    if source.kind == "json_object":
+        return str(LLMatcher.grammar_from_json_schema(prepared('{"type": "object"}')))
+    if source.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(source.texts[0]))
+    if source.kind == "choice":
+        return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in source.texts)
+    assert source.kind == "grammar", source.kind
+    return prepared_within(source.texts[0])
+
+
+def _refusal(source: ConstraintSource, reason: str) -> StatusError:
+    name = source.kind.replace("_", " ").replace("json", "JSON")
+    return StatusError(Reason.INVALID_FIELD, f"the {name} cannot be honoured: {reason}", field=source.field)
+
+
+def _bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
+    """A mask of whole 32-bit words with the bits of these tokens."""
+    bits = np.zeros(-(-vocab_size // 32) * 4, np.uint8)
+    for token_id in token_ids:
+        bits[token_id >> 3] |= 1 << (token_id & 7)
+    return bits

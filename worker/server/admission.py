@@ -1,0 +1,304 @@
+"""From a GenerateRequest on the wire to a Request for the engine, or a StatusError that names the field. Pure."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self, TypeVar
+
+from headrace.common.transport.wire_request import WireRequest
+from headrace.protos import inference_pb2
+from headrace.protos.answer_bounds import Ends, check_context, stop_tokens
+from headrace.protos.block_hash import root_hash
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.request import FinishReason, Request, SamplingParams
+from headrace.worker.sampling.constraint import ConstraintSource
+
+_Number = TypeVar("_Number", int, float)
+
+MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+# Log-probabilities of one prompt, its own and the most probable: 8 MB, and a message of 10 MB.
+MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_BAD_WORDS = 256
+MAX_CONSTRAINT_BYTES = 256 << 10
+MAX_CHOICES = 4096
+_LONG_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served model allows. `max_context_tokens` is already no more than the whole KV cache holds."""
+
+    model: str
+    fingerprint: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: frozenset[int]
+    model_identity: str = ""
+    tokenizer_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as it came. What it shares with others and may be large is not in the message, but in `prompt` and
+    `sampling`."""
+
+    message: inference_pb2.GenerateRequest
+    prompt: ReadPart | None = None
+    sampling: ReadPart | None = None
+
+    def constraint(self) -> ConstraintSource | None:
+        """The constraint that is asked for; checked for its form and size, not for what it says."""
+        return constraint_of(self.message.sampling) if self.sampling is None else self.sampling.constraint()
+
+
+class _Lists(NamedTuple):
+    """Fields of SamplingParams that may be long."""
+
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, message: inference_pb2.SamplingParams, limits: ModelLimits) -> Self:
+        """The fields of a message, checked."""
+        allowed = _listed(message.allowed_token_ids, "allowed_token_ids", limits.vocab_size, limits)
+        return cls(_logit_bias(message, limits), allowed, _bad_words(message, limits))
+
+
+class ReadPart:
+    """Bytes that several requests begin with, read once. `head` has the small fields. What may be large is apart from
+    it: `token_ids` of a prompt, and fields of the sampling, if it `has_sampling`."""
+
+    __slots__ = ("_constraint", "_hashes", "_lists", "_sampling", "has_sampling", "head", "highest", "token_ids")
+
+    def __init__(self, raw: bytes) -> None:
+        """Raises DecodeError."""
+        self.head = inference_pb2.GenerateRequest.FromString(raw)
+        self.token_ids = array("I", self.head.token_ids[:])
+        self.highest = max(self.token_ids, default=0)
+        self.head.ClearField("token_ids")
+        self.has_sampling = _has_large(self.head.sampling)
+        self._sampling = inference_pb2.SamplingParams()
+        if self.has_sampling:
+            self._sampling.CopyFrom(self.head.sampling)
+            for name in _LONG_FIELDS:
+                self.head.sampling.ClearField(name)
+            if self._sampling.HasField("constraint"):
+                self.head.sampling.constraint.Clear()
+                self.head.sampling.constraint.SetInParent()
+        self._constraint: ConstraintSource | None = None
+        self._lists: _Lists | None = None
+        self._hashes: dict[int, list[int]] = {}
+
+    def constraint(self) -> ConstraintSource | None:
+        """As `constraint_of`."""
+        if self._constraint is None:
+            self._constraint = constraint_of(self._sampling)
+        return self._constraint
+
+    def lists(self, limits: ModelLimits) -> _Lists:
+        """The long fields of the sampling, checked."""
+        if self._lists is None:
+            self._lists = _Lists.of(self._sampling, limits)
+        return self._lists
+
+    def block_hashes(self, root: int) -> list[int]:
+        """The list for the hashes of the prompt's blocks behind a root; see `Request.prompt_hashes`."""
+        return self._hashes.setdefault(root, [])
+
+
+def _has_large(sampling: inference_pb2.SamplingParams) -> bool:
+    has_constraint = sampling.constraint.WhichOneof("kind") is not None
+    return has_constraint or any(getattr(sampling, name) for name in _LONG_FIELDS)
+
+
+def asked(wire: WireRequest) -> Asked:
+    """Read a request. Raises DecodeError."""
+    parts = [part.kept(ReadPart) for part in wire.shared]
+    own = inference_pb2.GenerateRequest.FromString(wire.own)
+    prompts = [part for part in parts if part.token_ids]
+    samplings = [part for part in parts if part.has_sampling]
+    if len(prompts) + bool(own.token_ids) > 1 or len(samplings) + _has_large(own.sampling) > 1:
+        return Asked(inference_pb2.GenerateRequest.FromString(wire.joined()))
+    message = inference_pb2.GenerateRequest()
+    for part in parts:
+        message.MergeFrom(part.head)
+    message.MergeFrom(own)
+    return Asked(message, prompts[0] if prompts else None, samplings[0] if samplings else None)
+
+
+def admit(asked: Asked, limits: ModelLimits, *, request_id: str, arrival_s: float) -> Request:
+    """Validate all fields and make the request."""
+    message, shared = asked.message, asked.prompt
+    if message.model and message.model != limits.model:
+        raise StatusError(
+            Reason.MODEL_NOT_FOUND, f"this worker serves {limits.model!r}, not {message.model[:100]!r}", field="model"
+        )
+    if message.adapter:
+        raise StatusError(Reason.UNSUPPORTED, "this worker serves no adapters; leave adapter empty", field="adapter")
+    if message.model_identity and message.model_identity != limits.model_identity:
+        problem = (
+            "the answer was begun by other model files than this worker has, and is not continued with these; ask again"
+        )
+        raise StatusError(Reason.MODEL_CHANGED, problem)
+    if message.tokenizer_sha256 and message.tokenizer_sha256 != limits.tokenizer_sha256:
+        problem = "the prompt was made by another tokenizer than this worker's; ask again"
+        raise StatusError(Reason.MODEL_CHANGED, problem, field="tokenizer_sha256")
+    num_prompt_tokens = len(message.token_ids) if shared is None else len(shared.token_ids)
+    check_context(num_prompt_tokens, len(message.resume_token_ids), limits.max_context_tokens)
+    if shared is not None and shared.highest < limits.vocab_size:
+        prompt = shared.token_ids
+    else:
+        prompt = _token_ids(message.token_ids if shared is None else shared.token_ids, "token_ids", limits)
+    if not prompt:
+        raise _invalid("token_ids", "must have at least one token")
+    resume = _token_ids(message.resume_token_ids, "resume_token_ids", limits)
+    room = limits.max_context_tokens - len(prompt)
+    root = root_hash(limits.fingerprint, message.adapter, message.cache_salt)
+    admitted = Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=_sampling(asked, limits, room),
+        root_hash=root,
+        prompt_hashes=[] if shared is None else shared.block_hashes(root),
+        resume_token_ids=resume,
+        priority=message.priority,
+        arrival_s=arrival_s,
+        max_wait_s=message.max_wait_ms / 1000 if message.HasField("max_wait_ms") else math.inf,
+    )
+    if admitted.num_prompt_logprob_values > MAX_PROMPT_LOGPROBS:
+        each = MAX_PROMPT_LOGPROBS // (1 + (admitted.sampling.num_prompt_logprobs or 0))
+        raise _invalid(
+            "sampling.prompt_logprobs",
+            f"of {admitted.sampling.num_prompt_logprobs} is for prompts of up to {each} tokens, not {len(prompt)}; ask "
+            "for fewer, or shorten the prompt",
+        )
+    return admitted
+
+
+def already_finished(request: Request) -> tuple[FinishReason, int | None] | None:
+    """Why a resumed request needs nothing more, with the stop token if that is why; None if it does."""
+    sampling = request.sampling
+    if not request.resume_token_ids:
+        return None
+    ends = Ends(sampling.stop_token_ids, sampling.max_tokens)
+    found = ends.reason(request.num_generated_tokens, request.resume_token_ids[-1])
+    if found is None:
+        return None
+    _, stop_token_id = found
+    return (FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP), stop_token_id
+
+
+def constraint_of(message: inference_pb2.SamplingParams) -> ConstraintSource | None:
+    """The constraint that a request asks for; checked for its form and size, not for what it says."""
+    if not message.HasField("constraint"):
+        return None
+    kind = message.constraint.WhichOneof("kind")
+    if kind is None:
+        raise _invalid("sampling.constraint", "must be one of json_schema, json_object, regex, choice and grammar")
+    if kind == "json_object":
+        return ConstraintSource(kind)
+    source = ConstraintSource(kind, (getattr(message.constraint, kind),))
+    if kind == "choice":
+        source = ConstraintSource(kind, tuple(message.constraint.choice.texts))
+        if len(source.texts) > MAX_CHOICES:
+            raise _invalid(source.field, f"may have at most {MAX_CHOICES} texts")
+    if not source.texts or not all(source.texts):
+        raise _invalid(source.field, "must not be empty")
+    if sum(len(text.encode()) for text in source.texts) > MAX_CONSTRAINT_BYTES:
+        raise _invalid(source.field, f"may have at most {MAX_CONSTRAINT_BYTES} bytes")
+    return source
+
+
+def _token_ids(values: Sequence[int], field: str, limits: ModelLimits) -> array[int]:
+    token_ids = array("I", values)
+    if token_ids and max(token_ids) >= limits.vocab_size:
+        raise _invalid(field, f"has token {max(token_ids)}; the vocabulary has {limits.vocab_size}")
+    return token_ids
+
+
+def _sampling(asked: Asked, limits: ModelLimits, room: int) -> SamplingParams:
+    message = asked.message.sampling
+    stop = _listed(message.stop_token_ids, "stop_token_ids", MAX_STOP_TOKENS, limits)
+    lists = _Lists.of(message, limits) if asked.sampling is None else asked.sampling.lists(limits)
+    if message.HasField("constraint") and lists.allowed_token_ids:
+        raise _invalid("sampling.allowed_token_ids", "cannot be combined with a constraint; write it into the grammar")
+    return SamplingParams(
+        max_tokens=min(_number(message, "max_tokens", room, 1, math.inf), room),
+        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+        temperature=_number(message, "temperature", 1.0, 0.0, 2.0),
+        top_p=_number(message, "top_p", 1.0, 0.0, 1.0, lowest_excluded=True),
+        top_k=message.top_k,
+        min_p=_number(message, "min_p", 0.0, 0.0, 1.0),
+        min_tokens=message.min_tokens,
+        stop_token_ids=stop_tokens(message, stop, limits.eos_token_ids),
+        presence_penalty=_number(message, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=_number(message, "frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=_number(message, "repetition_penalty", 1.0, 0.0, 100.0, lowest_excluded=True),
+        logit_bias=lists.logit_bias,
+        num_logprobs=_num_top(message, "logprobs"),
+        num_prompt_logprobs=_num_top(message, "prompt_logprobs"),
+        allowed_token_ids=lists.allowed_token_ids,
+        bad_words=lists.bad_words,
+    )
+
+
+def _number(
+    message: inference_pb2.SamplingParams,
+    name: str,
+    default: _Number,
+    lowest: float,
+    highest: float,
+    *,
+    lowest_excluded: bool = False,
+) -> _Number:
+    if not message.HasField(name):
+        return default
+    value: _Number = getattr(message, name)
+    if not lowest <= value <= highest or (lowest_excluded and value == lowest):
+        bounds = f"over {lowest:g}" if lowest_excluded else f"at least {lowest:g}"
+        bounds += "" if highest == math.inf else f" and at most {highest:g}"
+        raise _invalid(f"sampling.{name}", f"must be {bounds}, not {value:g}")
+    return value
+
+
+def _num_top(message: inference_pb2.SamplingParams, name: str) -> int | None:
+    if not message.HasField(name):
+        return None
+    value: int = getattr(message, name)
+    if value > MAX_LOGPROBS:
+        raise _invalid(f"sampling.{name}", f"must be 0 to {MAX_LOGPROBS}, not {value}")
+    return value
+
+
+def _listed(values: Sequence[int], name: str, most: int, limits: ModelLimits) -> tuple[int, ...]:
+    if len(values) > most:
+        raise _invalid(f"sampling.{name}", f"may have at most {most} tokens")
+    return tuple(dict.fromkeys(_token_ids(values, f"sampling.{name}", limits)))
+
+
+def _logit_bias(message: inference_pb2.SamplingParams, limits: ModelLimits) -> tuple[tuple[int, float], ...]:
+    for token_id, bias in message.logit_bias.items():
+        if token_id >= limits.vocab_size:
+            raise _invalid("sampling.logit_bias", f"has token {token_id}; the vocabulary has {limits.vocab_size}")
+        if not -100.0 <= bias <= 100.0:
+            raise _invalid("sampling.logit_bias", f"must be -100 to 100, not {bias:g}")
+    return tuple(message.logit_bias.items())
+
+
+def _bad_words(message: inference_pb2.SamplingParams, limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
+    if len(message.bad_words) > MAX_BAD_WORDS:
+        raise _invalid("sampling.bad_words", f"may have at most {MAX_BAD_WORDS} sequences")
+    words = [tuple(_token_ids(word.token_ids, "sampling.bad_words", limits)) for word in message.bad_words]
+    if not all(words):
+        raise _invalid("sampling.bad_words", "must not have an empty sequence")
+    return tuple(words)
+
+
+def _invalid(field: str, problem: str) -> StatusError:
+    return StatusError(Reason.INVALID_FIELD, f"{field} {problem}", field=field)

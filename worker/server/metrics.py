@@ -1,0 +1,99 @@
+"""The worker's Prometheus metrics: its load, read from the latest report when scraped, and the times of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import prometheus_client
+from prometheus_client import Counter, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from headrace.protos.status import Reason
+from headrace.worker.engine.request import Request
+from headrace.worker.server.binding_metrics import binding_metrics
+from headrace.worker.server.watch import WatchHub
+
+# The times at which series began say nothing that the process's start does not.
+prometheus_client.disable_created_metrics()
+
+_WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_DECODE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
+
+_GAUGES = {
+    "num_running": ("requests_running", "Requests in the running batch."),
+    "num_waiting": ("requests_waiting", "Requests that wait for their first step."),
+    "num_uncached_tokens": ("uncached_tokens", "Prompt tokens still to be computed."),
+    "num_blocks": ("kv_blocks", "KV blocks in all."),
+    "num_free_blocks": ("kv_blocks_free", "KV blocks free for use, reusable content included."),
+    "num_cached_blocks": ("kv_blocks_cached", "KV blocks that can be found by a prefix."),
+    "prefill_tokens_per_s": ("prefill_tokens_per_second", "Learned rate of prompt processing."),
+    "decode_step_ms": ("decode_step_milliseconds", "Learned time of a decode step."),
+}
+
+
+class LoadCollector(Collector):
+    """Gives the hub's latest report the names that the gateway uses too."""
+
+    def __init__(self, hub: WatchHub) -> None:
+        self._hub = hub
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as of now."""
+        report = self._hub.report
+        for field, (name, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"headrace_worker_{name}", text, value=getattr(report, field))
+        is_stuck = self._hub.silent_because is not None
+        text = "1 while no step of the engine ends although there is work (--stuck-after-s), else 0."
+        yield GaugeMetricFamily("headrace_worker_stuck", text, value=is_stuck)
+        if self._hub.is_published is not None:
+            text = "1 while the lease in Redis is renewed; only with --redis."
+            yield GaugeMetricFamily("headrace_worker_lease_published", text, value=self._hub.is_published)
+        for name, value in report.counters.items():
+            yield CounterMetricFamily(f"headrace_worker_{name}", f"Total of {name} since the start.", value=value)
+        yield from binding_metrics(self._hub.binding)
+
+
+class RequestMetrics:
+    """What requests went through, in seconds, and those that were refused at the door."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._queue = self._histogram("queue", "Arrival of a request to its first step.", _WAIT_BUCKETS)
+        self._prefill = self._histogram("prefill", "First step of a request to its first token.", _WAIT_BUCKETS)
+        self._decode = self._histogram("decode", "First token of a request to its end.", _DECODE_BUCKETS)
+        self._per_token = self._histogram(
+            "time_per_output_token", "Mean time between the tokens of one answer.", _PER_TOKEN_BUCKETS
+        )
+        self._refusals = Counter(
+            "headrace_worker_refusals", "Requests that were not taken in, by reason.", ["reason"], registry=registry
+        )
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"headrace_worker_{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+    def refused(self, reason: Reason) -> None:
+        """Count a request that was not taken in."""
+        self._refusals.labels(reason.name.lower()).inc()
+
+    def ended(self, request: Request, now_s: float) -> None:
+        """Observe a request that is over, as far as it came. A caller may have gone before the engine knows of it."""
+        if not request.scheduled_s:
+            return
+        self._queue.observe(request.scheduled_s - request.arrival_s)
+        if not request.first_token_s:
+            return
+        self._prefill.observe(request.first_token_s - request.scheduled_s)
+        decode_s = (request.ended_s or now_s) - request.first_token_s
+        self._decode.observe(decode_s)
+        num_tokens = request.num_generated_tokens - len(request.resume_token_ids)
+        if num_tokens > 1:
+            self._per_token.observe(decode_s / (num_tokens - 1))
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the metrics of the process itself."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry

@@ -1,0 +1,78 @@
+"""What is told of each request besides its answer: metrics, spans and log lines. Called once or twice a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from headrace.common.telemetry.logs import NO_REQUEST, request_id_of, request_id_var
+from headrace.common.telemetry.span import Span
+from headrace.common.telemetry.tracing import serving_span, traceparent_of
+from headrace.protos.inference_pb2 import GenerateRequest
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.request import Request
+from headrace.worker.server.spans import trace_request
+
+if TYPE_CHECKING:
+    from headrace.worker.server.metrics import RequestMetrics
+
+log = logging.getLogger(__name__)
+
+GENERATE_SPAN = "headrace.v1.Inference/Generate"
+
+
+class RequestObserver:
+    """Observes the requests of a worker; `metrics` is None where nobody can scrape them."""
+
+    def __init__(self, metrics: RequestMetrics | None = None) -> None:
+        self._metrics = metrics
+
+    def arrived(self, message: GenerateRequest, metadata: Iterable[tuple[str, str | bytes]] | None) -> Span:
+        """The span of a call, begun; log records of this task name its request from now on."""
+        request_id = request_id_of(metadata) or message.request_id or NO_REQUEST
+        request_id_var.set(request_id)
+        span = serving_span(GENERATE_SPAN, traceparent_of(metadata))
+        if span.is_recording:
+            span.set(
+                {
+                    "rpc.system": "grpc",
+                    "headrace.request_id": request_id,
+                    "headrace.attempt": message.attempt,
+                    "gen_ai.request.model": message.model,
+                }
+            )
+        return span
+
+    def refused(self, span: Span, error: StatusError) -> None:
+        """The request was not taken in."""
+        if error.reason is Reason.GIVEN_BACK:  # its router places it again: nobody is refused anything
+            span.set({"headrace.given_back": True})
+            span.end()
+            return
+        if self._metrics is not None:
+            self._metrics.refused(error.reason)
+        log.debug("refused: %s", error.message)
+        span.fail(error.reason.name.lower(), error.message)
+        span.end()
+
+    def ended(self, span: Span, request: Request, error: StatusError | None, *, is_whole: bool) -> None:
+        """The request is over, with an error or without; neither `is_whole` nor an error means that its caller went."""
+        now_s = time.monotonic()
+        if self._metrics is not None:
+            self._metrics.ended(request, now_s)
+        if error is not None:
+            span.fail(error.reason.name.lower(), error.message)
+            log.warning("failed behind %d tokens: %s", request.num_generated_tokens, error.message)
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "%s after %.3f s: %d prompt tokens, %d of them cached, %d generated",
+                "ended" if is_whole else "cancelled",
+                now_s - request.arrival_s,
+                request.num_prompt_tokens,
+                request.num_cached_tokens,
+                request.num_generated_tokens,
+            )
+        trace_request(span, request, now_s)
+        span.end()

@@ -1,0 +1,310 @@
+"""The worker's gRPC services: Inference over the mailbox, Worker over the watch hub and the model directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health
+
+from headrace.common.transport.introspection import set_serving
+from headrace.common.transport.session_server import SessionServer, handler_of
+from headrace.common.transport.sessions import CallContext
+from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.status import Reason, StatusError, abort
+from headrace.worker.engine.mailbox import Mailbox, OutputStream
+from headrace.worker.engine.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from headrace.worker.sampling.grammar import Grammars
+from headrace.worker.server.admission import Asked, ModelLimits, admit, already_finished, asked
+from headrace.worker.server.observer import RequestObserver
+from headrace.worker.server.watch import WatchHub
+
+log = logging.getLogger(__name__)
+
+INFERENCE = "headrace.v1.Inference"
+SERVICE_NAMES = (INFERENCE, "headrace.v1.Worker")
+CHUNK_BYTES = 1 << 20
+DEFAULT_HEARTBEAT_S = 0.5
+MIN_HEARTBEAT_S = 0.05
+DRAINING_RETRY_S = 1.0
+STUCK_RETRY_S = 5.0
+PROMPT_LOGPROBS_AT_ONCE = 256
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+_REASON_ON_WIRE = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Generate: one stream per request, from admission to its one finish or status."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        hub: WatchHub,
+        limits: ModelLimits,
+        grammars: Grammars,
+        observer: RequestObserver | None = None,
+    ) -> None:
+        self.sessions = SessionServer(handler_of(self._generate, asked))
+        self._observer = observer or RequestObserver()
+        self._mailbox = mailbox
+        self._grammars = grammars
+        self._hub = hub
+        self._limits = limits
+        self._unnamed = itertools.count()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context | CallContext
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """See the proto."""
+        async with contextlib.aclosing(self._generate(Asked(request), context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _generate(
+        self, asked: Asked, context: Context | CallContext
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        request = asked.message
+        span = self._observer.arrived(request, context.invocation_metadata())
+        try:
+            admitted = self._admit(asked, context.time_remaining())
+            ended = already_finished(admitted)
+            if ended is not None:
+                span.end()
+                response = _finished_at_once(admitted, *ended)
+                response.model_identity = self._limits.model_identity
+                yield response
+                return
+            if span.is_recording:
+                admitted.steps = []
+            await self._constrain(admitted, asked)
+            stream = self._mailbox.submit(admitted)
+            self._hub.arrived(admitted.num_tokens, request.belief)
+        except StatusError as error:
+            self._observer.refused(span, error)
+            await abort(context, error)
+        failure: StatusError | None = None
+        try:
+            is_first = True
+            async for response in _responses(stream):
+                if is_first:
+                    response.model_identity, is_first = self._limits.model_identity, False
+                yield response
+        except StatusError as error:
+            failure = error
+            await abort(context, error)
+        finally:
+            stream.close()
+            if failure is not None and not admitted.scheduled_s:  # by the engine's thread, before it took it in
+                self._observer.refused(span, failure)
+            else:
+                self._observer.ended(span, admitted, failure, is_whole=stream.has_ended)
+
+    async def Session(self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Context) -> None:
+        """See the proto."""
+        await self.sessions.serve(request_iterator, context)
+
+    def _admit(self, asked: Asked, deadline_s: float | None) -> Request:
+        if self._hub.draining:
+            raise StatusError(
+                Reason.DRAINING, "the worker ends its work and takes no new requests", retry_after_s=DRAINING_RETRY_S
+            )
+        if self._hub.silent_because is not None:
+            raise StatusError(
+                Reason.NO_CAPACITY,
+                f"the worker takes no requests: {self._hub.silent_because}; try again later, or another worker",
+                retry_after_s=STUCK_RETRY_S,
+            )
+        contradiction = self._hub.contradiction(asked.message.belief)
+        if contradiction is not None:
+            raise contradiction
+        request_id = asked.message.request_id or f"unnamed-{next(self._unnamed)}"
+        admitted = admit(asked, self._limits, request_id=request_id, arrival_s=time.monotonic())
+        if deadline_s is not None:
+            admitted.deadline_s = admitted.arrival_s + deadline_s
+        return admitted
+
+    async def _constrain(self, request: Request, asked: Asked) -> None:
+        """Compile the request's constraint, if it has one, before it is queued."""
+        source, message = asked.constraint(), asked.message.sampling
+        if source is None:
+            return
+        ends = message.stop_token_ids if message.ignore_eos else request.sampling.stop_token_ids
+        constraint = await self._grammars.constrain(source, end_token_ids=ends, generated=request.resume_token_ids)
+        request.sampling = replace(request.sampling, constraint=constraint)
+
+
+async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    """Messages of one request, the last one with its finish. Raises the request's StatusError if it failed."""
+    request = stream.request
+    is_first = True
+    while True:
+        outputs = await stream.next()
+        last = outputs[-1]
+        if len(outputs) > 1 or last.error is None:
+            if is_first and not request.first_token_s:  # the engine notes it where more than one token was computed
+                request.first_token_s = time.monotonic()
+            response = _response_of(request, outputs)
+            if is_first:
+                response.num_cached_tokens = request.num_cached_tokens
+                await _add_prompt_logprobs(request, response)
+                is_first = False
+            yield response
+        if last.error is not None:
+            raise last.error
+        if last.finish is not None:
+            return
+
+
+async def _add_prompt_logprobs(request: Request, response: inference_pb2.GenerateResponse) -> None:
+    """Those of a long prompt are made in parts, between which other streams go on."""
+    for position, entry in enumerate(request.prompt_logprobs):
+        response.prompt_logprobs.append(_logprobs_of(entry))
+        if position % PROMPT_LOGPROBS_AT_ONCE == PROMPT_LOGPROBS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+
+
+def _response_of(request: Request, outputs: Sequence[RequestOutput]) -> inference_pb2.GenerateResponse:
+    """One message for one or more successive outputs."""
+    last = outputs[-1]
+    if len(outputs) == 1:
+        response = inference_pb2.GenerateResponse(start_pos=last.start_pos, token_ids=last.token_ids)
+    else:
+        token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        response = inference_pb2.GenerateResponse(start_pos=outputs[0].start_pos, token_ids=token_ids)
+    if request.sampling.num_logprobs is not None:
+        response.logprobs.extend(_logprobs_of(entry) for output in outputs for entry in output.logprobs)
+    if last.finish is not None:
+        response.finish.CopyFrom(_finish_of(request, last.finish, last.stop_token_id))
+    return response
+
+
+def _logprobs_of(entry: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        logprob=entry.logprob, rank=entry.rank, top_token_ids=entry.top_token_ids, top_logprobs=entry.top_logprobs
+    )
+
+
+def _finish_of(request: Request, reason: FinishReason, stop_token_id: int | None) -> inference_pb2.Finish:
+    return inference_pb2.Finish(
+        reason=_REASON_ON_WIRE[reason],
+        stop_token_id=stop_token_id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_generated_tokens=request.num_generated_tokens,
+        timings=_timings_of(request),
+    )
+
+
+def _timings_of(request: Request) -> inference_pb2.Timings | None:
+    """None for a request that needed no step."""
+    if not request.scheduled_s:
+        return None
+    return inference_pb2.Timings(
+        queue_us=_microseconds(request.scheduled_s - request.arrival_s),
+        prefill_us=_microseconds(request.first_token_s - request.scheduled_s),
+        decode_us=_microseconds(request.ended_s - request.first_token_s),
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(1e6 * seconds))
+
+
+def _finished_at_once(
+    request: Request, reason: FinishReason, stop_token_id: int | None
+) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        start_pos=request.num_generated_tokens,
+        num_cached_tokens=0,
+        finish=_finish_of(request, reason, stop_token_id),
+    )
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Card, tokenizer, watch, drain."""
+
+    def __init__(
+        self, card: worker_pb2.GetModelCardResponse, tokenizer_bundle: bytes, mailbox: Mailbox, hub: WatchHub
+    ) -> None:
+        self._card = card
+        self._bundle = tokenizer_bundle
+        self._mailbox = mailbox
+        self._hub = hub
+        self._undone = asyncio.Event()
+        self.health: health.aio.HealthServicer | None = None
+        """Told whether requests are taken, once it is set."""
+
+    async def GetModelCard(
+        self, request: worker_pb2.GetModelCardRequest, context: Context
+    ) -> worker_pb2.GetModelCardResponse:
+        """See the proto."""
+        return self._card
+
+    async def GetTokenizer(
+        self, request: worker_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
+        """See the proto."""
+        if request.sha256 != self._card.card.tokenizer_sha256:
+            message = f"no tokenizer bundle {request.sha256[:64]!r} here"
+            await abort(context, StatusError(Reason.NOT_FOUND, message, field="sha256"))
+        for start in range(0, len(self._bundle), CHUNK_BYTES):
+            yield worker_pb2.GetTokenizerResponse(chunk=self._bundle[start : start + CHUNK_BYTES])
+
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """See the proto."""
+        heartbeat_s = request.heartbeat_ms / 1000 or DEFAULT_HEARTBEAT_S
+        if heartbeat_s < MIN_HEARTBEAT_S:
+            message = f"heartbeat_ms must be 0 or at least {MIN_HEARTBEAT_S * 1000:.0f}, not {request.heartbeat_ms}"
+            await abort(context, StatusError(Reason.INVALID_FIELD, message, field="heartbeat_ms"))
+        async for response in self._hub.watch(heartbeat_s, request.min_interval_ms / 1000, request.watcher_id):
+            yield response
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        """See the proto."""
+        if request.undo:
+            if self._hub.is_stopping:
+                await abort(context, StatusError(Reason.DRAINING, "the worker is stopping; start it again instead"))
+            self._hub.drain(False)
+            self._undone.set()
+            await self._tell_health(True)
+            log.info("taking requests again")
+            return worker_pb2.DrainResponse(num_running=self._mailbox.num_open)
+        self._hub.drain()
+        self._undone.clear()
+        await self._tell_health(False)
+        log.info("draining: %d requests are still running", self._mailbox.num_open)
+        remaining_s = context.time_remaining()
+        # Answer before the deadline rather than at it, or nobody hears the answer.
+        await self._drained(None if remaining_s is None else max(remaining_s - 0.1, 0.0))
+        return worker_pb2.DrainResponse(num_running=self._mailbox.num_open)
+
+    async def _drained(self, timeout_s: float | None) -> None:
+        """Return when no request is left, when the drain is undone, or when the time is over."""
+        ends = [
+            asyncio.create_task(self._mailbox.wait_until_empty(None)),
+            asyncio.create_task(self._undone.wait()),
+        ]
+        try:
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _tell_health(self, takes_requests: bool) -> None:
+        if self.health is not None:
+            await set_serving(self.health, [INFERENCE], takes_requests and self._hub.silent_because is None)

@@ -1,0 +1,53 @@
+"""A request's way through the engine as spans: queue, prefill and decode, with the engine's steps as events.
+
+Made when the request is over, from the times that the engine noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.common.telemetry.span import Span
+from headrace.worker.engine.request import Request, StepNote
+
+
+def trace_request(span: Span, request: Request, now_s: float) -> None:
+    """Add what the engine did to the request's span, as far as it came."""
+    if not span.is_recording:
+        return
+    ended_s = request.ended_s or now_s
+    span.set(
+        {
+            "headrace.num_prompt_tokens": request.num_prompt_tokens,
+            "headrace.num_cached_tokens": request.num_cached_tokens,
+            "headrace.num_generated_tokens": request.num_generated_tokens,
+            "headrace.num_resumed_tokens": len(request.resume_token_ids),
+            "headrace.num_preemptions": request.num_preemptions,
+        }
+    )
+    queue = span.child("queue", start_s=request.arrival_s)
+    queue.end(end_s=request.scheduled_s or ended_s)
+    if not request.scheduled_s:
+        return
+    first_token_s = request.first_token_s or ended_s
+    # The step that gave the first token began before that.
+    steps = request.steps or []
+    _phase(span, "prefill", request.scheduled_s, first_token_s, [s for s in steps if s.start_s < first_token_s])
+    if request.first_token_s:
+        _phase(span, "decode", first_token_s, ended_s, [s for s in steps if s.start_s >= first_token_s])
+
+
+def _phase(span: Span, name: str, start_s: float, end_s: float, steps: Sequence[StepNote]) -> None:
+    phase = span.child(name, {"headrace.num_noted_steps": len(steps)}, start_s=start_s)
+    for step in steps:
+        phase.event(
+            "engine.step",
+            {
+                "headrace.step.duration_ms": 1000 * step.duration_s,
+                "headrace.step.num_tokens": step.num_tokens,
+                "headrace.step.num_batch_tokens": step.num_batch_tokens,
+                "headrace.step.num_batch_requests": step.num_batch_requests,
+            },
+            at_s=step.start_s,
+        )
+    phase.end(end_s=end_s)

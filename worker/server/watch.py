@@ -1,0 +1,239 @@
+"""What watchers of a worker are told: the findable blocks as a snapshot, then changes, and always the load.
+
+What can be found is closed under prefixes (see block_pool), and so is what a watcher has been told at any moment: of
+each chain the beginning is told first when blocks come, last when they go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from headrace.protos import worker_pb2
+from headrace.protos.inference_pb2 import Belief
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.mailbox import LoadReport
+from headrace.worker.host.binding import Binding
+from headrace.worker.host.numa import format_list
+from headrace.worker.server.arrivals import Arrivals, is_contradicted
+
+# Changes are sent at most this often, so that a busy worker sends some tens of messages a second and not one a step.
+MIN_INTERVAL_S = 0.02
+# Hashes in one message: at 8 bytes each well under the message size limit.
+MAX_HASHES = 65536
+# Placements that a watcher who does not read is told later; routers know of older ones by their first tokens.
+MAX_PLACEMENTS = 65536
+
+
+class _Watcher:
+    """What one watcher has not been told yet, in order. A hash that came and went meanwhile is in neither set."""
+
+    def __init__(self, findable: dict[int, None], watcher_id: int = 0) -> None:
+        self.watcher_id = watcher_id
+        self.reset = True
+        self.stored = findable.copy()
+        self.evicted: dict[int, None] = {}
+        self.placement_ids: deque[int] = deque(maxlen=MAX_PLACEMENTS)
+        self.changed = asyncio.Event()
+
+    def note(self, report: LoadReport) -> None:
+        for block_hash in report.evicted:
+            if block_hash in self.stored:
+                del self.stored[block_hash]
+            else:
+                self.evicted[block_hash] = None
+        for block_hash in report.stored:
+            if block_hash in self.evicted:
+                del self.evicted[block_hash]
+            else:
+                self.stored[block_hash] = None
+        self.changed.set()
+
+    def take_events(self) -> worker_pb2.KvEvents | None:
+        """The next at most MAX_HASHES changes, evictions first; None if there are none."""
+        if not (self.reset or self.stored or self.evicted):
+            return None
+        evicted = list(self.evicted)[:MAX_HASHES]
+        stored = list(self.stored)[: MAX_HASHES - len(evicted)]
+        events = worker_pb2.KvEvents(reset=self.reset, stored=stored, evicted=evicted)
+        self.reset = False
+        for block_hash in evicted:
+            del self.evicted[block_hash]
+        for block_hash in stored:
+            del self.stored[block_hash]
+        return events
+
+    def take_placements(self) -> list[int]:
+        """The placements that have come since the last message."""
+        placement_ids = list(self.placement_ids)
+        self.placement_ids.clear()
+        return placement_ids
+
+
+class WatchHub:
+    """Keeps the latest load and the findable hashes, and tells any number of watchers. Lives on the event loop."""
+
+    def __init__(
+        self, epoch: int, max_num_seqs: int, block_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.epoch = epoch
+        self._arrivals = Arrivals(block_size)
+        self._clock = clock
+        self._reported_s = clock()
+        self._version = 1
+        self.report = LoadReport()
+        self.draining = False
+        self.is_stopping = False
+        """Whether the process ends: it drains for good."""
+        self.binding: Binding | None = None
+        self.is_published: bool | None = None
+        """Whether the lease in Redis is renewed; None without one."""
+        self._max_num_seqs = max_num_seqs
+        self.findable: dict[int, None] = {}
+        """What can be found, in the order in which it came."""
+        self._watchers: set[_Watcher] = set()
+        self.silent_because: str | None = None
+        """Why watchers are told nothing at the moment; None: they are."""
+        self._may_speak = asyncio.Event()
+        self._may_speak.set()
+
+    def publish(self, report: LoadReport) -> None:
+        """Take in the state after a step."""
+        self.report = report
+        self._arrivals.shown(report.num_taken)
+        self._reported_s = self._clock()
+        self._version += 1
+        for block_hash in report.evicted:
+            self.findable.pop(block_hash, None)
+        self.findable.update(dict.fromkeys(report.stored))
+        for watcher in self._watchers:
+            watcher.note(report)
+
+    def arrived(self, num_tokens: int, belief: Belief) -> None:
+        """A request of so many tokens was given to the engine; the next reports of the engine may not show it yet."""
+        self._arrivals.add(num_tokens, belief.num_cached_tokens)
+        self._version += 1
+        for watcher in self._watchers:
+            if belief.watcher_id and watcher.watcher_id == belief.watcher_id:
+                watcher.placement_ids.append(belief.placement_id)
+            watcher.changed.set()
+
+    def contradiction(self, belief: Belief) -> StatusError | None:
+        """The error with which a request is given back, if there is more work here than its router believed."""
+        report, arrivals = self.report, self._arrivals
+        num_requests = report.num_running + report.num_waiting + arrivals.num_requests
+        if not is_contradicted(belief, num_requests, report.num_uncached_tokens + arrivals.num_tokens):
+            return None
+        detail = worker_pb2.GivenBack(epoch=self.epoch, load=self.load())
+        for watcher in self._watchers:
+            if watcher.watcher_id == belief.watcher_id:
+                detail.placement_ids.extend(watcher.placement_ids)
+        problem = f"the worker has {num_requests} requests, {belief.num_requests} were believed; place it again"
+        return StatusError(Reason.GIVEN_BACK, problem, detail=detail)
+
+    def bind(self, binding: Binding) -> None:
+        """Take in where threads and memory are; watchers are told with the next report."""
+        self.binding = binding
+
+    def note_lease(self, is_published: bool) -> None:
+        """Take in whether the lease in Redis could be renewed; metrics tell."""
+        self.is_published = is_published
+
+    def drain(self, draining: bool = True) -> None:
+        """Tell all watchers that no new requests are taken, or that they are again."""
+        self.draining = draining or self.is_stopping
+        for watcher in self._watchers:
+            watcher.changed.set()
+
+    def fall_silent(self, why: str) -> None:
+        """Tell watchers nothing, not even that the worker is there, until `speak`."""
+        self.silent_because = why
+        self._may_speak.clear()
+
+    def speak(self) -> None:
+        """End a silence."""
+        self.silent_because = None
+        self._may_speak.set()
+
+    def stop(self) -> None:
+        """Drain for good."""
+        self.is_stopping = True
+        self.drain()
+
+    async def watch(
+        self, heartbeat_s: float, interval_s: float = MIN_INTERVAL_S, watcher_id: int = 0
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """Messages for one watcher: the first at once, then when something changed, and every heartbeat, no two within
+        `interval_s` (held to MIN_INTERVAL_S and half a heartbeat). None in a silence."""
+        interval_s = min(max(interval_s, MIN_INTERVAL_S), max(heartbeat_s / 2, MIN_INTERVAL_S))
+        watcher = _Watcher(self.findable, watcher_id)
+        self._watchers.add(watcher)
+        try:
+            sequence = 0
+            while True:
+                watcher.changed.clear()
+                await self._may_speak.wait()
+                others = {other.watcher_id for other in self._watchers if other.watcher_id} - {watcher_id}
+                yield worker_pb2.WatchResponse(
+                    epoch=self.epoch,
+                    sequence=sequence,
+                    kv_events=watcher.take_events(),
+                    load=self.load(),
+                    placement_ids=watcher.take_placements(),
+                    num_watchers=len(others) + 1,
+                    watcher_rank=sum(other < watcher_id for other in others),
+                )
+                sequence += 1
+                if watcher.stored or watcher.evicted:
+                    continue
+                await asyncio.sleep(interval_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(heartbeat_s - interval_s):
+                        await watcher.changed.wait()
+        finally:
+            self._watchers.discard(watcher)
+
+    def load(self) -> worker_pb2.Load:
+        """The latest load as a message."""
+        report = self.report
+        return worker_pb2.Load(
+            num_running=report.num_running,
+            num_waiting=report.num_waiting,
+            num_uncached_tokens=report.num_uncached_tokens,
+            num_blocks=report.num_blocks,
+            num_free_blocks=report.num_free_blocks,
+            num_cached_blocks=report.num_cached_blocks,
+            prefill_tokens_per_s=report.prefill_tokens_per_s,
+            decode_step_ms=report.decode_step_ms,
+            max_num_seqs=self._max_num_seqs,
+            draining=self.draining,
+            counters=worker_pb2.Counters(**report.counters),
+            numa_node=self.binding.numa_node if self.binding is not None else None,
+            binding=binding_message(self.binding) if self.binding is not None else None,
+            num_arrived=self._arrivals.num_requests,
+            arrived_tokens=self._arrivals.num_tokens,
+            arrived_blocks=self._arrivals.num_blocks,
+            age_ms=round(1000 * (self._clock() - self._reported_s)),
+            version=self._version,
+        )
+
+
+def binding_message(binding: Binding) -> worker_pb2.Binding:
+    """What was read from the kernel, as a message."""
+    return worker_pb2.Binding(
+        cpus_allowed=format_list(binding.cpus),
+        memory_policy=binding.memory_policy,
+        memory=[
+            worker_pb2.NodeMemory(
+                node=node,
+                resident_bytes=num_bytes,
+                anonymous_bytes=binding.anonymous_bytes.get(node, 0),
+                kv_bytes=binding.kv_bytes.get(node, 0),
+            )
+            for node, num_bytes in sorted(binding.resident_bytes.items())
+        ],
+        kv_huge_bytes=binding.kv_huge_bytes,
+    )
