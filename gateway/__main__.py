@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,25 +20,32 @@ import click
 import grpc
 import uvloop
 
-from headrace.gateway.cors import with_cors
-from headrace.gateway.formats import REASONING_PARSERS, TOOL_PARSERS, Formats, parse_parsers
-from headrace.gateway.generation import Generator
-from headrace.gateway.grpc_door import DoorInterceptor
-from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
-from headrace.gateway.metrics import Metrics
-from headrace.gateway.models import Models
-from headrace.gateway.prompts import Prompts
-from headrace.gateway.redis_store import RedisStore
-from headrace.gateway.response_store import DEFAULT_TTL_S, MemoryStore, Store
-from headrace.gateway.security import Security, SecurityError, SecuritySettings, security_options
-from headrace.gateway.spans import ACCESS
-from headrace.gateway.text_service import SERVICE_NAME, TextService
-from headrace.gateway.upstream import Upstream
-from headrace.protos.introspection import add_introspection, set_serving
-from headrace.protos.logs import FORMATS, LEVELS, configure_logging
+from headrace.common.stores.redis_link import server_of
+from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
+from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
+from headrace.common.transport.channels import SERVER_OPTIONS
+from headrace.common.transport.introspection import add_introspection, set_serving
+from headrace.gateway.chat.answering import Answering
+from headrace.gateway.chat.formats import REASONING_PARSERS, TOOL_PARSERS, Formats, parse_parsers
+from headrace.gateway.chat.generation import Generator
+from headrace.gateway.chat.planning import Chats
+from headrace.gateway.chat.prompts import Prompts
+from headrace.gateway.edge.cors import with_cors
+from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
+from headrace.gateway.edge.security import Security, SecurityError, SecuritySettings, security_options
+from headrace.gateway.edge.spans import ACCESS
+from headrace.gateway.endpoints import endpoints
+from headrace.gateway.grpc_text.auth import DoorInterceptor
+from headrace.gateway.grpc_text.service import SERVICE_NAME, TextService
+from headrace.gateway.responses.background import ResponseRuns
+from headrace.gateway.responses.redis_store import RedisStore
+from headrace.gateway.responses.store import DEFAULT_TTL_S, TENANT_BYTES, MemoryStore, Store
+from headrace.gateway.services import Services
+from headrace.gateway.structure.constraints import Constraints
+from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.text.models import Models
+from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.text_pb2_grpc import add_TextServicer_to_server
-from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
-from headrace.protos.transport import SERVER_OPTIONS
 
 NUM_TOKENIZER_THREADS = 2
 DRAIN_TIMEOUT_S = 2.0
@@ -74,6 +81,14 @@ class Settings:
     """Whether to serve the web console."""
     response_ttl_s: float
     """How long responses are kept."""
+    worker_wait_s: float | None
+    """How long a new request waits for a worker that is away; None: as long as its client."""
+    response_redis_url: str | None
+    """Where, if not in memory."""
+    response_tenant_mb: int
+    """How much of one tenant."""
+    plain_grpc: bool
+    """Whether each request is an RPC of its own."""
     security: SecuritySettings
 
 
@@ -86,7 +101,7 @@ class _Parts:
     edge: HttpEdge
     text: TextService
     security: Security
-    responses: Store
+    runs: ResponseRuns
 
 
 async def serve(settings: Settings) -> None:
@@ -99,57 +114,57 @@ async def serve(settings: Settings) -> None:
     await security.start()
     with (
         ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize") as tokenizing,
+        ThreadPoolExecutor(1, "translate") as translating,
         ThreadPoolExecutor(1, "load") as loading,
     ):
-        parts = _wire(settings, security, tokenizing, loading)
+        parts = _wire(settings, security, tokenizing, translating, loading)
         try:
             await _run(settings, parts, bound, loading, stop)
         finally:
             await parts.upstream.close()
-            await parts.responses.close()
+            await parts.runs.store.close()
             await security.close()
-            tokenizing.shutdown(cancel_futures=True)
-            loading.shutdown(cancel_futures=True)
+            for executor in (tokenizing, translating, loading):
+                executor.shutdown(cancel_futures=True)
             parts.models.close()
 
 
 def _wire(
-    settings: Settings, security: Security, tokenizing: ThreadPoolExecutor, loading: ThreadPoolExecutor
+    settings: Settings, security: Security, tokenizing: Executor, translating: Executor, loading: Executor
 ) -> _Parts:
     metrics = Metrics()
-    upstream = Upstream(settings.routers, security.transport)
+    upstream = Upstream(
+        settings.routers,
+        security.transport,
+        worker_wait_s=settings.worker_wait_s,
+        plain_grpc=settings.plain_grpc,
+    )
     models = Models(upstream, loading)
-    prompts = Prompts(tokenizing)
-    generator = Generator(upstream, metrics)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
-    responses = _responses(settings)
-    edge = HttpEdge(
-        models,
-        prompts,
-        generator,
-        upstream,
-        metrics,
-        formats,
-        responses=responses,
-        console=settings.console,
-        door=security.door,
-        bodies=security.bodies,
-    )
-    return _Parts(
-        upstream, models, edge, TextService(models, prompts, generator, metrics, formats), security, responses
-    )
+    chats = Chats(models, Prompts(tokenizing), Constraints(translating), formats)
+    generator = Generator(upstream, metrics)
+    runs = ResponseRuns(_responses(settings))
+    services = Services(models, chats, Answering(generator), upstream, metrics)
+    served = endpoints(services, runs, with_console=settings.console)
+    edge = HttpEdge(served, metrics, door=security.door, bodies=security.bodies)
+    return _Parts(upstream, models, edge, TextService(models, chats, generator, metrics), security, runs)
 
 
 def _responses(settings: Settings) -> Store:
-    """Where responses are kept: in the Redis that gateways share, or here."""
-    url = settings.security.redis_url
+    """Where responses are kept: in a Redis that gateways share, or here."""
+    url, leases = settings.response_redis_url, settings.security.redis_url
     if url is None:
-        return MemoryStore(settings.response_ttl_s)
+        return MemoryStore(settings.response_ttl_s, tenant_bytes=settings.response_tenant_mb << 20)
+    if leases is not None and server_of(url) == server_of(leases):
+        problem = (
+            "--response-redis is the Redis of --redis: responses would fill it, and leases, limits and keys be lost"
+        )
+        raise CannotServeError(f"{problem}; give it a Redis of its own, or leave it out to keep responses here")
     try:
-        return RedisStore(url, settings.response_ttl_s)
+        return RedisStore(url, settings.response_ttl_s, tenant_bytes=settings.response_tenant_mb << 20)
     except ValueError as error:
         # Without the URL: it may have a password.
-        raise CannotServeError(f"--redis is no URL of Redis: {error}") from None
+        raise CannotServeError(f"--response-redis is no URL of Redis: {error}") from None
 
 
 async def _run(
@@ -162,8 +177,9 @@ async def _run(
     http_server = HttpServer(application, stop_timeout_s, security.connections, security.tls)
     serving = asyncio.create_task(http_server.serve(sockets=[bound]))
     # OpenVINO takes a third of a second to import: by the time a router has a model, it is there.
-    loading.submit(importlib.import_module, "headrace.gateway.tokenizer")
+    loading.submit(importlib.import_module, "headrace.gateway.text.tokenizer")
     polling = asyncio.create_task(parts.models.run())
+    watching = asyncio.create_task(parts.runs.store.watch())
     stopping: asyncio.Task[None] = asyncio.create_task(_wait(stop))
     host, port = bound.getsockname()[:2]
     scheme = "http" if security.tls is None else "https"
@@ -174,9 +190,9 @@ async def _run(
     parts.text.stopping = True
     interrupting = asyncio.get_running_loop().call_later(settings.drain_timeout_s, parts.edge.interrupt)
     drained = [grpc_server.stop(settings.drain_timeout_s)] if grpc_server is not None else []
-    await asyncio.gather(serving, parts.edge.runs.drain(settings.drain_timeout_s), *drained)
+    await asyncio.gather(serving, parts.runs.drain(settings.drain_timeout_s), *drained)
     interrupting.cancel()
-    for task in (polling, stopping):
+    for task in (polling, watching, stopping):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -243,6 +259,12 @@ def _bind(host: str, port: int) -> socket.socket:
     help="Seconds that running requests may take to end after SIGTERM; nobody else can go on with them.",
 )
 @click.option(
+    "--worker-wait",
+    "worker_wait_s",
+    type=click.FloatRange(min=0),
+    help="Most seconds that a new request waits for a worker or router that is away. Default: as its client does.",
+)
+@click.option(
     "--tool-parser",
     "tool_parsers",
     multiple=True,
@@ -265,7 +287,25 @@ def _bind(host: str, port: int) -> socket.socket:
     "response_ttl_s",
     default=DEFAULT_TTL_S,
     type=click.FloatRange(min=1),
-    help="Seconds for which responses of the Responses API are kept: in the Redis of --redis, else in memory.",
+    help="Seconds for which responses of the Responses API are kept: in the Redis of --response-redis, else in memory.",
+)
+@click.option(
+    "--response-redis",
+    "response_redis_url",
+    envvar="HEADRACE_GATEWAY_RESPONSE_REDIS",
+    metavar="URL",
+    help="Redis for responses, which gateways share; not that of --redis.  [default: none, the memory of this gateway]",
+)
+@click.option(
+    "--response-tenant-mb",
+    default=TENANT_BYTES >> 20,
+    type=click.IntRange(min=1),
+    help="MiB of responses that are kept for one tenant; the oldest give way.",
+)
+@click.option(
+    "--plain-grpc",
+    is_flag=True,
+    help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
 @security_options
 @click.option("--console/--no-console", default=True, help="Whether to serve the web console at /.")

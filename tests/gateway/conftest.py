@@ -23,17 +23,27 @@ import pytest_asyncio
 from openvino_tokenizers import tokenizer_pipeline as pipeline
 from openvino_tokenizers.utils import change_inputs_type, change_outputs_type
 
-from headrace.gateway.cors import with_cors
-from headrace.gateway.generation import Generator
-from headrace.gateway.grpc_door import DoorInterceptor
-from headrace.gateway.http import HttpEdge, HttpServer, bound_socket
-from headrace.gateway.metrics import Metrics
-from headrace.gateway.models import Models, TextSide, load_text_side
-from headrace.gateway.prompts import Prompts
-from headrace.gateway.response_store import Store
-from headrace.gateway.security import Security, SecuritySettings
-from headrace.gateway.text_service import SERVICE_NAME, TextService
-from headrace.gateway.upstream import Upstream
+from headrace.common.transport.introspection import add_introspection, set_serving
+from headrace.common.transport.session_server import SessionServer
+from headrace.common.transport.sessions import CallContext
+from headrace.common.transport.wire_request import WireRequest
+from headrace.gateway.chat.answering import Answering
+from headrace.gateway.chat.generation import Generator
+from headrace.gateway.chat.planning import Chats
+from headrace.gateway.chat.prompts import Prompts
+from headrace.gateway.edge.cors import with_cors
+from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
+from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.endpoints import endpoints
+from headrace.gateway.grpc_text.auth import DoorInterceptor
+from headrace.gateway.grpc_text.service import SERVICE_NAME, TextService
+from headrace.gateway.responses.background import ResponseRuns
+from headrace.gateway.responses.store import MemoryStore, Store
+from headrace.gateway.services import Services
+from headrace.gateway.structure.constraints import Constraints
+from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.text.models import Models, TextSide, load_text_side
+from headrace.gateway.upstream.routers import Upstream
 from headrace.protos import (
     inference_pb2,
     inference_pb2_grpc,
@@ -43,9 +53,6 @@ from headrace.protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from headrace.protos.introspection import add_introspection, set_serving
-from headrace.protos.session_server import SessionServer
-from headrace.protos.sessions import CallContext
 from headrace.protos.status import Reason, StatusError, abort  # noqa: F401  # Reason is for tests
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
@@ -205,7 +212,9 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.streams: list[Stream] = []
         self._contexts: dict[int, Any] = {}
         self.num_lists = 0
+        self.num_sessions = 0
         self.workers: list[router_pb2.WorkerInfo] = []
+        self.redis = router_pb2.REDIS_STATE_UNSPECIFIED
         self.cards = [self.card()]
 
     def card(self, **changes: Any) -> worker_pb2.ModelCard:
@@ -216,7 +225,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
             "tokenizer_sha256": hashlib.sha256(self.bundle).hexdigest(),
             "max_context_tokens": self.max_context_tokens,
             "vocab_size": 270,
-            "block_size": 16,
+            "block_size": 1,
             "eos_token_ids": [EOS],
             "created_s": 1_700_000_000,
         }
@@ -245,6 +254,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
             message = inference_pb2.GenerateResponse(start_pos=position, token_ids=tokens)
             if position == len(request.resume_token_ids):
                 message.num_cached_tokens = self.num_cached
+                message.model_identity = f"identity of {self.answer}"
                 if request.sampling.HasField("prompt_logprobs") and position == 0:
                     for token in request.token_ids[1:]:
                         top = list(range(request.sampling.prompt_logprobs))
@@ -274,8 +284,10 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
             await abort(context, error)
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
-        async def handle(raw: bytes, call: CallContext) -> None:
-            await self.Generate(inference_pb2.GenerateRequest.FromString(raw), _Writing(call))
+        self.num_sessions += 1
+
+        async def handle(wire: WireRequest, call: CallContext) -> None:
+            await self.Generate(inference_pb2.GenerateRequest.FromString(wire.joined()), _Writing(call))
 
         await SessionServer(handle).serve(request_iterator, context)
 
@@ -283,7 +295,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.num_lists += 1
         if self.is_worker:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
-        return router_pb2.ListModelsResponse(models=self.cards)
+        return router_pb2.ListModelsResponse(models=self.cards, redis=self.redis)
 
     async def ListWorkers(self, request: Any, context: Any) -> Any:
         return router_pb2.ListWorkersResponse(workers=self.workers)
@@ -333,39 +345,43 @@ class Gateway:
     http: httpx.AsyncClient
     models: Models
     edge: HttpEdge
+    runs: ResponseRuns
     upstream: Upstream
 
 
 @asynccontextmanager
 async def serving_gateway(
-    *routers: str, responses: Store | None = None, security: Security | None = None
+    *routers: str, responses: Store | None = None, security: Security | None = None, plain_grpc: bool = False
 ) -> AsyncIterator[Gateway]:
     """A gateway in front of the routers, over real HTTP and gRPC; ready when it is given."""
     security = security or Security(SecuritySettings())
     with ThreadPoolExecutor(2) as executor:
-        metrics, upstream = Metrics(), Upstream(routers)
-        models, prompts = Models(upstream, executor), Prompts(executor)
+        metrics, upstream = Metrics(), Upstream(routers, plain_grpc=plain_grpc)
+        models = Models(upstream, executor)
+        chats = Chats(models, Prompts(executor), Constraints(executor))
         generator = Generator(upstream, metrics)
         guard: dict[str, Any] = {"door": security.door, "bodies": security.bodies}
-        edge = HttpEdge(models, prompts, generator, upstream, metrics, responses=responses, **guard)
+        runs = ResponseRuns(MemoryStore() if responses is None else responses)
+        served = endpoints(Services(models, chats, Answering(generator), upstream, metrics), runs)
+        edge = HttpEdge(served, metrics, **guard)
         bound = bound_socket("127.0.0.1", 0)
         url = f"{'http' if security.tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
         application = with_cors(edge, security.cors_origins)
         http_server = HttpServer(application, 2, security.connections, security.tls)
         serving = asyncio.create_task(http_server.serve(sockets=[bound]))
         grpc_server = grpc.aio.server(interceptors=[DoorInterceptor(security.door)])
-        text_pb2_grpc.add_TextServicer_to_server(TextService(models, prompts, generator, metrics), grpc_server)
+        text_pb2_grpc.add_TextServicer_to_server(TextService(models, chats, generator, metrics), grpc_server)
         await set_serving(add_introspection(grpc_server, [SERVICE_NAME]), [SERVICE_NAME], True)
         grpc_address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
         await grpc_server.start()
         await models.listed()
         try:
             async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:
-                yield Gateway(url, grpc_address, http, models, edge, upstream)
+                yield Gateway(url, grpc_address, http, models, edge, runs, upstream)
         finally:
             http_server.should_exit = True
             await asyncio.gather(serving, grpc_server.stop(None))
-            await edge.runs.drain(0)
+            await runs.drain(0)
             await upstream.close()
             models.close()
 

@@ -8,12 +8,15 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.redis_server import RedisServer
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
@@ -24,13 +27,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def start(*flags: str, **environment: str) -> asyncio.subprocess.Process:
+async def start(*flags: str, role: str = "gateway", **environment: str) -> asyncio.subprocess.Process:
     import os
 
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "headrace.gateway",
+        f"headrace.{role}",
         *flags,
         stderr=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -104,6 +107,32 @@ async def test_it_is_live_before_there_is_a_router_and_ready_when_one_comes(kit:
     finally:
         process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_health_tells_how_the_redis_of_router_and_gateway_are(tmp_path: Path) -> None:
+    leases = RedisServer(tmp_path).start()
+    full = RedisServer(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction").start()
+    address, port = f"unix:{tmp_path}/router.sock", free_port()
+    processes = [
+        await start("--listen", address, "--redis", leases.url, role="router"),
+        await start("--port", str(port), "--router", address, "--response-redis", full.url),
+    ]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        await until_ready(url, "/health/live")
+        async with httpx.AsyncClient() as http, asyncio.timeout(20):
+            while (told := (await http.get(f"{url}/health")).json().get("redis", {})).keys() != {"leases", "responses"}:
+                await asyncio.sleep(0.02)
+            assert told["responses"] == "unwritable"
+            while (await http.get(f"{url}/health")).json()["redis"]["leases"] != "ok":
+                await asyncio.sleep(0.02)
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        statuses = [await asyncio.wait_for(process.wait(), 10) for process in processes]
+        leases.kill()
+        full.kill()
+    assert statuses == [0, 0]
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])

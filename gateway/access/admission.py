@@ -1,0 +1,286 @@
+"""The door: who may come in with what, how many at a time, and for how long. All requests pass it, HTTP and gRPC.
+
+    request -> key known? (401) -> room for it in its key's limits? (429) -> handler
+                                       prompt known -> tokens in its key's limits? (429) -> generation -> settled
+
+Without keys everybody may come in; the bounds of the gateway itself hold for all.
+
+Tokens of a request are taken before it is generated: those of its prompts, and the longest answers that it asked for
+where it said so (`max_tokens` times the number of answers). When it has ended, that is settled to what was used:
+prompts and generated tokens, or nothing if nothing came. An answer whose length was left open is thus paid for behind,
+out of the next minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.common.stores.api_keys import ApiKey
+from headrace.gateway.access.keys import KeyRing
+from headrace.gateway.access.limits import Answer, Entry, KeyLimits, LocalLimits, Standing
+from headrace.protos.status import Reason, StatusError
+
+CROWDED_RETRY_S = 1.0
+_BEARER = "bearer "
+_MAX_ECHO_CHARS = 100
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class DoorBounds:
+    """Bounds of the gateway itself, for all callers together. Times in seconds."""
+
+    max_requests: int = 4096
+    """Requests at a time."""
+    request_timeout_s: float = 3600.0
+    """From a request's arrival to the end of its answer."""
+    early_headers_s: float | None = None
+    """When a stream begins although nothing came yet; None: never."""
+    open_metrics: bool = False
+    """Whether metrics may be read without a key."""
+    wants_certificate: bool = False
+    """Whether clients have to show a certificate, for all but health."""
+
+
+class Limits(Protocol):
+    """Where what keys have used is counted: here alone, or shared with other gateways."""
+
+    async def enter(self, key: KeyLimits, visit: str) -> Entry:
+        """Let a request in, if there is room."""
+
+    async def take_tokens(self, key: KeyLimits, cost: int) -> Answer:
+        """Count tokens, if there is room."""
+
+    def settle(self, key: KeyLimits, delta: int) -> None:
+        """Count tokens (or take them back) in any case."""
+
+    def leave(self, key: KeyLimits, visit: str) -> None:
+        """A request that was let in has ended."""
+
+    def retain(self, key_ids: Collection[str]) -> None:
+        """These are all the keys there are."""
+
+
+class OwnLimits:
+    """`LocalLimits` as `Limits`."""
+
+    def __init__(self, local: LocalLimits) -> None:
+        self._local = local
+
+    async def enter(self, key: KeyLimits, visit: str) -> Entry:
+        """As `Limits.enter`."""
+        return self._local.enter(key, visit)
+
+    async def take_tokens(self, key: KeyLimits, cost: int) -> Answer:
+        """As `Limits.take_tokens`."""
+        return self._local.take_tokens(key, cost)
+
+    def settle(self, key: KeyLimits, delta: int) -> None:
+        """As `Limits.settle`."""
+        if key.tokens_per_minute is not None and delta:
+            self._local.take_tokens(key, delta, anyway=True)
+
+    def leave(self, key: KeyLimits, visit: str) -> None:
+        """As `Limits.leave`."""
+        self._local.leave(key, visit)
+
+    def retain(self, key_ids: Collection[str]) -> None:
+        """As `Limits.retain`."""
+        self._local.retain(key_ids)
+
+
+class Visit:
+    """A request with a key, from the door to its end."""
+
+    def __init__(self, key: ApiKey, name: str, limits: Limits) -> None:
+        self.key = key
+        self._name = name
+        self._limits = limits
+        self._of_key = KeyLimits(key.id, key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
+        self._num_holders = 0
+        self._requests: Standing | None = None
+        self._tokens: Standing | None = None
+
+    async def enter(self) -> None:
+        """Come in, until `leave`. Raises StatusError (QUOTA)."""
+        entry = await self._limits.enter(self._of_key, self._name)
+        self._requests = entry.standing
+        if entry.is_crowded:
+            problem = f"this key may have {self.key.max_concurrent} requests at a time, and has them"
+            raise StatusError(Reason.QUOTA, problem, retry_after_s=CROWDED_RETRY_S)
+        if entry.wait_us:
+            problem = f"this key may make {self.key.requests_per_minute} requests a minute"
+            raise _too_soon(problem, entry.wait_us)
+        self._num_holders = 1
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While inside, the request is not over, although its exchange may be."""
+        self._num_holders += 1
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """One of those who hold the visit is done with it."""
+        self._num_holders -= 1
+        if self._num_holders == 0:
+            self._limits.leave(self._of_key, self._name)
+
+    def check(self, model: str, priority: int) -> None:
+        """Whether the key is good for a model and a priority. Raises StatusError (PERMISSION_DENIED)."""
+        if not self.may_use(model):
+            problem = f"this key is not for model {model[:_MAX_ECHO_CHARS]!r}"
+            raise StatusError(Reason.PERMISSION_DENIED, problem, field="model")
+        if priority > self.key.max_priority:
+            problem = f"this key may ask for a priority of at most {self.key.max_priority}, not {priority}"
+            raise StatusError(Reason.PERMISSION_DENIED, problem, field="priority")
+
+    def may_use(self, model: str) -> bool:
+        """Whether the key is good for a model."""
+        return not self.key.models or model in self.key.models
+
+    async def take_tokens(self, num_tokens: int) -> None:
+        """Count tokens. Raises StatusError: QUOTA if there is no room now, INVALID_FIELD if there never is."""
+        limit = self.key.tokens_per_minute
+        if limit is None:
+            return
+        if num_tokens > limit:
+            problem = f"this request may take {num_tokens} tokens, and its key has {limit} a minute"
+            remedy = "shorten the prompt, or ask for less with max_tokens"
+            raise StatusError(Reason.INVALID_FIELD, f"{problem}: {remedy}", field="max_tokens")
+        answer = await self._limits.take_tokens(self._of_key, num_tokens)
+        self._tokens = answer.standing
+        if answer.wait_us:
+            problem = f"this key may use {limit} tokens a minute, and this request may take {num_tokens}"
+            raise _too_soon(problem, answer.wait_us)
+
+    def settle(self, delta: int) -> None:
+        """So many more tokens (or fewer) were used than taken."""
+        self._limits.settle(self._of_key, delta)
+
+    def headers(self) -> Headers:
+        """What a response says of the limits, as OpenAI's does."""
+        found: Headers = []
+        for kind, told in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if told is not None:
+                found += [
+                    (b"x-ratelimit-limit-" + kind, b"%d" % told.limit),
+                    (b"x-ratelimit-remaining-" + kind, b"%d" % told.remaining),
+                    (b"x-ratelimit-reset-" + kind, duration_of(told.reset_us).encode()),
+                ]
+        return found
+
+
+class Door:
+    """Lets requests in. Without a key ring, everybody's."""
+
+    def __init__(
+        self, bounds: DoorBounds = DoorBounds(), keys: KeyRing | None = None, limits: Limits | None = None
+    ) -> None:
+        self.bounds = bounds
+        self._keys = keys
+        self._limits = limits
+        self._num_inside = 0
+        own = secrets.token_hex(8)
+        self._names = (f"{own}-{number}" for number in itertools.count())  # unique among all gateways
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a key is asked for."""
+        return self._keys is not None
+
+    def identify(self, header: Callable[[str], str]) -> ApiKey | None:
+        """Whose request this is by its headers; None if no keys are asked for. Raises StatusError."""
+        if self._keys is None:
+            return None
+        secret = secret_of(header)
+        if not secret:
+            problem = "no API key was given: send it as `Authorization: Bearer KEY`, or as `x-api-key`"
+            raise StatusError(Reason.UNAUTHENTICATED, problem)
+        return self._keys.find(secret)
+
+    def visit(self, key: ApiKey | None) -> Visit | None:
+        """The visit of a request that has this key; it is not let in yet."""
+        if key is None or self._limits is None:
+            return None
+        return Visit(key, next(self._names), self._limits)
+
+    @asynccontextmanager
+    async def admitted(
+        self, visit: Visit | None, *, counted: bool, timeout_s: float | None = None
+    ) -> AsyncIterator[None]:
+        """A request that may be answered, while inside. Only `counted` ones count for limits. Its caller gives it
+        `timeout_s`.
+
+        Raises StatusError: QUOTA for what the key does not have, QUEUE_FULL when the gateway has its fill, DEADLINE
+        when the answer takes too long.
+        """
+        if counted and self._num_inside >= self.bounds.max_requests:
+            problem = f"the gateway has {self._num_inside} requests at a time, as many as it takes"
+            raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=CROWDED_RETRY_S)
+        self._num_inside += counted
+        try:
+            async with self._timed(timeout_s):
+                if visit is None or not counted:
+                    yield
+                    return
+                await visit.enter()
+                try:
+                    yield
+                finally:
+                    visit.leave()
+        finally:
+            self._num_inside -= counted
+
+    @asynccontextmanager
+    async def _timed(self, own_s: float | None) -> AsyncIterator[None]:
+        most_s = self.bounds.request_timeout_s
+        bound_s = most_s if own_s is None else min(own_s, most_s)
+        timeout = asyncio.timeout(bound_s)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            whose = "a request may take" if bound_s == most_s else "this request gave it"
+            problem = f"the answer took longer than the {bound_s:g} s that {whose}"
+            raise StatusError(Reason.DEADLINE, problem) from None
+
+
+def secret_of(header: Callable[[str], str]) -> str:
+    """The key in a request's headers, by lower-case name; empty if there is none."""
+    authorization = header("authorization")
+    if authorization[: len(_BEARER)].lower() == _BEARER:
+        return authorization[len(_BEARER) :].strip()
+    return header("x-api-key").strip()
+
+
+def duration_of(microseconds: int) -> str:
+    """A time as OpenAI's headers have it: 0s, 20ms, 1.5s, 6m0s, 1h0m0s; rounded up to milliseconds."""
+    ms = -(-microseconds // 1000)
+    if ms < 1000:
+        return f"{ms}ms" if ms else "0s"
+    seconds, rest_ms = divmod(ms, 1000)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{seconds}.{rest_ms:03}".rstrip("0").rstrip(".") + "s" if rest_ms else f"{seconds}s"
+    if hours:
+        return f"{hours}h{minutes}m{text}"
+    return f"{minutes}m{text}" if minutes else text
+
+
+def _too_soon(problem: str, wait_us: int) -> StatusError:
+    wait_ms = math.ceil(wait_us / 1000)
+    when = f"the same request may be made in {wait_ms / 1000:g} s"
+    return StatusError(Reason.QUOTA, f"{problem}; {when}", retry_after_s=wait_ms / 1000)

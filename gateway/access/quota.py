@@ -1,0 +1,330 @@
+"""Limits that all gateways of a fleet share, in Redis; and what holds while it is away.
+
+    headrace:quota:{KEY}:requests    hash of `level` and `at_us`, a bucket as in `limits`
+    headrace:quota:{KEY}:tokens      the same for tokens
+    headrace:quota:{KEY}:inside      sorted set of requests at a time, each with the time at which its lease ends
+
+Decisions are scripts, so they are atomic, and on the clock of Redis, so that gateways need not agree on the time.
+Requests inside hold a lease that is renewed: those of a gateway that died give their places back.
+
+All that a gateway asks and tells goes over one connection, in order, as much as has come together in one message.
+
+While Redis is away each gateway keeps serving and holds every key to its limits by itself, with what this gateway has
+let in before counted: a key cannot start anew, but may get its limits from each of the gateways. That Redis is away is
+known from the first message that fails or takes longer than `TIMEOUT_S`, and it is looked every `LOOK_S`; from then on
+nobody waits for it, until it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.common.stores.redis_link import RedisClient, connect, failures
+from headrace.gateway.access.limits import Answer, Entry, KeyLimits, LocalLimits, Standing
+
+TIMEOUT_S = 1.0
+LOOK_S = 0.5
+LEASE_S = 30.0
+MAX_NOTES = 10_000
+"""Ended requests and settlements that wait to be told to Redis; what is more is left to leases, or lost."""
+_BATCH = 256
+# A wait that ends this late says that the gateway itself stood still, and nothing about Redis.
+_STALL_S = 0.25
+_SOCKET_TIMEOUT_S = 5.0
+_LOOKED_KEY = "headrace:quota:looked"
+_LOG = logging.getLogger(__name__)
+
+# Arguments: time in microseconds, or "" for that of Redis. Numbers are written out, since Lua would round long ones.
+_PRELUDE = """
+local now = tonumber(ARGV[1])
+if not now then
+  local time = redis.call('TIME')
+  now = time[1] * 1000000 + time[2]
+end
+local function drained(key, limit)
+  local kept = redis.call('HMGET', key, 'level', 'at_us')
+  local level, at = tonumber(kept[1]) or 0, tonumber(kept[2]) or now
+  return math.max(0, level - limit * math.max(0, now - at))
+end
+local function keep(key, limit, level)
+  if level == 0 then redis.call('DEL', key) return end
+  redis.call('HSET', key, 'level', string.format('%.0f', level), 'at_us', string.format('%.0f', now))
+  redis.call('PEXPIRE', key, string.format('%.0f', math.ceil(level / limit / 1000) + 1000))
+end
+local function told(limit, level)
+  return math.floor(math.max(0, limit * 60000000 - level) / 60000000), math.ceil(level / limit)
+end
+"""
+
+# Further arguments: cost, limit, whether to take it anyway. Answer: wait in us, remaining, reset in us.
+TAKE = (
+    _PRELUDE
+    + """
+local cost, limit, anyway = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1'
+local level = drained(KEYS[1], limit)
+local over = level + cost * 60000000 - limit * 60000000
+local wait = 0
+if over > 0 and not anyway then
+  wait = math.ceil(over / limit)
+else
+  level = math.min(math.max(0, level + cost * 60000000), 9007199254740991)
+  keep(KEYS[1], limit, level)
+end
+local remaining, reset = told(limit, level)
+return {wait, remaining, reset}
+"""
+)
+
+# Further arguments: limit of requests or 0, most at a time or 0, the request's name, its lease in us.
+# Answer: wait in us, whether there are too many at a time, remaining, reset in us.
+ENTER = (
+    _PRELUDE
+    + """
+local limit, most, visit, lease = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local level, remaining, reset = 0, 0, 0
+if limit > 0 then
+  level = drained(KEYS[1], limit)
+  remaining, reset = told(limit, level)
+end
+if most > 0 then
+  redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%.0f', now))
+  if redis.call('ZCARD', KEYS[2]) >= most then return {0, 1, remaining, reset} end
+end
+if limit > 0 then
+  local over = level + 60000000 - limit * 60000000
+  if over > 0 then return {math.ceil(over / limit), 0, remaining, reset} end
+  level = level + 60000000
+  keep(KEYS[1], limit, level)
+  remaining, reset = told(limit, level)
+end
+if most > 0 then
+  redis.call('ZADD', KEYS[2], string.format('%.0f', now + lease), visit)
+  redis.call('PEXPIRE', KEYS[2], string.format('%.0f', math.ceil(lease / 1000)))
+end
+return {0, 0, remaining, reset}
+"""
+)
+
+# Argument: a request's name.
+LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
+
+# Further arguments: lease in us, names of requests. Those that are still inside stay for another lease; one that came
+# in while Redis was away is entered.
+RENEW = (
+    _PRELUDE
+    + """
+for index = 3, #ARGV do
+  redis.call('ZADD', KEYS[1], string.format('%.0f', now + tonumber(ARGV[2])), ARGV[index])
+end
+redis.call('PEXPIRE', KEYS[1], string.format('%.0f', math.ceil(tonumber(ARGV[2]) / 1000)))
+"""
+)
+
+_LEASE_US = round(LEASE_S * 1e6)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Script:
+    """A script to be run. Somebody waits for the `answer`, or nobody does."""
+
+    text: str
+    keys: Sequence[str]
+    arguments: Sequence[Any]
+    answer: asyncio.Future[list[int] | None] | None = None
+
+
+class SharedLimits:
+    """The limits of all gateways at one Redis. `local` holds while it is away, and follows along while it is not."""
+
+    def __init__(self, url: str, local: LocalLimits) -> None:
+        """Raises ValueError for what is no URL of Redis."""
+        self._redis: RedisClient = connect(url, _SOCKET_TIMEOUT_S)
+        self._local = local
+        self.is_shared = False
+        """Whether Redis answers."""
+        self._inside: dict[str, KeyLimits] = {}
+        self._queue: deque[_Script] = deque()
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Find out whether Redis answers, and keep an eye on it from then on."""
+        await self._look()
+        if not self.is_shared:
+            _LOG.warning("Redis does not answer: keys are held to their limits by each gateway for itself")
+        self._tasks = [
+            asyncio.create_task(self._keep_looking(), name="Redis"),
+            asyncio.create_task(self._keep_telling(), name="limits in Redis"),
+        ]
+
+    async def close(self) -> None:
+        """Tell Redis what is still to be told, if it answers, and stop."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self.is_shared and self._queue:
+            await self._tell()
+        await self._redis.aclose()
+
+    async def enter(self, key: KeyLimits, visit: str) -> Entry:
+        """Let a request in, if its key has room; a refused one counts for nothing. `visit` is a name of its own."""
+        limit, most = key.requests_per_minute or 0, key.max_concurrent or 0
+        names = [_name(key, "requests"), _name(key, "inside")]
+        try:
+            told = await self._ask(ENTER, names, ["", limit, most, visit, _LEASE_US])
+        except asyncio.CancelledError:
+            self.leave(key, visit)  # Redis may let it in, or have done so
+            raise
+        if told is None:
+            entry = self._local.enter(key, visit)
+        else:
+            wait_us, is_crowded, remaining, reset_us = told
+            entry = Entry(wait_us, bool(is_crowded), Standing(limit, remaining, reset_us) if limit else None)
+            if entry.is_in:
+                self._local.enter(key, visit, anyway=True)
+        if entry.is_in:
+            self._inside[visit] = key
+        return entry
+
+    async def take_tokens(self, key: KeyLimits, cost: int) -> Answer:
+        """Count tokens, if there is room. The key has such a limit."""
+        limit = key.tokens_per_minute
+        assert limit is not None
+        told = await self._ask(TAKE, [_name(key, "tokens")], ["", cost, limit, 0])
+        if told is None:
+            return self._local.take_tokens(key, cost)
+        wait_us, remaining, reset_us = told
+        if not wait_us:
+            self._local.take_tokens(key, cost, anyway=True)
+        return Answer(wait_us, Standing(limit, remaining, reset_us))
+
+    def settle(self, key: KeyLimits, delta: int) -> None:
+        """So many tokens more (or fewer, if negative) were used than taken. Redis is told in a moment."""
+        if key.tokens_per_minute is not None and delta:
+            self._local.take_tokens(key, delta, anyway=True)
+            self._note(_Script(TAKE, [_name(key, "tokens")], ["", delta, key.tokens_per_minute, 1]))
+
+    def leave(self, key: KeyLimits, visit: str) -> None:
+        """A request that was let in has ended. Redis is told in a moment."""
+        self._local.leave(key, visit)
+        self._inside.pop(visit, None)
+        if key.max_concurrent is not None:
+            self._note(_Script(LEAVE, [_name(key, "inside")], [visit]))
+
+    def retain(self, key_ids: Collection[str]) -> None:
+        """Forget all other keys, where nothing of them is inside."""
+        self._local.retain(key_ids)
+
+    # --- Redis ------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, text: str, keys: Sequence[str], arguments: Sequence[Any]) -> list[int] | None:
+        """What a script says; None if Redis is away."""
+        if not self.is_shared:
+            return None
+        script = _Script(text, keys, arguments, asyncio.get_running_loop().create_future())
+        self._queue.append(script)
+        self._wake.set()
+        assert script.answer is not None
+        return await script.answer
+
+    def _note(self, script: _Script) -> None:
+        if len(self._queue) < MAX_NOTES:
+            self._queue.append(script)
+            self._wake.set()
+
+    async def _keep_telling(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self.is_shared and self._queue:
+                await self._tell()
+
+    async def _tell(self) -> None:
+        """Run the next scripts, all of them in one message."""
+        batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+        answers: list[Any] | None = None
+        try:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for script in batch:
+                    pipeline.eval(script.text, len(script.keys), *script.keys, *script.arguments)
+                answers = await self._in_time(asyncio.ensure_future(pipeline.execute()))
+        except failures():
+            _LOG.debug("a broken connection to Redis could not be given back")
+        finally:
+            for script, answer in zip(batch, answers or [None] * len(batch), strict=True):
+                if script.answer is not None and not script.answer.done():
+                    script.answer.set_result(answer)
+            if answers is None:
+                # What was only told is not told again: it may have been heard, and would count twice.
+                self._is_away()
+
+    async def _in_time(self, command: asyncio.Future[Any]) -> Any:
+        """The outcome; None if there is none in time, or it is a failure."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        try:
+            await asyncio.wait({command}, timeout=TIMEOUT_S)
+            if not command.done() and loop.time() - begun_s > TIMEOUT_S + _STALL_S:
+                await asyncio.wait({command}, timeout=TIMEOUT_S)
+            if command.done():
+                return command.result()
+            problem = f"no answer within {TIMEOUT_S:g} s"
+        except failures() as error:
+            problem = str(error) or type(error).__name__
+        finally:
+            command.cancel()
+        if self.is_shared:
+            _LOG.warning("Redis is away (%s): each gateway holds keys to their limits for itself", problem[:200])
+        return None
+
+    def _is_away(self) -> None:
+        """Nobody waits for Redis from now on; what it is only told waits until it is back."""
+        self.is_shared = False
+        waiting = [script for script in self._queue if script.answer is not None]
+        self._queue = deque(script for script in self._queue if script.answer is None)
+        for script in waiting:
+            assert script.answer is not None
+            if not script.answer.done():
+                script.answer.set_result(None)
+
+    async def _look(self) -> None:
+        # A replica and a server without memory would answer a ping, too.
+        looking = asyncio.ensure_future(self._redis.set(_LOOKED_KEY, b"1", px=1000))
+        if await self._in_time(looking) is None:
+            self._is_away()
+        else:
+            self.is_shared = True
+
+    async def _keep_looking(self) -> None:
+        loop = asyncio.get_running_loop()
+        renewed_s = loop.time()
+        while True:
+            was_shared = self.is_shared
+            await self._look()
+            if self.is_shared and (not was_shared or loop.time() - renewed_s > LEASE_S / 3):
+                if not was_shared:
+                    _LOG.info("Redis is back: gateways share the limits of keys again")
+                renewed_s = loop.time()
+                self._renew_leases()
+                self._wake.set()
+            await asyncio.sleep(LOOK_S)
+
+    def _renew_leases(self) -> None:
+        by_key: dict[KeyLimits, list[str]] = {}
+        for visit, key in self._inside.items():
+            if key.max_concurrent is not None:
+                by_key.setdefault(key, []).append(visit)
+        for key, visits in by_key.items():
+            for start in range(0, len(visits), _BATCH):
+                batch = visits[start : start + _BATCH]
+                self._note(_Script(RENEW, [_name(key, "inside")], ["", _LEASE_US, *batch]))
+
+
+def _name(key: KeyLimits, kind: str) -> str:
+    # What is in braces decides the slot in a cluster: a script's keys must be in one.
+    return f"headrace:quota:{{{key.key_id}}}:{kind}"

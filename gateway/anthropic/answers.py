@@ -1,0 +1,230 @@
+"""Answers of the Messages API: the blocks of a message, and the events of its stream (pure).
+
+    message_start, { content_block_start, content_block_delta..., content_block_stop }..., message_delta, message_stop
+
+One instance makes one message, streamed or not, so that a stream adds up to the whole answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.chat.choice import Ending
+from headrace.gateway.chat.generation import Usage
+from headrace.gateway.chat.output import ChatPiece, new_call_id
+from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from headrace.gateway.edge.failures import Failure
+from headrace.gateway.edge.wire import encode
+from headrace.gateway.text.reasoning_seal import sealed
+
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+INVALID_JSON = "INVALID_JSON"
+"""Name under which an input that was cut off stands as text."""
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class _AnthropicErrors:
+    """The shape of all errors of this protocol."""
+
+    def whole(self, failure: Failure) -> bytes:
+        """The error object."""
+        error = {"type": _ERROR_TYPES.get(failure.status, "api_error"), "message": failure.message}
+        return encode({"type": "error", "error": error})
+
+    def event(self, failure: Failure) -> bytes:
+        """The last event of a stream that failed."""
+        return b"event: error\ndata: " + self.whole(failure) + b"\n\n"
+
+
+ANTHROPIC_ERRORS = _AnthropicErrors()
+
+
+class _Block:
+    """A block that is being written."""
+
+    def __init__(self, kind: str, call_id: str = "", name: str = "") -> None:
+        self.kind = kind
+        self.call_id = call_id
+        self.name = name
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    def value(self, shows_thinking: bool = True) -> dict[str, Any]:
+        """The block as the message shows it."""
+        text = "".join(self._texts)
+        if self.kind == "text":
+            return {"type": "text", "text": text, "citations": None}
+        if self.kind == "thinking":
+            return {"type": "thinking", "thinking": text if shows_thinking else "", "signature": sealed(text)}
+        return self._call(_input(text))
+
+    def opening(self) -> dict[str, Any]:
+        """The block as its first event shows it."""
+        if self.kind == "tool_use":
+            return self._call({})
+        empty: dict[str, Any] = {"type": self.kind, self.kind: ""}
+        return {**empty, "signature": ""} if self.kind == "thinking" else {**empty, "citations": None}
+
+    def _call(self, value: dict[str, Any]) -> dict[str, Any]:
+        caller = {"type": "direct"}
+        return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": value, "caller": caller}
+
+
+def _input(text: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        value = None
+    return value if isinstance(value, dict) else {INVALID_JSON: text}
+
+
+class MessageAnswer:
+    """Makes one message. Push every piece, as `piece` or as `push`; then `end` or `whole`."""
+
+    def __init__(
+        self, message_id: str, model: str, num_prompt_tokens: int, num_id_chars: int, shows_thinking: bool
+    ) -> None:
+        """`num_id_chars` is the length of the ids of calls."""
+        self._message: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "container": None,
+            "diagnostics": None,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "stop_details": None,
+            "usage": {**_usage_value(Usage(num_prompt_tokens, 0, 0)), **_SERVICE},
+        }
+        self._num_id_chars = num_id_chars
+        self._shows_thinking = shows_thinking
+        self._begun = False
+        self._open: _Block | None = None
+        self._blocks: list[dict[str, Any]] = []
+        self._ending: Ending | None = None
+
+    def piece(self, index: int, piece: ChatPiece) -> bytes:
+        """Events for a piece."""
+        events = b"" if self._begun else _event("message_start", message=self._message) + PING
+        self._begun = True
+        for delta in piece.deltas:
+            events += self._delta(delta)
+        if piece.ending is not None:
+            self._ending = piece.ending
+            events += self._close()
+        return events
+
+    def push(self, piece: ChatPiece) -> None:
+        """Take the next piece of an answer that is not streamed."""
+        self.piece(0, piece)
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events."""
+        events = _event("message_delta", delta={**self._stop(), "container": None}, usage=_usage_value(usage))
+        return events + _event("message_stop")
+
+    def whole(self, usage: Usage) -> bytes:
+        """The body of the answer."""
+        account = {**_usage_value(usage), **_SERVICE}
+        return encode({**self._message, "content": self._blocks, **self._stop(), "usage": account})
+
+    def _stop(self) -> dict[str, Any]:
+        assert self._ending is not None
+        reason, sequence = "end_turn", None
+        if self._ending.reason == "length":
+            reason = "max_tokens"
+        elif isinstance(self._ending.stop_reason, str):
+            reason, sequence = "stop_sequence", self._ending.stop_reason
+        elif any(block["type"] == "tool_use" for block in self._blocks):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+
+    def _delta(self, delta: Delta) -> bytes:
+        match delta:
+            case ReasoningDelta(text):
+                opening, more = self._into("thinking"), self._text(text)
+                return opening + more if self._shows_thinking else opening
+            case ContentDelta(text):
+                return self._into("text") + self._text(text)
+            case CallDelta(_, name):
+                call_id = new_call_id(self._num_id_chars).replace("call_", "toolu_")
+                return self._close() + self._add(_Block("tool_use", call_id, name))
+            case ArgumentsDelta(_, text):
+                return self._text(text)
+
+    def _into(self, kind: str) -> bytes:
+        """A block of this kind is open."""
+        if self._open is not None and self._open.kind == kind:
+            return b""
+        return self._close() + self._add(_Block(kind))
+
+    def _add(self, block: _Block) -> bytes:
+        self._open = block
+        return _event("content_block_start", index=len(self._blocks), content_block=block.opening())
+
+    def _text(self, text: str) -> bytes:
+        assert self._open is not None
+        self._open.add(text)
+        kind, name = {
+            "text": ("text_delta", "text"),
+            "thinking": ("thinking_delta", "thinking"),
+            "tool_use": ("input_json_delta", "partial_json"),
+        }[self._open.kind]
+        return self._block_delta({"type": kind, name: text})
+
+    def _block_delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=len(self._blocks), delta=delta)
+
+    def _close(self) -> bytes:
+        block, self._open = self._open, None
+        if block is None:
+            return b""
+        value = block.value(self._shows_thinking)
+        events = b""
+        if block.kind == "thinking":
+            events += self._block_delta({"type": "signature_delta", "signature": value["signature"]})
+        events += _event("content_block_stop", index=len(self._blocks))
+        self._blocks.append(value)
+        return events
+
+
+# What a whole message tells of its service besides tokens.
+_SERVICE = {
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+    "inference_geo": None,
+    "service_tier": "standard",
+    "speed": "standard",
+}
+
+
+def _usage_value(usage: Usage) -> dict[str, Any]:
+    """The `usage` object; here, the tokens of the prompt are those that were not found in a cache."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_generated_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+        "server_tool_use": None,
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))

@@ -1,0 +1,89 @@
+"""In which format each model writes, and which of its special tokens are markup of that format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from headrace.gateway.chat import plain_tools
+from headrace.gateway.chat.output_parsers.families import REASONING_FORMATS, TOOL_FORMATS, OutputFormat, detect
+from headrace.gateway.chat.plain_tools import takes_tools
+from headrace.gateway.text.models import Model, TextSide
+
+AUTO, NONE = "auto", "none"
+TOOL_PARSERS = (AUTO, NONE, *TOOL_FORMATS)
+REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
+_MAX_CACHED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFormat:
+    """The format of one model."""
+
+    output: OutputFormat
+    marker_ids: Mapping[str, int]
+    """Special tokens that are markup of the format, by their text. They are no text unless someone parses it."""
+
+
+class Formats:
+    """Tells formats. What the operator says of a model goes before what its chat template tells."""
+
+    def __init__(
+        self, tool_parsers: Mapping[str, str] | None = None, reasoning_parsers: Mapping[str, str] | None = None
+    ) -> None:
+        """Names of formats by model; under the empty name, for all models that are not named."""
+        self._tool_parsers = tool_parsers or {}
+        self._reasoning_parsers = reasoning_parsers or {}
+        self._cached: dict[tuple[str, str], ModelFormat] = {}
+
+    def of(self, model: Model) -> ModelFormat:
+        """The format of a model that chats."""
+        key = model.name, model.card.tokenizer_sha256
+        found = self._cached.get(key)
+        if found is None:
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            found = self._cached[key] = self._told(model)
+        return found
+
+    def plain(self, model: Model) -> ModelFormat | None:
+        """The format of calls that a grammar holds whatever the model's family is; None if the operator wants none."""
+        if _said(self._tool_parsers, model.name) == NONE:
+            return None
+        return _with_plain_tools(self.of(model), model.text)
+
+    def _told(self, model: Model) -> ModelFormat:
+        template, tool_parser = model.text.template, _said(self._tool_parsers, model.name)
+        source = "" if template is None else template.source
+        output = detect(source, tool_parser, _said(self._reasoning_parsers, model.name))
+        form = ModelFormat(output, _marker_ids(output, model.text))
+        if tool_parser == AUTO and template is not None and not takes_tools(template):
+            return _with_plain_tools(form, model.text)
+        return form
+
+
+def _with_plain_tools(form: ModelFormat, text: TextSide) -> ModelFormat:
+    output = replace(form.output, tools=TOOL_FORMATS[plain_tools.PARSER])
+    return ModelFormat(output, _marker_ids(output, text))
+
+
+def _said(parsers: Mapping[str, str], name: str) -> str:
+    return parsers.get(name, parsers.get("", AUTO))
+
+
+def _marker_ids(output: OutputFormat, text: TextSide) -> dict[str, int]:
+    wanted = {marker.encode(): marker for one in (output.tools, output.reasoning) if one for marker in one.markers}
+    table = text.tokenizer.token_bytes
+    special = (token_id for token_id in text.tokenizer.special_ids if token_id < len(table))
+    return {wanted[table[token_id]]: token_id for token_id in special if table[token_id] in wanted}
+
+
+def parse_parsers(values: Iterable[str], known: Iterable[str]) -> dict[str, str]:
+    """The values of a flag, each NAME or MODEL=NAME, as a mapping. Raises `ValueError` with a sentence."""
+    found: dict[str, str] = {}
+    for value in values:
+        model, _, name = value.rpartition("=")
+        if name not in known:
+            raise ValueError(f"'{name}' is no parser; there are {', '.join(known)}")
+        found[model] = name
+    return found

@@ -1,0 +1,335 @@
+"""From token ids to pieces of text: the path that HTTP and gRPC share.
+
+A `Job` is one prompt and the number of answers wanted to it. Every answer is one generation upstream, with a seed of
+its own; their pieces come out of one iterator in the order in which they arrive. Closing the iterator, or cancelling
+who iterates, cancels all generations at once, and a choice that a stop string ended is cancelled at once too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from headrace.common.telemetry.tracing import current_span
+from headrace.common.transport.wire_request import SharedPart
+from headrace.gateway.access.admission import Visit
+from headrace.gateway.access.caller import Caller
+from headrace.gateway.chat.choice import Choice, Ending, Piece
+from headrace.gateway.chat.sampling import Sampling, check_sampling, sampling_params, take_large_fields
+from headrace.gateway.checks import invalid
+from headrace.gateway.structure.fields import in_callers_terms
+from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.telemetry.spans import describe_generation
+from headrace.gateway.text.models import Model
+from headrace.gateway.upstream.routers import Upstream
+from headrace.protos.cache_scope import cache_scope, scoped_salt
+from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
+from headrace.protos.status import Reason, StatusError
+
+MAX_GENERATIONS = 4096
+MAX_CHOICES_PER_REQUEST = 256
+_QUEUED_PIECES_PER_CHOICE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt and how it is to be answered."""
+
+    model: Model
+    token_ids: Sequence[int]
+    sampling: Sampling
+    num_choices: int = 1
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are text to whoever reads the answer."""
+    session_key: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    common: Common | None = None
+    """Given to all jobs of one request that have the same sampling."""
+
+
+class Common:
+    """What the jobs of one request have in common: the large fields of their sampling, written once."""
+
+    def __init__(self) -> None:
+        self._part: SharedPart | None = None
+
+    def part(self, params: SamplingParams) -> SharedPart:
+        """Take the large fields out of `params`; the part that they are."""
+        large = take_large_fields(params)
+        if self._part is None:
+            self._part = SharedPart(GenerateRequest(sampling=large).SerializeToString())
+        return self._part
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job that was checked: the messages for upstream, one for each choice."""
+
+    job: Job
+    requests: Sequence[GenerateRequest]
+    shared: tuple[SharedPart, ...] = ()
+    """What all of the requests have in common and do not repeat: prompt, grammar, long lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The account of one request, in tokens. Prompts are counted once, whatever the number of choices."""
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+    num_reasoning_tokens: int = 0
+
+
+class Account:
+    """Adds up the usage of a request while its choices end."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._num_prompt_tokens = sum(len(plan.job.token_ids) for plan in plans)
+        firsts = [0]
+        for plan in plans:
+            firsts.append(firsts[-1] + plan.job.num_choices)
+        self.num_choices = firsts.pop()
+        self.num_open = self.num_choices
+        """Choices that have not ended."""
+        self._firsts = frozenset(firsts)
+        self._num_generated_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_reasoning_tokens = 0
+
+    def ended(self, index: int, ending: Ending) -> None:
+        """Take the ending of a choice. What was cached of a prompt is what its first choice says."""
+        self.num_open -= 1
+        self._num_generated_tokens += ending.num_generated_tokens
+        self._num_reasoning_tokens += ending.num_reasoning_tokens
+        if index in self._firsts:
+            self._num_cached_tokens += ending.num_cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """The account so far."""
+        return Usage(
+            self._num_prompt_tokens, self._num_generated_tokens, self._num_cached_tokens, self._num_reasoning_tokens
+        )
+
+
+def plan_job(job: Job) -> Plan:
+    """Check a job and write its requests (pure but for the random seed and ids). Raises `StatusError`."""
+    card = job.model.card
+    check_sampling(job.sampling, card.vocab_size)
+    if not job.token_ids:
+        raise invalid("prompt", "the prompt has no tokens")
+    params = sampling_params(job.sampling, card, len(job.token_ids), secrets.randbits(63))
+    if min(job.token_ids) < 0 or max(job.token_ids) >= card.vocab_size:
+        raise invalid("prompt", f"prompt: tokens must be from 0 to {card.vocab_size - 1}")
+    token_ids = job.token_ids
+    shared: tuple[SharedPart, ...] = ()
+    if job.num_choices > 1 or job.common is not None:
+        shared = ((job.common or Common()).part(params),)
+    if job.num_choices > 1:
+        shared = (*shared, SharedPart(GenerateRequest(token_ids=token_ids).SerializeToString()))
+        token_ids = ()
+    requests = []
+    for i in range(job.num_choices):
+        request = GenerateRequest(
+            request_id=secrets.token_hex(16),
+            model=card.name,
+            tokenizer_sha256=card.tokenizer_sha256,
+            token_ids=token_ids,
+            sampling=params,
+            cache_salt=job.cache_salt,
+            session_key=job.session_key,
+            priority=job.priority,
+        )
+        request.sampling.seed = (params.seed + i) % 2**64
+        requests.append(request)
+    return Plan(job, requests, shared)
+
+
+class Generator:
+    """Runs plans. At most `MAX_GENERATIONS` run at a time; more are refused."""
+
+    def __init__(self, upstream: Upstream, metrics: Metrics) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._num_running = 0
+        upstream.on_retry = metrics.retried
+
+    def stream(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Pieces of all choices, each with its index: choice i of plan p is the i-th behind those of earlier plans.
+
+        The last piece of each choice has an ending. A choice that fails while another goes on, or has ended well, ends
+        with reason `error`. Raises `StatusError` when none ends well; then nothing more comes of any choice.
+        """
+        pieces = self._pieces(plans, caller)
+        return pieces if caller.visit is None else self._paid(pieces, plans, caller.visit)
+
+    async def _paid(
+        self, pieces: AsyncGenerator[tuple[int, Piece], None], plans: Sequence[Plan], visit: Visit
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The pieces, on the account of the caller's key: see `door` for what is taken and when it is settled."""
+        num_prompt_tokens = num_taken = num_used = 0
+        scope = cache_scope(visit.key.tenant, visit.key.cache_group)
+        for plan in plans:
+            visit.check(plan.job.model.name, plan.job.priority)
+            num_prompt_tokens += len(plan.job.token_ids)
+            for request in plan.requests:
+                request.tenant = visit.key.tenant
+                request.cache_salt = scoped_salt(scope, plan.job.cache_salt)
+                if plan.job.session_key:
+                    request.session_key = scoped_salt(scope, plan.job.session_key)
+                if plan.job.sampling.max_tokens is not None:
+                    num_taken += request.sampling.max_tokens
+        num_taken += num_prompt_tokens
+        with visit.held():
+            await visit.take_tokens(num_taken)
+            try:
+                async with aclosing(pieces):
+                    async for indexed in pieces:
+                        num_used = (num_used or num_prompt_tokens) + indexed[1].num_tokens
+                        yield indexed
+            finally:
+                visit.settle(num_used - num_taken)
+
+    async def _pieces(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
+        """As `stream`, whoever pays."""
+        asked = [(plan, request) for plan in plans for request in plan.requests]
+        if len(asked) > MAX_CHOICES_PER_REQUEST:
+            raise invalid("n", f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {len(asked)}")
+        if self._num_running + len(asked) > MAX_GENERATIONS:
+            raise StatusError(Reason.QUEUE_FULL, "the gateway has as many streams as it takes", retry_after_s=1.0)
+        self._num_running += len(asked)
+        if asked:
+            describe_generation(asked[0][1], len(asked), sum(len(plan.job.token_ids) for plan in plans))
+        try:
+            if len(asked) == 1:
+                plan, request = asked[0]
+                async with aclosing(self._one(plan, request, caller)) as pieces:
+                    async for piece in pieces:
+                        yield 0, piece
+            else:
+                async with aclosing(self._merged(asked, caller)) as merged:
+                    async for indexed in merged:
+                        yield indexed
+        finally:
+            self._num_running -= len(asked)
+
+    async def _one(self, plan: Plan, request: GenerateRequest, caller: Caller) -> AsyncGenerator[Piece, None]:
+        """Pieces of one choice."""
+        job = plan.job
+        tokenizer = job.model.text.tokenizer
+        choice = Choice(
+            tokenizer.token_bytes,
+            tokenizer.special_ids,
+            job.sampling,
+            job.shown_ids,
+            job.token_ids,
+            block_size=job.model.card.block_size,
+        )
+        first_s = last_s = 0.0
+        num_tokens = 0
+        try:
+            generation = self._upstream.generate(
+                request,
+                caller.metadata,
+                caller.deadline_s,
+                shared=plan.shared,
+                num_prompt_tokens=len(job.token_ids),
+                card=job.model.card,
+            )
+            async with aclosing(generation) as messages:
+                async for message in messages:
+                    piece = choice.push(message)
+                    num_tokens += piece.num_tokens
+                    last_s = time.monotonic()
+                    self._metrics.recent.delivered(piece.num_tokens)
+                    if not first_s:
+                        first_s = last_s
+                        self._metrics.first_token(last_s - caller.arrived_s)
+                        current_span().event("first token")
+                    if piece.ending is not None:
+                        current_span().append("gen_ai.response.finish_reasons", piece.ending.reason)
+                        self._metrics.timed(message.finish)
+                        break
+                    yield piece
+            yield piece  # the generation is cancelled by now, if a stop string ended the choice
+        except StatusError as error:
+            raise in_callers_terms(error, job.sampling.structure) from error
+        finally:
+            current_span().add("gen_ai.usage.output_tokens", num_tokens)
+            self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, last_s - first_s)
+
+    async def _merged(
+        self, asked: Sequence[tuple[Plan, GenerateRequest]], caller: Caller
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Pieces of several choices as they arrive. One that fails does not end the others."""
+        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(_QUEUED_PIECES_PER_CHOICE * len(asked))
+
+        async def follow(index: int, plan: Plan, request: GenerateRequest) -> None:
+            try:
+                async with aclosing(self._one(plan, request, caller)) as pieces:
+                    async for piece in pieces:
+                        await queue.put((index, piece))
+            except Exception as error:  # whatever it is, the one who iterates gets it
+                await queue.put((index, error))
+
+        tasks = [asyncio.create_task(follow(i, *one)) for i, one in enumerate(asked)]
+        failures = _Failures(len(asked))
+        try:
+            num_open = len(tasks)
+            while num_open:
+                index, item = await queue.get()
+                if isinstance(item, Piece):
+                    failures.count(index, item)
+                    num_open -= item.ending is not None
+                    yield index, item
+                elif isinstance(item, StatusError):
+                    failures.add(index, item)
+                    num_open -= 1
+                else:
+                    raise item
+                for failed in failures.due():
+                    yield failed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Failures:
+    """The choices of one request that failed: shown once another one has begun, raised when all have failed."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_tokens = [0] * num_choices
+        self._num_failed = 0
+        self._has_begun = False
+        self._first: StatusError | None = None
+        self._pending: list[tuple[int, StatusError]] = []
+
+    def count(self, index: int, piece: Piece) -> None:
+        """A piece came."""
+        self._has_begun = True
+        self._num_tokens[index] += piece.num_tokens
+
+    def add(self, index: int, error: StatusError) -> None:
+        """A choice failed. Raises the error of the first one if no choice is left."""
+        self._first = self._first or error
+        self._num_failed += 1
+        if self._num_failed == len(self._num_tokens):
+            raise self._first
+        self._pending.append((index, error))
+
+    def due(self) -> Sequence[tuple[int, Piece]]:
+        """The last pieces of choices that failed. As long as nothing came of any choice, all may still be refused."""
+        if not self._has_begun:
+            return ()
+        pending, self._pending = self._pending, []
+        return [
+            (index, Piece("", 0, (), Ending("error", None, self._num_tokens[index], 0, error=error)))
+            for index, error in pending
+        ]

@@ -1,0 +1,115 @@
+"""Log-probabilities on the OpenAI wire (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from headrace.gateway.chat.choice import TokenLogprob
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+def token_bytes_of(token_bytes: Sequence[bytes], token_id: int) -> bytes:
+    """Bytes of a token; none for rows that a model's vocabulary is padded with."""
+    return token_bytes[token_id] if token_id < len(token_bytes) else b""
+
+
+class _TokenNames:
+    """What tokens are called: by their text, or `token_id:7` when the caller wants to tell them apart."""
+
+    def __init__(self, token_bytes: Sequence[bytes], as_ids: bool) -> None:
+        self._token_bytes = token_bytes
+        self._as_ids = as_ids
+
+    def raw(self, token_id: int) -> bytes:
+        return token_bytes_of(self._token_bytes, token_id)
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self.raw(token_id).decode(errors="replace")
+
+
+class ChatLogprobs:
+    """The `logprobs` of a chat choice."""
+
+    def __init__(self, token_bytes: Sequence[bytes], as_ids: bool = False) -> None:
+        self._names = _TokenNames(token_bytes, as_ids)
+
+    def value(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+        """The object for some tokens of a choice; those of later tokens are appended to its `content`."""
+        content = []
+        for one in logprobs:
+            top = [self._token(token_id, logprob) for token_id, logprob in one.top]
+            content.append({**self._token(one.token_id, one.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._names.name(token_id),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(self._names.raw(token_id)),
+        }
+
+
+class CompletionLogprobs:
+    """The `logprobs` of a completion choice: at each place the chosen token and the `num_top` most probable ones."""
+
+    def __init__(self, token_bytes: Sequence[bytes], num_top: int, as_ids: bool = False) -> None:
+        self._names = _TokenNames(token_bytes, as_ids)
+        self._num_top = num_top
+
+    def value(
+        self,
+        logprobs: Iterable[TokenLogprob],
+        echo: str = "",
+        first_token_id: int | None = None,
+        prompt_logprobs: Sequence[TokenLogprob] = (),
+    ) -> dict[str, Any]:
+        """The object for some tokens of a choice; those of later tokens are appended to each of its lists.
+
+        `echo` is the prompt that the choice begins with. With `first_token_id`, the prompt's tokens are listed too:
+        the first one, of which nothing is known, and the rest from `prompt_logprobs`.
+        """
+        ones = list(prompt_logprobs) if first_token_id is not None else []
+        offsets = [min(one.offset, len(echo)) for one in ones]
+        for one in logprobs:
+            ones.append(one)
+            offsets.append(len(echo) + one.offset)
+        none = [] if first_token_id is None else [None]
+        return {
+            "tokens": [self._names.name(i) for i in ([] if first_token_id is None else [first_token_id])]
+            + [self._names.name(one.token_id) for one in ones],
+            "token_logprobs": none + [max(one.logprob, LEAST_LOGPROB) for one in ones],
+            "top_logprobs": none + [self._top(one) for one in ones],
+            "text_offset": [0 for _ in none] + offsets,
+        }
+
+    def _top(self, one: TokenLogprob) -> dict[str, float]:
+        """Best first. Of several tokens with one name, the most probable is listed."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*one.top[: self._num_top], (one.token_id, one.logprob)):
+            found.setdefault(self._names.name(token_id), max(logprob, LEAST_LOGPROB))
+        return found
+
+
+def prompt_logprobs_value(
+    logprobs: Iterable[TokenLogprob], num_top: int, token_bytes: Sequence[bytes]
+) -> list[dict[str, Any] | None]:
+    """The `prompt_logprobs` of an answer: null for the first token, then an object by token id for each."""
+    found: list[dict[str, Any] | None] = [None]
+    for one in logprobs:
+        opinions = {one.token_id: (one.logprob, one.rank)}
+        for rank, (token_id, logprob) in enumerate(one.top[:num_top], 1):
+            opinions.setdefault(token_id, (logprob, rank))
+        found.append(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, LEAST_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": token_bytes_of(token_bytes, token_id).decode(errors="replace"),
+                }
+                for token_id, (logprob, rank) in opinions.items()
+            }
+        )
+    return found

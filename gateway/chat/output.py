@@ -1,0 +1,188 @@
+"""From the text of a chat's choice to what its client gets: reasoning, content, tool calls (pure).
+
+    Piece -> OutputParser -> ChatPiece
+
+One instance reads one choice, for streams and whole answers alike.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob
+from headrace.gateway.chat.formats import ModelFormat
+from headrace.gateway.chat.output_parsers.families import OutputFormat, OutputParser
+from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from headrace.gateway.chat.tools import ToolUse
+from headrace.gateway.checks import unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPiece:
+    """The next part of a chat's choice. Only the last piece has an ending."""
+
+    deltas: Sequence[Delta]
+    logprobs: Sequence[TokenLogprob]
+    ending: Ending | None
+    token_ids: Sequence[int] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of one request are to be read."""
+
+    output: OutputFormat
+    use: ToolUse
+    inside_reasoning: bool
+    shown_ids: frozenset[int]
+    """Special tokens that are markup to the parser."""
+
+    @property
+    def num_id_chars(self) -> int:
+        """Length of the ids of calls, without their prefix."""
+        return 24 if self.output.tools is None else self.output.tools.num_id_chars
+
+    def choice(self) -> ChatChoice:
+        """The reader of one choice."""
+        if not self.use.schemas and self.output.reasoning is None and not self.output.is_harmony:
+            return ChatChoice(None)
+        parser = OutputParser(self.output, self.use.schemas, inside_reasoning=self.inside_reasoning)
+        return ChatChoice(parser, self.use)
+
+
+def reading_of(
+    form: ModelFormat, use: ToolUse, prompt_ending: str, goes_on: bool, only_content: bool = False
+) -> Reading:
+    """How to read the answers to a prompt that ends like this.
+
+    `goes_on`: it ends within the final message. `only_content`: the answer is content, whatever the prompt opened.
+    Raises `StatusError` if there are tools, and it is not known how the model writes calls.
+    """
+    output = form.output
+    if use.schemas and output.tools is None:
+        raise unsupported("tools", "tools is not supported: how the model writes calls is not known (--tool-parser)")
+    parses_tools = bool(use.schemas) or output.is_harmony
+    formats = [one for one in (output.tools if parses_tools else None, output.reasoning) if one is not None]
+    markers = {marker for one in formats for marker in one.markers}
+    inside = False
+    if output.reasoning is not None and output.reasoning.tags is not None and not only_content:
+        opening, closing = output.reasoning.tags
+        inside = prompt_ending.rstrip().endswith(opening)
+        if goes_on:
+            inside = prompt_ending.rfind(opening) > prompt_ending.rfind(closing)
+    shown = frozenset(token_id for marker, token_id in form.marker_ids.items() if marker in markers)
+    return Reading(output, use, inside, shown)
+
+
+class ChatChoice:
+    """One choice as it comes in. Push every piece; after one with an ending nothing may be pushed."""
+
+    def __init__(self, parser: OutputParser | None, use: ToolUse | None = None) -> None:
+        self._parser = parser
+        self._use = use or ToolUse()
+        self._token_offsets = array("q")
+
+    def push(self, piece: Piece) -> ChatPiece:
+        """What this piece adds."""
+        parser = self._parser
+        if parser is None:
+            return _chat_piece((ContentDelta(piece.text),) if piece.text else (), piece, piece.ending)
+        self._token_offsets.extend(piece.token_offsets)
+        deltas = parser.push(piece.text)
+        if piece.ending is None:
+            return _chat_piece(self._wanted(deltas), piece, None)
+        deltas += parser.finish()
+        return _chat_piece(self._wanted(deltas), piece, self._ending(piece.ending))
+
+    def _wanted(self, deltas: list[Delta]) -> Sequence[Delta]:
+        """Without parallel calls, the first call is the only one. Content of a required call is markup, cut off."""
+        if self._use.required:
+            deltas = [delta for delta in deltas if not isinstance(delta, ContentDelta)]
+        if self._use.parallel:
+            return deltas
+        return [delta for delta in deltas if not isinstance(delta, CallDelta | ArgumentsDelta) or delta.index == 0]
+
+    def _ending(self, ending: Ending) -> Ending:
+        assert self._parser is not None
+        num_reasoning = 0
+        for begin, end in self._parser.reasoning_spans:
+            num_reasoning += bisect_left(self._token_offsets, end) - bisect_left(self._token_offsets, begin)
+        reason = ending.reason
+        if reason == "stop" and self._parser.num_calls and not self._use.named:
+            reason = "tool_calls"
+        return replace(ending, reason=reason, num_reasoning_tokens=num_reasoning)
+
+
+def _chat_piece(deltas: Sequence[Delta], piece: Piece, ending: Ending | None) -> ChatPiece:
+    return ChatPiece(deltas, piece.logprobs, ending, piece.token_ids, piece.prompt_logprobs)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a whole answer."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class WholeChat:
+    """Gathers the pieces of one choice for an answer that is not streamed."""
+
+    def __init__(self, num_id_chars: int) -> None:
+        self._num_id_chars = num_id_chars
+        self._contents: list[str] = []
+        self._reasonings: list[str] = []
+        self._arguments: list[list[str]] = []
+        self._calls: list[tuple[str, str]] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.token_ids: list[int] = []
+        self.ending: Ending | None = None
+
+    def push(self, piece: ChatPiece) -> None:
+        """Take the next piece."""
+        for delta in piece.deltas:
+            match delta:
+                case ContentDelta(text):
+                    self._contents.append(text)
+                case ReasoningDelta(text):
+                    self._reasonings.append(text)
+                case CallDelta(_, name):
+                    self._calls.append((new_call_id(self._num_id_chars), name))
+                    self._arguments.append([])
+                case ArgumentsDelta(index, text):
+                    self._arguments[index].append(text)
+        self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
+        self.token_ids.extend(piece.token_ids)
+        self.ending = piece.ending
+
+    @property
+    def content(self) -> str:
+        """The text so far."""
+        return "".join(self._contents)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._reasonings)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls so far."""
+        return [
+            ToolCall(call_id, name, "".join(parts))
+            for (call_id, name), parts in zip(self._calls, self._arguments, strict=True)
+        ]
+
+
+def new_call_id(num_chars: int) -> str:
+    """A fresh id for a call. Short ones have no prefix: templates that want them want letters and digits only."""
+    token = secrets.token_hex(num_chars // 2 + 1)[:num_chars]
+    return f"call_{token}" if num_chars >= 24 else token

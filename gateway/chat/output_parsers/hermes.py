@@ -1,0 +1,17 @@
+"""Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one pair of tags per call."""
+
+from __future__ import annotations
+
+from headrace.gateway.chat.output_parsers.json_text import json_calls
+from headrace.gateway.chat.output_parsers.output import Output, Tools
+from headrace.gateway.chat.output_parsers.source import SPACE, Source, Steps, closed_by, expect, skip, text_until
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+def hermes(source: Source, output: Output, tools: Tools) -> Steps[None]:
+    """Take an answer to its end."""
+    while (yield from text_until(source, output.content, OPENING)):
+        if (yield from json_calls(source, output, expect(source, OPENING))):
+            yield from skip(source, SPACE + "}")  # braces too many are a common slip
+            yield from closed_by(source, CLOSING)

@@ -1,0 +1,161 @@
+"""What was found in a model's text: deltas of reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from headrace.gateway.chat.output_parsers.source import SPACE, MismatchError, Source, Steps
+
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The tools that were offered: the JSON schema of the parameters by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A tool call begins; its arguments follow."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of a call's arguments. All of them together are a JSON object, or its beginning if the text was cut off."""
+
+    index: int
+    text: str
+
+
+Delta: TypeAlias = ContentDelta | ReasoningDelta | CallDelta | ArgumentsDelta
+
+
+class Output:
+    """Gathers deltas. White space around content goes if reasoning or calls stand beside it, and stays otherwise."""
+
+    __slots__ = (
+        "_argued",
+        "_begun",
+        "_reasoned",
+        "_reasoning_space",
+        "_space",
+        "_trim",
+        "deltas",
+        "num_calls",
+        "spans",
+    )
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        """What was found since they were taken last."""
+        self.num_calls = 0
+        self.spans: list[tuple[int, int]] = []
+        """Where reasoning stood in the text, markup excluded: begins and ends, in characters."""
+        self._space = ""
+        self._begun = False
+        self._trim = False
+        self._reasoned = False
+        self._reasoning_space = ""
+
+    def content(self, text: str) -> None:
+        """More content. White space is held back until it is known to stand between words."""
+        words = text.rstrip(SPACE)
+        if not words:
+            self._space += text
+            return
+        if not self._begun and self._trim:
+            self._show(ContentDelta, words.lstrip(SPACE))
+        else:
+            self._show(ContentDelta, self._space + words)
+        self._begun = True
+        self._space = text[len(words) :]
+
+    def reasoning(self, text: str) -> None:
+        """More reasoning. White space around it goes."""
+        self._trim = True
+        words = text.rstrip(SPACE)
+        if not words:
+            self._reasoning_space += text
+            return
+        self._show(ReasoningDelta, self._reasoning_space + words if self._reasoned else words.lstrip(SPACE))
+        self._reasoned = True
+        self._reasoning_space = text[len(words) :]
+
+    def separate(self) -> None:
+        """The model has begun a new message: what follows of content or reasoning is on a line of its own."""
+        if self._begun and not self._space.endswith("\n"):
+            self._space += "\n"
+        if self._reasoned and not self._reasoning_space.endswith("\n"):
+            self._reasoning_space += "\n"
+
+    def call(self, name: str) -> None:
+        """A call begins; arguments that follow are its own."""
+        self._trim = True
+        self.deltas.append(CallDelta(self.num_calls, name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More arguments of the last call."""
+        index = self.num_calls - 1
+        last = self.deltas[-1] if self.deltas else None
+        if isinstance(last, ArgumentsDelta) and last.index == index:
+            self.deltas[-1] = ArgumentsDelta(index, last.text + text)
+        else:
+            self.deltas.append(ArgumentsDelta(index, text))
+
+    def finish(self) -> None:
+        """The text ends."""
+        if self._space and not self._trim:
+            self._show(ContentDelta, self._space)
+
+    def take(self) -> list[Delta]:
+        """The deltas, which are gone from here."""
+        taken, self.deltas = self.deltas, []
+        return taken
+
+    def _show(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str) -> None:
+        last = self.deltas[-1] if self.deltas else None
+        if isinstance(last, kind):
+            self.deltas[-1] = kind(last.text + text)
+        else:
+            self.deltas.append(kind(text))
+
+
+def attempt(source: Source, output: Output, steps: Steps[None]) -> Steps[bool]:
+    """Take steps that read a tool call; whether they did.
+
+    If they fail before the call is shown, what they took was only text that looks like one, and is content. If they
+    fail later, the call stays as far as it was shown; a rest that was cut off is dropped.
+    """
+    shown = output.num_calls
+    source.mark()
+    try:
+        yield from steps
+    except MismatchError:
+        cut_off = source.closed
+        if output.num_calls == shown:
+            if cut_off:
+                source.pos = len(source.text)
+            output.content(source.unmark())
+        else:
+            source.unmark()
+            if cut_off:
+                source.pos = len(source.text)
+        return False
+    source.unmark()
+    return True

@@ -1,0 +1,189 @@
+"""Llama 3.2 and 4, LFM2, ToolACE: Python calls in a list, [f(a=1, b="x"), g()], on a line of their own or in tags.
+
+The calls must be those of offered tools, with arguments by name and of literals only: anything else is text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from typing import Any
+
+from headrace.gateway.chat.output_parsers.json_text import MAX_NAME_CHARS
+from headrace.gateway.chat.output_parsers.output import Output, Tools, attempt
+from headrace.gateway.chat.output_parsers.source import (
+    MismatchError,
+    Source,
+    Steps,
+    closed_by,
+    expect,
+    has,
+    literal,
+    matching,
+    peek,
+    skip,
+    text_until,
+)
+
+TAGS = (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
+MAX_VALUE_CHARS = 1024 * 1024
+_NAME = re.compile(r"[\w.-]+")
+_PLAIN = re.compile(r"""[^'"\\()\[\]{},]+""")
+_NAMED = {"true": True, "false": False, "null": None, "none": None}
+_CLOSERS = {"(": ")", "[": "]", "{": "}"}
+
+
+def pythonic(source: Source, output: Output, tools: Tools) -> Steps[None]:
+    """Take an answer to its end."""
+    openings = tuple(opening for opening, _ in TAGS)
+    yield from _calls(source, output, tools)
+    while (yield from text_until(source, output.content, "\n", *openings)):
+        yield from _calls(source, output, tools)
+
+
+def _calls(source: Source, output: Output, tools: Tools) -> Steps[None]:
+    """Take a list of calls, if one comes next."""
+    closing = ""
+
+    def first() -> Steps[None]:
+        nonlocal closing
+        yield from skip(source)
+        for opening, end in TAGS:
+            if (yield from literal(source, opening)):
+                closing = end
+        yield from skip(source)
+        yield from expect(source, "[")
+        yield from skip(source)
+        yield from _call(source, output, tools)
+
+    def following() -> Steps[None]:
+        yield from expect(source, ",")
+        yield from skip(source)
+        yield from _call(source, output, tools)
+
+    taken = yield from attempt(source, output, first())
+    while taken:
+        yield from skip(source)
+        if (yield from literal(source, "]")):
+            yield from skip(source)
+            if closing:
+                yield from closed_by(source, closing)
+            return
+        if (yield from peek(source)) != ",":
+            return
+        taken = yield from attempt(source, output, following())
+
+
+def _call(source: Source, output: Output, tools: Tools) -> Steps[None]:
+    name = yield from matching(source, _NAME, MAX_NAME_CHARS)
+    if name not in tools:
+        raise MismatchError
+    yield from expect(source, "(")
+    yield from skip(source)
+    if (yield from literal(source, ")")):
+        output.call(name)
+        output.arguments("{}")
+        return
+    shown = False
+    while not (shown and (yield from literal(source, ")"))):
+        key = yield from matching(source, _NAME, MAX_NAME_CHARS)
+        yield from skip(source)
+        yield from expect(source, "=")
+        text = yield from _expression(source)
+        value = _json_of(text)
+        if not shown:
+            output.call(name)
+        output.arguments(f"{', ' if shown else '{'}{json.dumps(key, ensure_ascii=False)}: {value}")
+        shown = True
+        if (yield from literal(source, ",")):
+            yield from skip(source)
+    output.arguments("}")
+
+
+def _expression(source: Source) -> Steps[str]:
+    """Take an expression up to the comma or bracket behind it."""
+    parts: list[str] = []
+    num_chars = 0
+    stack: list[str] = []
+    while True:
+        char = yield from peek(source)
+        if not char:
+            raise MismatchError
+        found = _PLAIN.match(source.text, source.pos)
+        if found is not None:
+            part = found[0]
+        else:
+            if not stack and char in ",)":
+                return "".join(parts)
+            if char in "'\"":
+                part = yield from _quoted(source)
+            elif stack and char == stack[-1]:
+                part = stack.pop()
+            elif char in _CLOSERS:
+                stack.append(_CLOSERS[char])
+                part = char
+            elif char == ",":
+                part = char
+            else:
+                raise MismatchError
+        source.pos += len(part)
+        parts.append(part)
+        num_chars += len(part)
+        if num_chars > MAX_VALUE_CHARS:
+            raise MismatchError
+
+
+def _quoted(source: Source) -> Steps[str]:
+    """The string literal that comes next, quotes included; it is left to be taken."""
+    quote = source.text[source.pos]
+    if (yield from has(source, 3)) and source.text.startswith(quote * 3, source.pos):
+        quote *= 3
+    num_chars = len(quote)
+    while True:
+        if not (yield from has(source, num_chars + len(quote))):
+            raise MismatchError
+        at = source.pos + num_chars
+        if source.text[at] == "\\":
+            num_chars += 2
+        elif source.text.startswith(quote, at):
+            return source.text[source.pos : at + len(quote)]
+        else:
+            num_chars += 1
+        if num_chars > MAX_VALUE_CHARS:
+            raise MismatchError
+
+
+def _json_of(text: str) -> str:
+    """A Python literal as JSON. Raises `MismatchError` if the text is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of needless backslashes
+            value = _value(ast.parse(text.strip(), mode="eval").body)
+        whole = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return whole.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise MismatchError from error
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and not isinstance(node.value, bytes | complex | type(...)):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in _NAMED:
+        return _NAMED[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _value(one) for key, one in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _value(node.operand)
+        if isinstance(value, int | float):
+            return -value
+    raise ValueError("no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("a key that is no text")

@@ -1,0 +1,83 @@
+"""Tools for models whose chat template takes none: everything about them is text of ordinary turns (pure).
+
+    tools                     ->  a block at the end of the system message that lists them and says how to call
+    calls of the assistant    ->  <tool_call>{"name": ..., "arguments": {...}}</tool_call> behind its content
+    results                   ->  <tool_response>...</tool_response> in a turn of the user
+
+The model's calls are read back in the same format, which is that of the family `hermes`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.gateway.chat.output_parsers.hermes import CLOSING, OPENING
+from headrace.gateway.text.chat_template import ChatTemplate
+
+PARSER = "hermes"
+"""Name of the format in which such calls are written."""
+
+_TOOLS_IN_MESSAGE = re.compile(r"""['"]tools['"] in \w+""")
+_BLOCK = """\
+You can call these functions:
+{functions}
+
+To call a function, write nothing but its name and arguments as JSON, like this:
+{opening}
+{{"name": "function_name", "arguments": {{"argument_name": "value"}}}}
+{closing}
+If no function helps, answer in words."""
+
+
+def takes_tools(template: ChatTemplate) -> bool:
+    """Whether a template lists tools itself, from its variable `tools` or from a message."""
+    return template.uses("tools") or looks_for_tools_in_messages(template)
+
+
+def looks_for_tools_in_messages(template: ChatTemplate) -> bool:
+    """Whether a template lists the tools that stand in the system message, as that of Phi 4 mini does."""
+    return _TOOLS_IN_MESSAGE.search(template.source) is not None
+
+
+def with_block(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: ChatTemplate
+) -> list[dict[str, Any]]:
+    """The messages with the block in the system message, or before the first turn if the template shows none."""
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    block = _BLOCK.format(functions=functions, opening=OPENING, closing=CLOSING)
+    first, *rest = messages
+    if first["role"] == "system":
+        return [{**first, "content": _joined(first["content"], block, "\n\n")}, *map(dict, rest)]
+    if template.shows_system or first["role"] != "user":
+        return [{"role": "system", "content": block}, *map(dict, messages)]
+    return [{**first, "content": _joined(block, first["content"], "\n\n")}, *map(dict, rest)]
+
+
+def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with calls and results as text. A turn of the user that follows on results is one with them."""
+    found: list[dict[str, Any]] = []
+    behind_result = False
+    for message in messages:
+        turn = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+        is_result = turn["role"] == "tool"
+        if is_result:
+            content = f"<tool_response>\n{turn['content'] or ''}\n</tool_response>"
+            turn = {"role": "user", "content": content}
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            value = {"name": function["name"], "arguments": function.get("arguments") or {}}
+            text = f"{OPENING}\n{json.dumps(value, ensure_ascii=False)}\n{CLOSING}"
+            turn["content"] = _joined(turn["content"], text, "\n")
+        if behind_result and turn["role"] == "user":
+            found[-1]["content"] = _joined(found[-1]["content"], turn["content"], "\n")
+        else:
+            found.append(turn)
+        behind_result = is_result or (behind_result and turn["role"] == "user")
+    return found
+
+
+def _joined(before: str | None, text: str, separator: str) -> str:
+    return f"{before}{separator}{text}" if before else text

@@ -1,0 +1,185 @@
+"""From a request to a plan: the model, the prompt, the sampling, and how the answers are to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.gateway.chat.conversation import conversation_of
+from headrace.gateway.chat.formats import Formats
+from headrace.gateway.chat.generation import Common, Job, Plan, plan_job
+from headrace.gateway.chat.output import ChatChoice, Reading, reading_of
+from headrace.gateway.chat.prompts import ChatPrompt, Conversation, Prompts
+from headrace.gateway.chat.request import (
+    Chat,
+    Completion,
+    Tokenization,
+    check_chat,
+    check_completion,
+    prompts_of,
+    sampling_of,
+)
+from headrace.gateway.chat.sampling import Sampling
+from headrace.gateway.chat.tool_grammar import can_be_held, tool_structure
+from headrace.gateway.chat.tools import ToolUse, schemas_of, tool_use_of
+from headrace.gateway.checks import invalid
+from headrace.gateway.structure.constraints import Constraints
+from headrace.gateway.structure.fields import structure_of
+from headrace.gateway.text.detokenizer import detokenize
+from headrace.gateway.text.models import Model, Models
+
+# Fields of a tokenization that say something of a conversation only.
+_OF_CONVERSATIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A chat that was checked."""
+
+    model: Model
+    plan: Plan
+    reading: Reading
+
+    def choices(self) -> list[ChatChoice]:
+        """A reader for each choice."""
+        return [self.reading.choice() for _ in self.plan.requests]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPlan:
+    """A completion that was checked."""
+
+    model: Model
+    plans: Sequence[Plan]
+    """One for each prompt."""
+    echoes: Sequence[str]
+    """The prompts' texts, as the answers begin with them; empty if they do not."""
+
+
+class Chats:
+    """Plans chats and completions."""
+
+    def __init__(
+        self, models: Models, prompts: Prompts, constraints: Constraints, formats: Formats | None = None
+    ) -> None:
+        """Without `formats`, chat templates tell how models write tool calls and reasoning."""
+        self._models = models
+        self._prompts = prompts
+        self._constraints = constraints
+        self._formats = formats or Formats()
+
+    async def plan(self, request: Chat) -> ChatPlan:
+        """Check a chat and make its prompt. Raises `StatusError`."""
+        model, use, conversation, prompt = await self._prompted(request)
+        form = self._formats.of(model)
+        if use.required and not can_be_held(form):
+            form = self._formats.plain(model) or form
+        sampling = await self._sampling(request, model)
+        goes_on = conversation.continue_final_message
+        only_content = sampling.structure is not None and not use.schemas
+        reading = reading_of(form, use, prompt.ending, goes_on, only_content)
+        structure = tool_structure(form, use, prompt.ending, reading.inside_reasoning, sampling.structure)
+        sampling = replace(sampling, structure=structure)
+        return ChatPlan(model, plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids), reading)
+
+    async def count(self, request: Chat) -> int:
+        """Check a chat; the number of tokens of its prompt. Raises `StatusError`."""
+        structure_of(request)
+        _, _, _, prompt = await self._prompted(request)
+        return len(prompt.token_ids)
+
+    def reasons(self, model: Model) -> bool:
+        """Whether it is known how this model writes reasoning."""
+        output = self._formats.of(model).output
+        return output.reasoning is not None or output.is_harmony
+
+    async def _prompted(self, request: Chat) -> tuple[Model, ToolUse, Conversation, ChatPrompt]:
+        check_chat(request)
+        use = tool_use_of(request)
+        model = await self._models.find(request.model or "")
+        conversation = conversation_of(request, model.chat_template(), use.listed, self.reasons(model))
+        return model, use, conversation, await self._prompts.of_conversation(model, conversation)
+
+    async def plan_completion(self, request: Completion) -> CompletionPlan:
+        """Check a completion and tokenize its prompts. Raises `StatusError`."""
+        check_completion(request)
+        model = await self._models.find(request.model or "")
+        sampling = await self._sampling(request, model)
+        plans: list[Plan] = []
+        echoes: list[str] = []
+        prompts = prompts_of(request)
+        common = Common() if len(prompts) > 1 else None
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                add_special_tokens = request.add_special_tokens is not False
+                token_ids = await self._prompts.of_text(model, prompt, add_special_tokens=add_special_tokens)
+            elif request.add_special_tokens:
+                problem = "add_special_tokens is for texts: a prompt of tokens is taken as it is; leave it out"
+                raise invalid("add_special_tokens", problem)
+            else:
+                token_ids = prompt
+            plans.append(plan_of(request, model, token_ids, sampling, common=common))
+            kept = plans[-1].job.token_ids
+            if request.echo and isinstance(prompt, str) and len(kept) == len(token_ids):
+                echoes.append(prompt)
+            elif request.echo:
+                echoes.append(detokenize(kept, model.text.tokenizer.token_bytes, model.text.tokenizer.special_ids))
+        return CompletionPlan(model, plans, echoes)
+
+    async def tokenize(self, request: Tokenization) -> tuple[Model, list[int]]:
+        """The model and the tokens of a text or a conversation. Raises `StatusError`."""
+        if (request.prompt is None) == (request.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        for name in _OF_CONVERSATIONS if request.prompt is not None else ():
+            if getattr(request, name) is not None:
+                raise invalid(name, f"{name} needs messages; a text is tokenized as it is")
+        model = await self._models.find(request.model or "")
+        if request.prompt is not None:
+            add_special_tokens = request.add_special_tokens is not False
+            return model, await self._prompts.of_text(model, request.prompt, add_special_tokens=add_special_tokens)
+        tools = request.tools or ()
+        schemas_of(tools)
+        conversation = conversation_of(request, model.chat_template(), tools)
+        prompt = await self._prompts.of_conversation(model, conversation)
+        return model, list(prompt.token_ids)
+
+    async def _sampling(self, request: Chat | Completion, model: Model) -> Sampling:
+        """The sampling that a checked request asks for of this model."""
+        sampling = sampling_of(request, await self._constraints.of(request))
+        if not request.bad_words:
+            return sampling
+        return replace(sampling, bad_words=await self._prompts.of_words(model, request.bad_words))
+
+
+def plan_of(
+    request: Chat | Completion,
+    model: Model,
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    shown_ids: frozenset[int] = frozenset(),
+    common: Common | None = None,
+) -> Plan:
+    """The plan of a checked request for one prompt."""
+    return plan_job(
+        Job(
+            model=model,
+            token_ids=_truncated(token_ids, request.truncate_prompt_tokens, sampling, model),
+            sampling=sampling,
+            num_choices=request.best_of or request.n or 1,
+            shown_ids=shown_ids,
+            session_key=request.prompt_cache_key or "",
+            cache_salt=request.cache_salt or "",
+            priority=request.priority or 0,
+            common=common,
+        )
+    )
+
+
+def _truncated(token_ids: Sequence[int], keep: int | None, sampling: Sampling, model: Model) -> Sequence[int]:
+    """The last `keep` tokens of a prompt; -1: as many as leave room for the answer."""
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        num_answer_tokens = sampling.max_tokens or sampling.default_max_tokens or 1
+        keep = max(model.card.max_context_tokens - num_answer_tokens, 1)
+    return token_ids[-keep:]

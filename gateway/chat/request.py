@@ -1,0 +1,259 @@
+"""What a chat, a completion and their sampling are, whatever protocol asked for them (pure).
+
+Each protocol decodes and checks its own wire and makes these values of it. Refusals name fields as they are called
+here, after OpenAI's; a protocol whose names differ translates them (`field_names`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
+from headrace.gateway.checks import check_range, invalid, unsupported
+from headrace.gateway.structure.fields import ConstraintFields, Structure
+
+COMPLETION_MAX_TOKENS = 16
+MAX_KEY_CHARS = 512
+MAX_PROMPTS = 256
+VERBOSITIES = ("low", "medium", "high")
+# field -> values besides null that mean what this server does anyway; the fields are refused with others
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+}
+
+
+class AnswerFields(ConstraintFields, kw_only=True):
+    """Fields that all protocols share by name and meaning; None where the caller said nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+class SamplingFields(AnswerFields, kw_only=True):
+    """Fields that OpenAI's endpoints share: chats, completions and responses."""
+
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    prompt_cache_key: str | None = None
+
+
+class Generation(SamplingFields, kw_only=True):
+    """What chats and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    allowed_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One turn. Content is a text or a list of parts, of which only texts are taken."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class Chat(Generation, kw_only=True):
+    """A conversation that the model goes on with."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class Completion(Generation, kw_only=True):
+    """Prompts that the model continues. A list is one of texts, of tokens, or of lists of tokens."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class Tokenization(msgspec.Struct, kw_only=True):
+    """A text to be tokenized, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+# --- checking -------------------------------------------------------------------------------------------------------
+
+
+def check_chat(request: Chat) -> None:
+    """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
+    _check_common(request)
+    if request.verbosity not in (None, *VERBOSITIES):
+        raise invalid("verbosity", f"verbosity must be one of {', '.join(VERBOSITIES)}")
+    if request.top_logprobs is not None:
+        if not request.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+    if request.max_completion_tokens is not None and request.max_tokens is not None:
+        check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)  # not used, but never nonsense
+
+
+def check_completion(request: Completion) -> None:
+    """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
+    _check_common(request)
+    if request.logprobs is not None:
+        check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+
+
+def _check_common(request: Generation) -> None:
+    refuse_unless_neutral(request, NEUTRAL)
+    _check_choices(request)
+    if request.prompt_logprobs is not None:
+        check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+        if request.stream:
+            raise unsupported("prompt_logprobs", "prompt_logprobs cannot be streamed; leave stream out")
+    _check_prompt(request)
+    for name in ("prompt_cache_key", "cache_salt"):
+        if len(getattr(request, name) or "") > MAX_KEY_CHARS:
+            raise invalid(name, f"{name} must have at most {MAX_KEY_CHARS} characters")
+    if request.priority is not None:
+        check_range("priority", request.priority, -(2**31), 2**31 - 1)
+
+
+def _check_choices(request: Generation) -> None:
+    n = 1 if request.n is None else request.n
+    check_range("n", n, 1, MAX_CHOICES)
+    if request.best_of is None:
+        return
+    check_range("best_of", request.best_of, 1, MAX_CHOICES)
+    if request.best_of < n:
+        raise invalid("best_of", "best_of must be at least n")
+    if request.best_of > n and request.stream:
+        raise unsupported("best_of", "best_of over n cannot be streamed: which answers are best shows when all ended")
+
+
+def _check_prompt(request: Generation) -> None:
+    keep = request.truncate_prompt_tokens
+    if keep is not None and keep != -1:
+        check_range("truncate_prompt_tokens", keep, 1, 2**31 - 1)
+    words = request.bad_words or ()
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"bad_words takes at most {MAX_BAD_WORDS} texts")
+    if any(not word.strip() or len(word) > MAX_BAD_WORD_CHARS for word in words):
+        raise invalid("bad_words", f"bad_words: a text must have 1 to {MAX_BAD_WORD_CHARS} characters, not only spaces")
+
+
+def refuse_unless_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `StatusError` for a field with another value than those that mean what this server does anyway."""
+    for name, values in neutral.items():
+        value = getattr(request, name)
+        if value is not None and value not in values:
+            hint = f"; it may only be {json.dumps(values[0])}" if values else "; leave it out"
+            raise unsupported(name, f"{name} is not supported yet{hint}")
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def sampling_of(request: Chat | Completion, structure: Structure | None) -> Sampling:
+    """The sampling that a checked request asks for. `structure` is what it says of its answer's form."""
+    max_tokens, max_tokens_field, default_max_tokens = request.max_tokens, "max_tokens", None
+    least_max_tokens, prompt_logprobs = 1, request.prompt_logprobs
+    if isinstance(request, Chat):
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        if request.max_completion_tokens is not None:
+            max_tokens, max_tokens_field = request.max_completion_tokens, "max_completion_tokens"
+    else:
+        logprobs, default_max_tokens = request.logprobs, COMPLETION_MAX_TOKENS
+        if request.echo:
+            least_max_tokens = 0
+            if logprobs is not None:
+                prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+    if logprobs is None and (request.best_of or 1) > (request.n or 1):
+        logprobs = 0  # by which the best are told
+    return Sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias or {},
+        allowed_token_ids=request.allowed_token_ids or (),
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
+        least_max_tokens=least_max_tokens,
+        default_max_tokens=default_max_tokens,
+        min_tokens=request.min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        stop_token_ids=request.stop_token_ids or (),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        logprobs=logprobs,
+        lists_hidden_end=isinstance(request, Completion),
+        prompt_logprobs=prompt_logprobs,
+        structure=structure,
+    )
+
+
+def prompts_of(request: Completion) -> Sequence[str | list[int]]:
+    """The prompts of a completion, each a text or its tokens. Raises `StatusError`."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt", "prompt must not be empty")
+    if all(isinstance(entry, int) for entry in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"prompt takes at most {MAX_PROMPTS} prompts")
+    if all(isinstance(entry, str) for entry in prompt) or all(isinstance(entry, list) for entry in prompt):
+        return prompt  # type: ignore[return-value]
+    raise invalid("prompt", "prompt must be a text, a list of texts, a list of tokens or a list of lists of tokens")

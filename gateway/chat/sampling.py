@@ -1,0 +1,213 @@
+"""What a caller asks of a generation, checked, and what the worker is told (pure).
+
+Both edges of the gateway, HTTP and gRPC, make a `Sampling`; the ranges and defaults are here once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headrace.gateway.checks import check_range, invalid
+from headrace.protos.inference_pb2 import SamplingParams, TokenSequence
+from headrace.protos.status import Reason, StatusError
+from headrace.protos.worker_pb2 import ModelCard
+
+if TYPE_CHECKING:
+    from headrace.gateway.structure.fields import Structure
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 4096
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 64
+_SEED_MODULUS = 2**64
+_LARGE_FIELDS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when to stop; None where the caller said nothing and the model's default holds."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
+    """Name of the field in which the caller gave max_tokens."""
+    least_max_tokens: int = 1
+    """0 where the prompt alone is an answer too."""
+    default_max_tokens: int | None = None
+    """Length of the answer where the caller says none; None: as the model's card says, or to the end of the context."""
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False
+    """The stop string or token that ends the text is part of it."""
+    skip_special_tokens: bool = True
+    """Special tokens are no part of the text."""
+    logprobs: int | None = None
+    """Number of alternatives to report at each position; None: no log-probabilities at all."""
+    lists_hidden_end: bool = False
+    """Log-probabilities are reported for every generated token, also for those that the end of the text hides."""
+    prompt_logprobs: int | None = None
+    """The same as `logprobs`, for the tokens of the prompt."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """Sequences of tokens that are never completed."""
+    structure: Structure | None = None
+    """What the whole answer must be; None: any text."""
+
+
+# name, least, greatest, whether the least itself is excluded
+RANGES: tuple[tuple[str, float, float, bool], ...] = (
+    ("temperature", 0.0, 2.0, False),
+    ("top_p", 0.0, 1.0, True),
+    ("top_k", -1, 2**31 - 1, False),
+    ("min_p", 0.0, 1.0, False),
+    ("seed", -(2**63), 2**64 - 1, False),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("frequency_penalty", -2.0, 2.0, False),
+    ("repetition_penalty", 0.0, 100.0, True),
+    ("min_tokens", 0, 2**31 - 1, False),
+)
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """Raise `StatusError` (INVALID_FIELD, with the field) for a value out of its range."""
+    for name, least, greatest, open_below in RANGES:
+        value = getattr(sampling, name)
+        if value is not None:
+            check_range(name, value, least, greatest, open_below)
+    if sampling.max_tokens is not None:
+        check_range(sampling.max_tokens_field, sampling.max_tokens, sampling.least_max_tokens, 2**31 - 1)
+        if sampling.min_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+            raise invalid("min_tokens", f"min_tokens must be at most {sampling.max_tokens_field}")
+    _check_stop(sampling)
+    _check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS)
+    if sampling.structure is not None and sampling.allowed_token_ids:
+        raise invalid("allowed_token_ids", f"allowed_token_ids and {sampling.structure.field} exclude each other")
+    _check_token_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size, vocab_size)
+    _check_token_ids("logit_bias", sampling.logit_bias, vocab_size, MAX_LOGIT_BIASES)
+    for bias in sampling.logit_bias.values():
+        check_range("logit_bias", bias, -100.0, 100.0)
+
+
+def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int, seed: int) -> SamplingParams:
+    """What the worker is told: the caller's values over those of the model's card.
+
+    `seed` is used if the caller gave none. Raises `StatusError` (CONTEXT_TOO_LONG) if the prompt leaves no room, or
+    less than the caller's max_tokens; a default of max_tokens is shortened to the room that is left.
+    """
+    params = SamplingParams()
+    params.CopyFrom(card.default_sampling)
+    params.ClearField("logprobs")
+    params.ClearField("prompt_logprobs")
+    params.seed = (seed if sampling.seed is None else sampling.seed) % _SEED_MODULUS
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logprobs",
+        "prompt_logprobs",
+    ):
+        value = getattr(sampling, name)
+        if value is not None:
+            setattr(params, name, value)
+    if sampling.top_k is not None:
+        params.top_k = max(sampling.top_k, 0)
+    if sampling.ignore_eos:
+        params.ignore_eos = True
+    if sampling.structure is not None:
+        params.constraint.CopyFrom(sampling.structure.constraint)
+    params.stop_token_ids.extend(sampling.stop_token_ids)
+    params.allowed_token_ids.extend(sampling.allowed_token_ids)
+    for token_id, bias in sampling.logit_bias.items():
+        params.logit_bias[token_id] = bias
+    params.bad_words.extend(TokenSequence(token_ids=word) for word in sampling.bad_words)
+    params.max_tokens = _max_tokens(sampling, params, card.max_context_tokens, num_prompt_tokens)
+    if params.min_tokens > params.max_tokens:
+        if sampling.min_tokens is not None:
+            raise invalid("min_tokens", f"min_tokens must be at most the answer's {params.max_tokens} tokens")
+        params.min_tokens = params.max_tokens
+    return params
+
+
+def take_large_fields(params: SamplingParams) -> SamplingParams:
+    """Move the fields that may be large out of `params`; the two merged are what it was. A constraint stays as an empty
+    one, which tells that there is one."""
+    large = SamplingParams()
+    for name in _LARGE_FIELDS:
+        getattr(large, name).MergeFrom(getattr(params, name))
+        params.ClearField(name)
+    if params.HasField("constraint"):
+        large.constraint.CopyFrom(params.constraint)
+        params.constraint.Clear()
+        params.constraint.SetInParent()
+    return large
+
+
+def shortest(value: float) -> float:
+    """A number that was stored in 32 bits, as the shortest decimal that rounds to it: 0.7, not 0.699999988."""
+    for num_digits in range(1, 10):
+        rounded = float(f"{value:.{num_digits}g}")
+        if struct.pack("f", rounded) == struct.pack("f", value):
+            return rounded
+    return value
+
+
+def _max_tokens(sampling: Sampling, defaults: SamplingParams, max_context_tokens: int, num_prompt_tokens: int) -> int:
+    room = max_context_tokens - num_prompt_tokens
+    if sampling.max_tokens is not None:
+        wanted = max(sampling.max_tokens, 1)  # a worker computes a prompt only for a token behind it
+        if wanted > room:
+            raise _context_too_long(max_context_tokens, num_prompt_tokens, wanted)
+        return wanted
+    if room < 1:
+        raise _context_too_long(max_context_tokens, num_prompt_tokens, 1)
+    default = sampling.default_max_tokens
+    if default is None and defaults.HasField("max_tokens"):
+        default = defaults.max_tokens
+    return room if default is None else min(default, room)
+
+
+def _context_too_long(max_context_tokens: int, num_prompt_tokens: int, num_answer_tokens: int) -> StatusError:
+    return StatusError(
+        Reason.CONTEXT_TOO_LONG,
+        f"This model's maximum context length is {max_context_tokens} tokens, but {num_prompt_tokens} tokens of prompt"
+        f" and {num_answer_tokens} of answer make {num_prompt_tokens + num_answer_tokens}. Shorten the prompt or ask"
+        " for fewer tokens.",
+    )
+
+
+def _check_stop(sampling: Sampling) -> None:
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"stop takes at most {MAX_STOP_STRINGS} texts")
+    if not all(sampling.stop):
+        raise invalid("stop", "stop must not have an empty text")
+    if any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
+        raise invalid("stop", f"stop: a text must have at most {MAX_STOP_CHARS} characters")
+
+
+def _check_token_ids(name: str, token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, most: int) -> None:
+    if len(token_ids) > most:
+        raise invalid(name, f"{name} takes at most {most} tokens")
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise invalid(name, f"{name}: {token_id} is no token of a vocabulary of {vocab_size}")

@@ -1,0 +1,1 @@
+"""The web console: a page with a chat and the fleet."""

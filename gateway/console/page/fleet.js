@@ -1,0 +1,334 @@
+// The fleet, live: the gateway's last minutes as charts, the workers by host and NUMA node, the routers.
+
+import { ago, Chart, sparkline } from "./charts.js";
+import { h, say } from "./dom.js";
+
+const WINDOW = 60;
+const LEAST_SPARK = 20;
+const MIN_INTERVALS = 30;
+const MAX_EVENTS = 8;
+const STALE_MS = 1500;
+const NONE = [[null, "none in a minute"]];
+const numbers = new Intl.NumberFormat("en");
+const whole = (value) => numbers.format(Math.round(value));
+const compact = (value) => (value >= 10000 ? `${whole(value / 1000)}k` : value >= 10 || Number.isInteger(value) ? whole(value) : value.toFixed(1));
+const percent = (share) => `${Math.round(share * 100)} %`;
+const time = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 1 : 0)} s`);
+
+/** Intervals of the gateway by number; `count` of them are shown. */
+export class History {
+  constructor() {
+    this.byNumber = new Map();
+    this.next = 0;
+  }
+
+  take(gateway, recent) {
+    if (this.instance !== gateway.instance) {
+      this.instance = gateway.instance;
+      this.byNumber.clear();
+    }
+    for (const interval of recent.intervals) this.byNumber.set(interval.number, interval);
+    this.next = recent.next;
+    this.intervalS = recent.interval_s;
+    for (const number of this.byNumber.keys()) if (number < this.next - recent.num_intervals) this.byNumber.delete(number);
+    // A gateway that has not run for long is shown closer.
+    const first = Math.min(...this.byNumber.keys(), this.next);
+    this.count = Math.min(recent.num_intervals, Math.max(MIN_INTERVALS, this.next - first));
+  }
+
+  /** One value for each interval that is shown, oldest first; `otherwise` where nothing happened. */
+  list(value, otherwise) {
+    return Array.from({ length: this.count }, (_, i) => {
+      const interval = this.byNumber.get(this.next - this.count + i);
+      return interval ? value(interval) : otherwise;
+    });
+  }
+
+  /** Sum of a field over the latest intervals. */
+  sum(field, intervals) {
+    let total = 0;
+    for (let number = this.next - intervals; number < this.next; number += 1) total += this.byNumber.get(number)?.[field] ?? 0;
+    return total;
+  }
+}
+
+/** The blocks of a worker: held by requests, reusable, and empty. What is held can mostly be found too. */
+export function blocksOf(load) {
+  const used = load.num_blocks - load.num_free_blocks;
+  const reusable = Math.min(load.num_free_blocks, Math.max(0, load.num_cached_blocks - used));
+  return { total: load.num_blocks, used, reusable, empty: load.num_free_blocks - reusable };
+}
+
+/** Workers grouped by host, then by NUMA node: [[host, [[node, [worker, ...]], ...]], ...], in order. */
+export function grouped(workers) {
+  const hosts = new Map();
+  for (const worker of workers) {
+    if (!hosts.has(worker.host)) hosts.set(worker.host, new Map());
+    const nodes = hosts.get(worker.host);
+    if (!nodes.has(worker.numa_node)) nodes.set(worker.numa_node, []);
+    nodes.get(worker.numa_node).push(worker);
+  }
+  const inOrder = (map) => [...map].sort(([a], [b]) => (a ?? -1) < (b ?? -1) ? -1 : 1);
+  return inOrder(hosts).map(([host, nodes]) => [host, inOrder(nodes)]);
+}
+
+class WorkerCard {
+  constructor(id) {
+    this.rates = [];
+    this.name = h("h5", null, id);
+    this.dot = h("span", { class: "dot" });
+    this.state = h("span", { class: "state" });
+    this.model = h("span", { class: "of-model" });
+    this.detail = h("p", { class: "detail", hidden: true });
+    this.used = h("i", { class: "used" });
+    this.reusable = h("i", { class: "reusable" });
+    this.bar = h("div", { class: "blocks", role: "img" }, this.used, this.reusable);
+    this.legend = {};
+    const key = (name, label) => h("li", { class: name }, (this.legend[name] = h("b")), ` ${label}`);
+    this.spark = sparkline();
+    this.figures = {};
+    const figure = (name, label, about) => h("div", { title: about }, h("dt", null, label), (this.figures[name] = h("dd", null, "–")));
+    this.body = h(
+      "div",
+      null,
+      h("p", { class: "caption" }, "KV blocks"),
+      this.bar,
+      h("ul", { class: "block-key" }, key("used", "in use"), key("reusable", "reusable"), key("unused", "free")),
+      h(
+        "dl",
+        { class: "worker-figures" },
+        figure("running", "Running", "Requests in the batch"),
+        figure("waiting", "Waiting", "Requests that wait for their first step"),
+        figure("hits", "Prefix hits", "Share of prompt tokens found in the prefix cache since the worker started"),
+        figure("prefill", "Prefill", "Learned rate of prompt processing, in tokens per second"),
+        figure("step", "Decode step", "Learned time of a step at the present batch"),
+        h("div", { class: "with-spark", title: "Tokens generated per second in the last minute" }, h("dt", null, "Tokens/s"), (this.figures.rate = h("dd", null, "–")), this.spark.element),
+      ),
+    );
+    this.element = h("article", { class: "worker", "aria-label": `Worker ${id}` }, h("header", null, this.dot, this.name, this.state, this.model), this.detail, this.body);
+  }
+
+  update(worker, nowMs) {
+    const { load, state } = worker;
+    const stale = load && worker.report_age_ms > STALE_MS;
+    this.dot.dataset.state = state;
+    this.element.dataset.state = state;
+    say(this.state, stale ? `${state}, last heard ${ago(worker.report_age_ms / 1000)}` : state);
+    say(this.model, worker.model);
+    say(this.detail, worker.detail);
+    this.detail.hidden = !worker.detail;
+    this.body.hidden = !load;
+    this.#rate(load && !stale && state !== "unreachable" ? load.counters.tokens_generated : null, nowMs);
+    if (!load) return;
+    const { total, used, reusable, empty } = blocksOf(load);
+    this.used.style.width = `${(used / total) * 100}%`;
+    this.reusable.style.width = `${(reusable / total) * 100}%`;
+    say(this.legend.used, whole(used));
+    say(this.legend.reusable, whole(reusable));
+    say(this.legend.unused, whole(empty));
+    this.bar.setAttribute("aria-label", `KV blocks: ${used} in use, ${reusable} reusable, ${empty} free, of ${total}`);
+    const { prompt_tokens_cached: cached, prompt_tokens_computed: computed } = load.counters;
+    say(this.figures.running, `${load.num_running} of ${load.max_num_seqs}`);
+    say(this.figures.waiting, String(load.num_waiting));
+    say(this.figures.hits, cached + computed ? percent(cached / (cached + computed)) : "–");
+    say(this.figures.prefill, load.prefill_tokens_per_s ? `${compact(load.prefill_tokens_per_s)} /s` : "–");
+    say(this.figures.step, load.decode_step_ms ? `${load.decode_step_ms.toFixed(load.decode_step_ms < 10 ? 1 : 0)} ms` : "–");
+  }
+
+  #rate(total, nowMs) {
+    let rate = null;
+    if (total !== null && this.last && total >= this.last.total) rate = ((total - this.last.total) / (nowMs - this.last.ms)) * 1000;
+    this.last = total === null ? undefined : { total, ms: nowMs };
+    this.rates = [...this.rates, rate].slice(-WINDOW);
+    const lately = this.rates.slice(-3).filter((one) => one !== null);
+    rate = rate === null ? null : lately.reduce((a, b) => a + b, 0) / lately.length;
+    this.rate = rate;
+    this.spark.update([...Array(Math.max(0, LEAST_SPARK - this.rates.length)).fill(null), ...this.rates]);
+    say(this.figures.rate, rate === null ? "–" : compact(rate < 1 ? Math.round(rate) : rate));
+  }
+}
+
+export class Fleet {
+  constructor(root) {
+    this.history = new History();
+    this.cards = new Map();
+    this.states = undefined;
+    this.events = [];
+    this.charts = charts();
+    this.problem = h("p", { class: "notice bad", role: "alert", hidden: true });
+    this.about = h("p");
+    this.summary = h("p", { class: "summary" });
+    this.workers = h("div", { class: "hosts" });
+    this.routers = h("ul", { class: "routers" });
+    this.eventList = h("ol", { class: "events", "aria-live": "polite" });
+    root.replaceChildren(
+      h(
+        "div",
+        { class: "fleet-page" },
+        this.problem,
+        h("section", null, h("div", { class: "section-head" }, h("h2", null, "Through this gateway"), this.about), h("div", { class: "charts" }, Object.values(this.charts).map((chart) => chart.element))),
+        h("section", null, h("div", { class: "section-head" }, h("h2", null, "Workers"), this.summary), this.workers),
+        h(
+          "div",
+          { class: "pair" },
+          h("section", null, h("div", { class: "section-head" }, h("h2", null, "Routers")), this.routers),
+          h("section", null, h("div", { class: "section-head" }, h("h2", null, "Changes"), h("p", null, "since this page was opened")), this.eventList),
+        ),
+      ),
+    );
+    this.#listEvents();
+  }
+
+  /** Show an answer of /console/fleet. */
+  update(answer) {
+    this.history.take(answer.gateway, answer.recent);
+    this.problem.hidden = !answer.problem;
+    say(this.problem, answer.problem && `The router cannot be asked: ${answer.problem}`);
+    say(this.about, `headrace ${answer.gateway.version} on ${answer.gateway.host}`);
+    updateCharts(this.charts, this.history, answer.recent.ttft_ms);
+    this.#updateWorkers(answer.workers);
+    this.#updateRouters(answer.routers);
+    this.#note(answer.workers);
+  }
+
+  /** Say that the gateway itself does not answer. */
+  fail(message) {
+    this.problem.hidden = false;
+    say(this.problem, message);
+  }
+
+  /** Tokens per second of all workers, and how many take requests. */
+  pulse(workers) {
+    const rate = workers.reduce((sum, worker) => sum + (this.cards.get(worker.worker_id)?.rate ?? 0), 0);
+    return { rate, ready: workers.filter((worker) => worker.state === "ready").length, count: workers.length };
+  }
+
+  #updateWorkers(workers) {
+    const now = performance.now();
+    const ids = new Set(workers.map((worker) => worker.worker_id));
+    for (const id of this.cards.keys()) if (!ids.has(id)) this.cards.delete(id);
+    for (const worker of workers) {
+      if (!this.cards.has(worker.worker_id)) this.cards.set(worker.worker_id, new WorkerCard(worker.worker_id));
+      this.cards.get(worker.worker_id).update(worker, now);
+    }
+    const shape = JSON.stringify(workers.map(({ worker_id, host, numa_node }) => [worker_id, host, numa_node]));
+    if (shape !== this.shape) {
+      this.shape = shape;
+      this.#arrange(workers);
+    }
+    const { rate, ready, count } = this.pulse(workers);
+    const running = workers.reduce((sum, worker) => sum + (worker.load?.num_running ?? 0), 0);
+    const waiting = workers.reduce((sum, worker) => sum + (worker.load?.num_waiting ?? 0), 0);
+    say(this.summary, count ? `${ready} of ${count} ready, ${running} running, ${waiting} waiting, ${compact(Math.round(rate))} tokens/s` : "");
+  }
+
+  #arrange(workers) {
+    if (!workers.length) {
+      this.workers.replaceChildren(h("p", { class: "empty" }, "No worker is known. A worker that starts registers with the router and appears here."));
+      return;
+    }
+    this.workers.replaceChildren(
+      ...grouped(workers).map(([host, nodes]) =>
+        h(
+          "section",
+          { class: "host", "aria-label": `Host ${host}` },
+          h("h3", null, host),
+          nodes.map(([node, members]) => h("div", { class: "node" }, h("h4", null, node === null ? "not bound to a NUMA node" : `NUMA node ${node}`), h("div", { class: "cards" }, members.map((worker) => this.cards.get(worker.worker_id).element)))),
+        ),
+      ),
+    );
+  }
+
+  #updateRouters(routers) {
+    const shape = JSON.stringify(routers);
+    if (shape === this.routerShape) return;
+    this.routerShape = shape;
+    this.routers.replaceChildren(
+      ...routers.map((router) =>
+        h("li", null, h("span", { class: "dot", "data-state": router.connected ? "ready" : "unreachable" }), h("span", { class: "address" }, router.address.replace(/^unix:.*\//, "unix:")), h("span", { class: "state" }, router.connected ? "connected" : "not connected")),
+      ),
+    );
+  }
+
+  /** Enter what changed since the answer before into the list of changes. */
+  #note(workers) {
+    const states = new Map(workers.map((worker) => [worker.worker_id, worker.state]));
+    if (this.states) {
+      for (const [id, state] of states) {
+        const before = this.states.get(id);
+        if (before === undefined) this.#event(state, `${id} appeared, ${state}`);
+        else if (before !== state) this.#event(state, `${id} is ${state}`);
+      }
+      for (const id of this.states.keys()) if (!states.has(id)) this.#event("gone", `${id} is gone`);
+    }
+    this.states = states;
+  }
+
+  #event(state, text) {
+    this.events = [{ state, text, at: new Date() }, ...this.events].slice(0, MAX_EVENTS);
+    this.#listEvents();
+  }
+
+  #listEvents() {
+    const none = h("li", { class: "empty" }, "Nothing changed.");
+    const made = this.events.map(({ state, text, at }) => h("li", null, h("time", { datetime: at.toISOString() }, at.toLocaleTimeString("en-GB")), h("span", { class: "dot", "data-state": state }), h("span", null, text)));
+    this.eventList.replaceChildren(...(made.length ? made : [none]));
+  }
+}
+
+// Reasons of requests that were refused or failed, for people.
+const REASONS = {
+  queue_full: "for want of room",
+  quota: "by a limit",
+  invalid_field: "for a bad value",
+  context_too_long: "too long",
+  no_capacity: "without a worker",
+  worker_lost: "with lost workers",
+  deadline: "over time",
+  draining: "while stopping",
+  internal: "by an error inside",
+};
+
+function charts() {
+  const secondsPerValue = 2;
+  return {
+    tokens: new Chart({ title: "Tokens per second", about: "Tokens that this gateway delivered", kind: "area", series: [{ name: "tokens/s", tone: "tone-a" }], format: compact, secondsPerValue }),
+    ttft: new Chart({ title: "Time to first token", about: "From the arrival of a request to its first token; median and p95 of the last minute", kind: "lines", series: [{ name: "p95", tone: "tone-b" }, { name: "median", tone: "tone-a" }], format: time, secondsPerValue }),
+    requests: new Chart({
+      title: "Requests",
+      about: "Requests that ended, by outcome",
+      kind: "bars",
+      series: [{ name: "answered", tone: "tone-a" }, { name: "cancelled", tone: "tone-c" }, { name: "refused", tone: "tone-w" }, { name: "failed", tone: "tone-x" }],
+      format: compact,
+      secondsPerValue,
+    }),
+    cache: new Chart({ title: "Prefix hits", about: "Share of prompt tokens that were found in a prefix cache; of the last minute", kind: "area", series: [{ name: "share", tone: "tone-a" }], format: percent, secondsPerValue, ceiling: 1 }),
+  };
+}
+
+function updateCharts(all, history, ttft) {
+  const seconds = history.intervalS;
+  const minute = 60 / seconds;
+  const tokens = history.list((one) => one.tokens / seconds, 0);
+  const lately = tokens.slice(-3).reduce((a, b) => a + b, 0) / 3;
+  all.tokens.update([tokens], compact(lately < 1 ? Math.round(lately) : lately), [[null, `peak ${compact(Math.round(Math.max(...tokens)))}`]]);
+  const median = history.list((one) => one.ttft_p50_ms, null);
+  const p95 = history.list((one) => one.ttft_p95_ms, null);
+  const told = ttft.count ? [time(ttft.p50), [["tone-b", `p95 ${time(ttft.p95)}`]]] : ["–", NONE];
+  all.ttft.update([p95, median], ...told);
+  const outcomes = ["answered", "cancelled", "refused", "failed"];
+  const sums = outcomes.map((name) => history.sum(name, minute));
+  const why = (name) => {
+    const counts = new Map();
+    for (const one of history.list((interval) => interval.reasons?.[name] ?? {}, {}).slice(-minute)) {
+      for (const [reason, count] of Object.entries(one)) counts.set(reason, (counts.get(reason) ?? 0) + count);
+    }
+    const told = [...counts].sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${count} ${REASONS[reason] ?? reason.replaceAll("_", " ")}`);
+    return told.length ? ` (${told.join(", ")})` : "";
+  };
+  const others = all.requests.series.flatMap(({ name, tone }, i) => (i && sums[i] ? [[tone, `${sums[i]} ${name}${why(name)}`]] : []));
+  all.requests.update(outcomes.map((name) => history.list((one) => one[name], 0)), whole(sums[0]), others.length ? others : [[null, "in the last minute"]]);
+  const share = (cached, prompt) => (prompt ? cached / prompt : null);
+  const now = share(history.sum("cached_tokens", minute), history.sum("prompt_tokens", minute));
+  all.cache.update([history.list((one) => share(one.cached_tokens, one.prompt_tokens), null)], now === null ? "–" : percent(now), now === null ? NONE : [[null, "of prompt tokens"]]);
+}

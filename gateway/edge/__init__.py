@@ -1,0 +1,1 @@
+"""Bytes in and out: HTTP connections, bodies, TLS, and how failures look."""

@@ -1,0 +1,195 @@
+"""The connections of the HTTP edge: what a client may do before there is a request that could be refused.
+
+    connected --head_timeout_s--> head complete --> answered --75 s--> closed
+                                  413, 408 by the exchange; then closed
+
+Bounded are the open connections, the time until a request's head is complete, the size of the head (and of trailers),
+what is sent around a body without being body, and the time for the rest of a body whose request was answered already.
+Refusals are JSON of the one shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.gateway.edge.failures import OPENAI_ERRORS, HttpError, failure_of
+
+# The event loop reads this much at a time.
+_READ_BYTES = 256 * 1024
+# Chunks of one byte are sent in six.
+_MAX_FRAMING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionBounds:
+    """Bounds of connections; times in seconds."""
+
+    max_connections: int = 10_000
+    head_timeout_s: float = 15.0
+    max_head_bytes: int = 64 * 1024
+    body_timeout_s: float = 60.0
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """One connection within bounds."""
+
+    def __init__(self, *args: Any, bounds: ConnectionBounds, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._bounds = bounds
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: HttpError | None = None
+        self._is_open_message = False
+        self._num_head_bytes = 0
+        self._num_fed_bytes = 0
+        self._num_body_bytes = 0
+        self._num_new_bytes = 0
+        self._in_head = False
+        self._certificates: list[str] = []
+
+    # --- life of the connection -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, if there is room for one more."""
+        super().connection_made(transport)
+        connection = transport.get_extra_info("ssl_object")
+        if isinstance(connection, (ssl.SSLObject, ssl.SSLSocket)):
+            shown = connection.getpeercert(binary_form=True)
+            self._certificates = [ssl.DER_cert_to_PEM_cert(shown)] if shown else []
+        if len(self.connections) > self._bounds.max_connections:
+            problem = f"the gateway has {self._bounds.max_connections} connections, as many as it takes"
+            self._refuse(HttpError(503, "too_many_connections", problem, [(b"retry-after", b"1")]))
+        else:
+            self._arm(self._bounds.head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser, and see that what was fed is within bounds."""
+        if self.transport.is_closing():
+            return
+        self._num_new_bytes = len(data)
+        self._num_fed_bytes += len(data)
+        super().data_received(data)
+        around = self._num_fed_bytes - _MAX_FRAMING * self._num_body_bytes
+        if self._is_open_message and around > self._bounds.max_head_bytes + _READ_BYTES:
+            self._refuse(self._head_too_large())
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, or what a bound refuses."""
+        self._refuse(self._refusal or HttpError(400, "invalid_request", "this is no HTTP request"))
+
+    # --- callbacks of the parser ------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        # As in the TLS extension of ASGI.
+        self.scope["extensions"] = {"tls": {"client_cert_chain": self._certificates}}
+        self._is_open_message = self._in_head = True
+        self._num_head_bytes = self._num_body_bytes = 0
+        self._num_fed_bytes = self._num_new_bytes
+        if self._timer is None:
+            self._arm(self._bounds.head_timeout_s)
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request's target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer."""
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is there: what may take how long now is for the one who answers."""
+        super().on_headers_complete()
+        self._in_head = False
+        self._disarm()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of the request is there."""
+        self._is_open_message = False
+        self._disarm()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Answered; the rest of a body that nobody wants may come, but not for ever."""
+        super().on_response_complete()
+        if self._is_open_message and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._arm(self._bounds.body_timeout_s)
+
+    # --- bounds -----------------------------------------------------------------------------------------------------
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > self._bounds.max_head_bytes:
+            self._refusal = self._head_too_large()
+            raise self._refusal
+
+    def _head_too_large(self) -> HttpError:
+        problem = f"the request line and the headers have more than {self._bounds.max_head_bytes} bytes"
+        return HttpError(431, "headers_too_large", problem)
+
+    def _arm(self, delay_s: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(delay_s, self._too_slow)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self._in_head:
+            problem = f"the headers did not come within {self._bounds.head_timeout_s:g} s"
+            self._refuse(HttpError(408, "request_timeout", problem))
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer in place of the application, and close. Where an answer is under way or was given, only close."""
+        if self.transport.is_closing():
+            return
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and (self._in_head or not self._is_open_message):
+            self.transport.write(_response(error))
+        self._disarm()
+        self.transport.close()
+
+
+def connections_within(bounds: ConnectionBounds) -> Callable[..., BoundedConnection]:
+    """What uvicorn makes connections with."""
+    return partial(BoundedConnection, bounds=bounds)
+
+
+def _response(error: HttpError) -> bytes:
+    failure = failure_of(error)
+    body = OPENAI_ERRORS.whole(failure)
+    lines = [b"HTTP/1.1 %d %s" % (failure.status, HTTPStatus(failure.status).phrase.encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+        *failure.headers,
+    ]
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body

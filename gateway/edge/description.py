@@ -1,0 +1,63 @@
+"""How endpoints are described, for the OpenAPI document (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+TEXT = "text/plain"
+API = ("/v1", "/v3")
+"""Where the API is: at its own place, and where clients of OpenVINO Model Server look for it."""
+
+
+class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Fields with a default may be missing."""
+
+
+class ErrorDetail(Shape):
+    """What went wrong. `param` names the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Shape):
+    """The one shape of all failures."""
+
+    error: ErrorDetail
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a method does on a path. Its answer is of a type, or plain text."""
+
+    method: str
+    path: str
+    summary: str
+    answer: Any = None
+    requests: Sequence[Any] = ()
+    """The types that its body is decoded into."""
+    is_streamed: bool = False
+    """The answer may be a stream of server-sent events."""
+    prefixes: Sequence[str] = ("",)
+    error: Any = Error
+    status: int | None = 200
+    """Of an answer; None where there is none but errors."""
+    content_type: str = TEXT
+    """Of an answer without a type."""
+    unavailable: Any = None
+    """Type of a 503 that is no failure."""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """Schemas of the parameters in the query, by name."""
+    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Fields of its requests that are refused with other values than these."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether a model answers, within the time that the request gives it."""
+        return self.method == "POST" and self.is_streamed

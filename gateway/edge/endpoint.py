@@ -1,0 +1,44 @@
+"""An endpoint: what a method does on a path."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from headrace.gateway.edge.description import API
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.failures import OPENAI_ERRORS, ErrorShape
+
+_PROBES = frozenset({"health", "metrics"})
+
+Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a method does on a path. Paths are Starlette's; a GET answers HEAD too."""
+
+    method: str
+    path: str
+    name: str
+    """In metrics and logs."""
+    handler: Handler
+    errors: ErrorShape = OPENAI_ERRORS
+    """How its failures look, including those that come before the handler."""
+    is_open: bool = False
+    """Whether it is answered without a key, where others are not."""
+    makes_work: bool = True
+    """Whether a POST to it counts against the limits of its key."""
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether machines ask it over and over how the gateway is: no request in flight, no line of the access log."""
+        return self.name in _PROBES
+
+
+def at_api(
+    method: str, path: str, name: str, handler: Handler, errors: ErrorShape = OPENAI_ERRORS
+) -> Sequence[Endpoint]:
+    """An endpoint at `path` under each of `API`."""
+    return [Endpoint(method, prefix + path, name, handler, errors) for prefix in API]

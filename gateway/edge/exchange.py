@@ -1,0 +1,265 @@
+"""One HTTP request and its response, on the bare ASGI messages.
+
+What every endpoint needs and none should repeat: the request's id, its body within bounds, the one shape of errors,
+server-sent events with comments while they are idle, and cancellation of the endpoint when the client is gone or the
+server stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+from headrace.gateway.access.admission import Visit
+from headrace.gateway.access.caller import Caller
+from headrace.gateway.edge.bodies import Bodies
+from headrace.gateway.edge.failures import ErrorShape, Headers, HttpError, failure_of
+from headrace.protos.status import Reason, StatusError
+
+# How much more than a body may have is read, so that the client hears the refusal.
+MAX_DISCARDED_BYTES = 48 * 1024 * 1024
+KEEP_ALIVE_S = 15.0
+TIMEOUT_HEADER = "x-request-timeout"
+COMMENT = b": keep-alive\n\n"
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[\x21-\x7e]{0,64}")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Exchange:
+    """A request being answered by the current task."""
+
+    def __init__(
+        self,
+        scope: Message,
+        receive: Receive,
+        send: Send,
+        errors: ErrorShape,
+        bodies: Bodies | None = None,
+        early_headers_s: float | None = None,
+    ) -> None:
+        """`early_headers_s` is when the response to a streaming request begins although nothing came yet; its status is
+        200 then, whatever follows. None: never."""
+        self._early_headers_s = early_headers_s
+        self._bodies = Bodies() if bodies is None else bodies
+        self._num_body_bytes = 0
+        self.errors = errors
+        """How failures look; a stream that has begun may have a shape of its own."""
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self._task = asyncio.current_task()
+        self._watch: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._started = False
+        self._ended = False
+        self._last_write_s = 0.0
+        self._headers = headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")
+        traceparent = headers.get(b"traceparent", b"")
+        self.caller = Caller(
+            request_id.decode() if _REQUEST_ID.fullmatch(request_id) else f"req_{secrets.token_hex(16)}",
+            traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else "",
+            time.monotonic(),
+        )
+        self.owner = ""
+        """Whose key the request came with: what it leaves behind is only for the same owner. Empty without keys."""
+        self.status = 0
+        """Of the response, once it has begun."""
+        self.keep_alive_event = COMMENT
+        """What is sent on a stream that is idle."""
+        self.disconnected = False
+        """The client is gone; the task was cancelled for it."""
+        self.interrupted = False
+        """The server stops; the task was cancelled for it."""
+
+    def header(self, name: str) -> str:
+        """A header of the request, by its name in lower case; empty if there is none."""
+        found: bytes = self._headers.get(name.encode(), b"")
+        return found.decode("latin-1")
+
+    @property
+    def has_certificate(self) -> bool:
+        """Whether the client has shown a certificate that was accepted."""
+        return bool(self.scope.get("extensions", {}).get("tls", {}).get("client_cert_chain"))
+
+    def timeout_s(self) -> float | None:
+        """Seconds that the client gives the answer; None if it does not say. Raises `StatusError`."""
+        text = self.header(TIMEOUT_HEADER)
+        if not text:
+            return None
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            problem = f"{TIMEOUT_HEADER} must be a number of seconds over 0, such as 30 or 2.5"
+            raise StatusError(Reason.INVALID_FIELD, problem, field=TIMEOUT_HEADER)
+        return seconds
+
+    def enter(self, visit: Visit | None, timeout_s: float | None = None) -> None:
+        """The request was let in, with a key or without; the client gives it `timeout_s` from its arrival."""
+        if timeout_s is not None:
+            self.caller = replace(self.caller, deadline_s=self.caller.arrived_s + timeout_s)
+        if visit is not None:
+            self.caller = replace(self.caller, visit=visit)
+            self.owner = visit.key.tenant
+
+    async def body(self) -> bytes:
+        """The whole body; from now on, the task is cancelled when the client disconnects.
+
+        Raises `HttpError` (413, 408), or `StatusError` when all bodies together are too large.
+        """
+        timeout = asyncio.timeout(self._bodies.timeout_s)
+        try:
+            async with timeout:
+                body = await self._read_body()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            message = f"the body did not come within {self._bodies.timeout_s:g} s"
+            raise HttpError(408, "request_timeout", message, [(b"connection", b"close")]) from None
+        self._watch = asyncio.create_task(self._watch_for_disconnect())
+        return body
+
+    async def _read_body(self) -> bytes:
+        parts: list[bytes] = []
+        num_bytes = 0
+        most = self._bodies.max_bytes
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.disconnected = True
+                raise asyncio.CancelledError
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes <= most:
+                self._bodies.take(len(part))
+                self._num_body_bytes += len(part)
+                parts.append(part)
+            else:
+                parts.clear()
+            if not message.get("more_body", False):
+                break
+            if num_bytes > most + MAX_DISCARDED_BYTES:
+                raise self._too_large()
+        if num_bytes > most:
+            raise self._too_large()
+        return b"".join(parts)
+
+    def _too_large(self) -> HttpError:
+        message = f"the body is larger than {self._bodies.max_bytes} bytes"
+        return HttpError(413, "body_too_large", message, [(b"connection", b"close")])
+
+    async def _watch_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._ended:
+            self.disconnected = True
+            self._cancel()
+
+    def interrupt(self) -> None:
+        """Cancel the endpoint because the server stops; the client is told so."""
+        if not self._ended and not self.disconnected:
+            self.interrupted = True
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """End what accompanies the request."""
+        self._ended = True
+        self._bodies.give_back(self._num_body_bytes)
+        self._num_body_bytes = 0
+        if self._watch is not None:
+            self._watch.cancel()
+
+    # --- whole responses --------------------------------------------------------------------------------------------
+
+    async def respond(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = b"application/json",
+        headers: Headers | None = None,
+    ) -> None:
+        """Send the whole response."""
+        assert not self._started, "there is a response already"
+        self._started = True
+        self.status = status
+        start = [
+            (b"content-type", content_type),
+            # That of a 304 would be the length of what is not sent.
+            *([] if status == 304 else [(b"content-length", b"%d" % len(body))]),
+            (b"x-request-id", self.caller.request_id.encode()),
+            *self._limits(),
+            *(headers or ()),
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": start})
+        self._ended = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _limits(self) -> Headers:
+        return [] if self.caller.visit is None else self.caller.visit.headers()
+
+    async def fail(self, error: StatusError | HttpError) -> None:
+        """Tell the client of a failure: as the response, or as the last event of the stream that has begun."""
+        failure = failure_of(error)
+        if self._started:
+            await self.write(self.errors.event(failure), last=True)
+        else:
+            await self.respond(self.errors.whole(failure), status=failure.status, headers=failure.headers)
+
+    # --- server-sent events -----------------------------------------------------------------------------------------
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """Send events, at once. The first ones begin the response; behind the last ones nothing may be written."""
+        async with self._lock:
+            if self._ended:
+                return
+            if not self._started:
+                self._started = True
+                self.status = 200
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),
+                    (b"x-request-id", self.caller.request_id.encode()),
+                    *self._limits(),
+                ]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._last_write_s = time.monotonic()
+            self._ended = last
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def keep_alive(self, begun: asyncio.Event | None = None) -> None:
+        """For ever: send `keep_alive_event` when nothing was written for `KEEP_ALIVE_S`.
+
+        It also begins the response, and so waits for `begun`, if that is given: before, a failure is a status.
+        """
+        self._last_write_s = time.monotonic()
+        if begun is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._early_headers_s):
+                    await begun.wait()
+            if not begun.is_set():
+                await self.write(self.keep_alive_event)
+        while True:
+            idle_s = time.monotonic() - self._last_write_s
+            if idle_s >= KEEP_ALIVE_S:
+                await self.write(self.keep_alive_event)
+                idle_s = 0.0
+            await asyncio.sleep(KEEP_ALIVE_S - idle_s)

@@ -1,0 +1,111 @@
+"""What an HTTP client is told of a failure, before its protocol gives it a shape."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.gateway.edge.wire import encode
+from headrace.protos.status import Reason, StatusError
+
+Headers = list[tuple[bytes, bytes]]
+
+MIN_RETRY_AFTER_S = 1.0
+RETRY_SPREAD = 0.5
+"""Times to come back are up to this part longer than they need be."""
+_RANDOM = random.Random()
+
+
+class HttpError(Exception):
+    """A failure that exists on HTTP only: it has no row in the table of statuses."""
+
+    def __init__(
+        self, status: int, code: str, message: str, headers: Headers | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.headers = headers or []
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure as HTTP knows it."""
+
+    status: int
+    kind: str
+    """OpenAI's type of error, such as `invalid_request_error`."""
+    code: str | None
+    """OpenAI's code, such as `model_not_found`."""
+    message: str
+    param: str | None
+    """The field at fault, by the name that the caller used."""
+    headers: Headers
+
+
+class ErrorShape(Protocol):
+    """How a protocol says that a request failed."""
+
+    def whole(self, failure: Failure) -> bytes:
+        """The body of a response that is nothing but the failure."""
+
+    def event(self, failure: Failure) -> bytes:
+        """The last events of a stream that had begun."""
+
+
+def spread(error: StatusError) -> StatusError:
+    """The error with a time to come back that is not too short, and not the same for all who get it at once.
+
+    That of a key's limits stays: it is exact, and the key's own.
+    """
+    if error.row.http_status not in (429, 503) or error.reason is Reason.QUOTA:
+        return error
+    wait_s = max(error.retry_after_s or 0.0, MIN_RETRY_AFTER_S) * (1 + RETRY_SPREAD * _RANDOM.random())
+    return StatusError(error.reason, error.message, field=error.field, retry_after_s=wait_s)
+
+
+def failure_of(error: StatusError | HttpError) -> Failure:
+    """The failure that an error is to an HTTP client."""
+    if isinstance(error, HttpError):
+        return Failure(error.status, "invalid_request_error", error.code, error.message, error.param, error.headers)
+    row = error.row
+    headers: Headers = []
+    if row.http_status in (429, 503):
+        told_s = spread(error).retry_after_s
+        wait_s = MIN_RETRY_AFTER_S if told_s is None else told_s
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+        # Clients of OpenAI's makers look at this one first.
+        headers.append((b"retry-after-ms", b"%d" % math.ceil(wait_s * 1000)))
+    elif row.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return Failure(row.http_status, row.openai_type, row.openai_code, error.message, error.field, headers)
+
+
+def draining() -> StatusError:
+    """The error for requests that a stopping server does not bring to their end."""
+    return StatusError(Reason.DRAINING, "the gateway is stopping; try again", retry_after_s=1.0)
+
+
+def error_value(failure: Failure) -> dict[str, Any]:
+    """The inside of an `error` object."""
+    return {"message": failure.message, "type": failure.kind, "param": failure.param, "code": failure.code}
+
+
+class _OpenAiErrors:
+    """The one shape of all errors of OpenAI's protocol."""
+
+    def whole(self, failure: Failure) -> bytes:
+        """The error object."""
+        return encode({"error": error_value(failure)})
+
+    def event(self, failure: Failure) -> bytes:
+        """The event that ends a stream which failed: no chunk and no [DONE] may follow."""
+        return b"data: " + self.whole(failure) + b"\n\n"
+
+
+OPENAI_ERRORS = _OpenAiErrors()
+"""Also the shape of failures outside of any protocol."""

@@ -1,0 +1,210 @@
+"""The HTTP surface: finds the endpoint of a request, lets it in and counts what became of it.
+
+Starlette only finds the route; requests are read and answered on the bare ASGI messages (see `exchange`), so that a
+chunk of a stream costs one prepared write. What is served is listed in `gateway/endpoints.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import uvicorn
+from starlette.routing import Route, Router
+
+from headrace.common.telemetry.logs import request_id_var
+from headrace.gateway.access.admission import Door
+from headrace.gateway.edge.bodies import Bodies
+from headrace.gateway.edge.connections import ConnectionBounds, connections_within
+from headrace.gateway.edge.cors import Application
+from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.exchange import Exchange, Message, Receive, Send
+from headrace.gateway.edge.failures import HttpError, draining
+from headrace.gateway.edge.spans import begin_request, end_request
+from headrace.gateway.edge.tls import EdgeTls
+from headrace.gateway.telemetry.metrics import Metrics, outcome_of
+from headrace.gateway.telemetry.recent import FAULTS
+from headrace.protos.status import Reason, StatusError
+
+KEEP_CONNECTION_S = 75
+_LOG = logging.getLogger(__name__)
+
+
+class HttpEdge:
+    """The ASGI application."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        metrics: Metrics,
+        *,
+        door: Door | None = None,
+        bodies: Bodies | None = None,
+    ) -> None:
+        """Without `door`, everybody is let in."""
+        self._door = Door() if door is None else door
+        self.bodies = Bodies() if bodies is None else bodies
+        self.early_headers_s = self._door.bounds.early_headers_s
+        self._metrics = metrics
+        self._running: set[Exchange] = set()
+        resources: dict[str, dict[str, Endpoint]] = {}
+        for endpoint in endpoints:
+            resources.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+        self.paths = [(path, method) for path, by_method in resources.items() for method in by_method]
+        """What is served: each path with each of its methods."""
+        routes = [Route(path, _Resource(self, by_method)) for path, by_method in resources.items()]
+        self._router = Router(routes, redirect_slashes=False, default=_Resource(self, {"": _UNKNOWN}))
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._router(scope, receive, send)
+
+    def interrupt(self) -> None:
+        """End all requests that are still being answered, with an error that says the gateway stops."""
+        for exchange in list(self._running):
+            exchange.interrupt()
+
+    async def answer(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        """Run an endpoint; whatever goes wrong becomes an error of its shape. Counts the outcome."""
+        outcome = "ok"
+        self._running.add(exchange)
+        self._metrics.in_flight.inc(not endpoint.is_probe)
+        request_id_var.set(exchange.caller.request_id)
+        span = begin_request(exchange, endpoint)
+        try:
+            try:
+                await self._let_in(exchange, endpoint)
+            except asyncio.CancelledError:
+                outcome = "cancelled"
+                task = asyncio.current_task()
+                if exchange.disconnected:
+                    if task is not None:
+                        task.uncancel()
+                    return
+                if not exchange.interrupted:
+                    raise
+                if task is not None:
+                    task.uncancel()
+                raise draining() from None
+        except HttpError as error:
+            outcome = error.code
+            await exchange.fail(error)
+        except StatusError as error:
+            outcome = outcome_of(error, has_deadline=exchange.caller.deadline_s is not None)
+            if outcome in FAULTS:
+                _LOG.warning("%s failed: %s", endpoint.name, error.message)
+            await exchange.fail(error)
+        except Exception:
+            outcome = "internal"
+            _LOG.exception("%s failed", endpoint.name)
+            await exchange.fail(StatusError(Reason.INTERNAL, "the gateway failed; its log has the reason"))
+        finally:
+            self._running.discard(exchange)
+            self._metrics.in_flight.dec(not endpoint.is_probe)
+            self._metrics.request_ended(endpoint.name, outcome, time.monotonic() - exchange.caller.arrived_s)
+            end_request(span, exchange, endpoint, outcome)
+            await exchange.close()
+
+    async def _let_in(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        """Run an endpoint for a request that may be answered. Raises what the door and the handler raise."""
+        bounds = self._door.bounds
+        if bounds.wants_certificate and endpoint.name != "health" and not exchange.has_certificate:
+            raise HttpError(403, "certificate_required", "the connection needs a client certificate")
+        is_open = endpoint.is_open or (endpoint.name == "metrics" and bounds.open_metrics)
+        key = None if is_open else self._door.identify(exchange.header)
+        visit, timeout_s = self._door.visit(key), exchange.timeout_s()
+        exchange.enter(visit, timeout_s)
+        counted = endpoint.method == "POST" and endpoint.makes_work
+        async with self._door.admitted(visit, counted=counted, timeout_s=timeout_s):
+            await endpoint.handler(exchange)
+
+
+class _Resource:
+    """A path's ASGI application: hands the exchange to the endpoint of its method."""
+
+    def __init__(self, edge: HttpEdge, endpoints: Mapping[str, Endpoint]) -> None:
+        """Endpoints by method; the empty method is any."""
+        self._edge = edge
+        self._endpoints = dict(endpoints)
+        if "GET" in endpoints:
+            self._endpoints["HEAD"] = endpoints["GET"]
+        first = next(iter(endpoints.values()))
+        refusing = Endpoint("", first.path, first.name, self._wrong_method, first.errors)
+        self._other = self._endpoints.get("", refusing)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["method"], self._other)
+        edge = self._edge
+        exchange = Exchange(scope, receive, send, endpoint.errors, edge.bodies, edge.early_headers_s)
+        await edge.answer(exchange, endpoint)
+
+    async def _wrong_method(self, exchange: Exchange) -> None:
+        if exchange.scope["path_params"]:
+            # A collection does not tell which names it has: /responses/compact is a path that others serve.
+            await _unknown_path(exchange)
+        methods = [method for method in ("GET", "HEAD", "POST", "DELETE") if method in self._endpoints]
+        usable = " or ".join(method for method in methods if method != "HEAD")
+        message = f"{exchange.scope['method'][:20]} is not allowed here; use {usable}"
+        raise HttpError(405, "method_not_allowed", message, [(b"allow", ", ".join(methods).encode())])
+
+
+async def _unknown_path(exchange: Exchange) -> None:
+    path = exchange.scope["path"][:200]
+    raise StatusError(Reason.NOT_FOUND, f"there is nothing at {path}; the API is at /v1, such as /v1/models")
+
+
+_UNKNOWN = Endpoint("", "", "unknown", _unknown_path, is_open=True)
+
+
+class HttpServer(uvicorn.Server):
+    """The server of an `HttpEdge` or what is around one. Signals are the caller's business: it sets `should_exit`."""
+
+    def __init__(
+        self,
+        application: Application,
+        stop_timeout_s: int,
+        bounds: ConnectionBounds | None = None,
+        tls: EdgeTls | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            application,
+            # Called to make connections, as a class would be.
+            http=cast("type[asyncio.Protocol]", connections_within(bounds or ConnectionBounds())),
+            ssl_context_factory=None if tls is None else lambda config, default: tls.context,
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_CONNECTION_S,
+            timeout_graceful_shutdown=stop_timeout_s,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process's signal handlers alone."""
+        yield
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, so that whether it is free is known before anything else starts.
+
+    Port 0 binds any free port. Raises `OSError`.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    bound.setblocking(False)
+    return bound

@@ -1,0 +1,230 @@
+"""What the gateway is told of security, and what becomes of it: the door, its bounds, and TLS on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.common.transport.channels import Transport, TransportError
+from headrace.gateway.access.admission import Door, DoorBounds, Limits, OwnLimits
+from headrace.gateway.access.keys import KeyFile, KeyRing, KeysError, KeyTable
+from headrace.gateway.access.limits import LocalLimits
+from headrace.gateway.access.quota import SharedLimits
+from headrace.gateway.edge.bodies import Bodies
+from headrace.gateway.edge.connections import ConnectionBounds
+from headrace.gateway.edge.tls import EdgeTls, TlsError
+
+_MIB = 1024 * 1024
+_FILE = click.Path(path_type=Path)
+
+
+class SecurityError(ValueError):
+    """What was asked cannot be done as asked; the message is a sentence with the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecuritySettings:
+    """What the command line says. Sizes in MiB or KiB as named, times in seconds."""
+
+    api_keys: Path | None = None
+    api_keys_redis: bool = False
+    redis_url: str | None = None
+    open_metrics: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tls_dir: Path | None = None
+    join_token_file: Path | None = None
+    cors_origins: tuple[str, ...] = ()
+    max_requests: int = 4096
+    request_timeout: float = 3600.0
+    early_headers: float | None = None
+    max_connections: int = 10_000
+    head_timeout: float = 15.0
+    max_head_kb: int = 64
+    body_timeout: float = 60.0
+    max_body_mb: int = 16
+    max_bodies_mb: int = 1024
+
+
+class Security:
+    """The parts, made of the settings. `start` and `close` frame their life on one event loop."""
+
+    def __init__(self, settings: SecuritySettings) -> None:
+        """Raises SecurityError."""
+        _check(settings)
+        self.cors_origins = settings.cors_origins
+        self.bodies = Bodies(settings.max_body_mb * _MIB, settings.body_timeout, settings.max_bodies_mb * _MIB)
+        self.connections = ConnectionBounds(
+            settings.max_connections, settings.head_timeout, settings.max_head_kb * 1024, settings.body_timeout
+        )
+        self.max_requests = settings.max_requests
+        self._shared: SharedLimits | None = None
+        self.keys: KeyRing | None = None
+        self._following: asyncio.Task[None] | None = None
+        try:
+            self.transport = Transport(settings.tls_dir, settings.join_token_file)
+            self.tls: EdgeTls | None = None
+            if settings.tls_cert is not None and settings.tls_key is not None:
+                self.tls = EdgeTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        except (TransportError, TlsError) as error:
+            raise SecurityError(str(error)) from None
+        wants_certificate = self.tls is not None and self.tls.wants_client_certificate
+        bounds = DoorBounds(
+            settings.max_requests,
+            settings.request_timeout,
+            settings.early_headers,
+            settings.open_metrics,
+            wants_certificate,
+        )
+        limits = self._limits(settings)
+        self.door = Door(bounds, self._key_ring(settings, limits.retain), limits)
+
+    def _limits(self, settings: SecuritySettings) -> Limits:
+        local = LocalLimits(lambda: time.monotonic_ns() // 1000)
+        has_keys = settings.api_keys is not None or settings.api_keys_redis
+        if settings.redis_url is None or not has_keys:
+            return OwnLimits(local)
+        try:
+            self._shared = SharedLimits(settings.redis_url, local)
+        except ValueError as error:
+            # Without the URL: it may have a password.
+            raise SecurityError(f"--redis is no URL of Redis: {error}") from None
+        return self._shared
+
+    def _key_ring(self, settings: SecuritySettings, on_change: Callable[[Collection[str]], None]) -> KeyRing | None:
+        if settings.api_keys is not None:
+            self.keys = KeyRing(KeyFile(settings.api_keys), on_change)
+        elif settings.api_keys_redis:
+            assert settings.redis_url is not None
+            self.keys = KeyRing(KeyTable(settings.redis_url), on_change)
+        self._must_be_readable = settings.api_keys is not None
+        return self.keys
+
+    async def start(self) -> None:
+        """Read the keys and go on reading them. Raises SecurityError if a file of keys cannot be read."""
+        if self._shared is not None:
+            await self._shared.start()
+        if self.keys is not None:
+            if self._must_be_readable:
+                try:
+                    await self.keys.refresh()
+                except KeysError as error:
+                    problem = f"--api-keys: {error}; headrace keys create makes one"
+                    raise SecurityError(problem) from None
+            self._following = asyncio.create_task(self.keys.run(), name="API keys")
+
+    async def close(self) -> None:
+        """Stop following changes, and give up connections."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        if self.keys is not None:
+            await self.keys.close()
+        if self._shared is not None:
+            await self._shared.close()
+
+
+def _check(settings: SecuritySettings) -> None:
+    if settings.api_keys is not None and settings.api_keys_redis:
+        raise SecurityError("--api-keys and --api-keys-redis are two places of keys: choose one")
+    if settings.api_keys_redis and settings.redis_url is None:
+        raise SecurityError("--api-keys-redis needs --redis URL")
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise SecurityError("--tls-cert and --tls-key go together")
+    if settings.tls_client_ca is not None and settings.tls_cert is None:
+        raise SecurityError("--tls-client-ca needs --tls-cert and --tls-key")
+    for origin in settings.cors_origins:
+        if origin != "*" and ("://" not in origin or origin.count("/") != 2 or not origin.isascii()):
+            raise SecurityError(f"--cors-origin {origin[:100]!r} is none: write SCHEME://HOST[:PORT], or *")
+
+
+def security_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options, and hand it what they say as `security`."""
+    names = [field.name for field in fields(SecuritySettings)]
+
+    @functools.wraps(command)
+    def with_settings(**options: Any) -> None:
+        command(security=SecuritySettings(**{name: options.pop(name) for name in names}), **options)
+
+    wrapped: Callable[..., None] = with_settings
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+_OPTIONS = (
+    click.option(
+        "--api-keys", type=_FILE, metavar="FILE", help="Only callers with one of these keys; see headrace keys."
+    ),
+    click.option("--api-keys-redis", is_flag=True, help="Only callers with one of the keys in the Redis of --redis."),
+    click.option(
+        "--redis",
+        "redis_url",
+        envvar="HEADRACE_GATEWAY_REDIS",
+        metavar="URL",
+        help="What gateways share: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
+    ),
+    click.option("--open-metrics", is_flag=True, help="Metrics may be read without a key."),
+    click.option("--tls-cert", type=_FILE, metavar="FILE", help="Serve HTTPS, and gRPC over TLS, with this chain."),
+    click.option("--tls-key", type=_FILE, metavar="FILE", help="The private key to --tls-cert."),
+    click.option("--tls-client-ca", type=_FILE, metavar="FILE", help="Only clients with a certificate from here."),
+    click.option(
+        "--tls-dir",
+        envvar="HEADRACE_TLS_DIR",
+        type=_FILE,
+        metavar="DIR",
+        help="Mutual TLS with routers: ca.pem, cert.pem and key.pem there, read again when they change.",
+    ),
+    click.option(
+        "--join-token-file",
+        envvar="HEADRACE_JOIN_TOKEN_FILE",
+        type=_FILE,
+        metavar="FILE",
+        help="Secret to present to routers.",
+    ),
+    click.option(
+        "--cors-origin",
+        "cors_origins",
+        multiple=True,
+        envvar="HEADRACE_GATEWAY_CORS_ORIGIN",
+        metavar="ORIGIN",
+        help="Pages of this origin may use the API, such as https://chat.example; * for all; may be repeated.",
+    ),
+    click.option("--max-requests", default=4096, type=click.IntRange(min=1), help="Requests at a time."),
+    click.option(
+        "--request-timeout",
+        default=3600.0,
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds from a request to the end of its answer.",
+    ),
+    click.option(
+        "--early-headers",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Begin a stream after so many seconds although nothing came yet, for proxies that give up silent "
+        "connections; later failures are events in it. Default: never, failures before the first token are statuses.",
+    ),
+    click.option("--max-connections", default=10_000, type=click.IntRange(min=1), help="Open HTTP connections."),
+    click.option(
+        "--head-timeout",
+        default=15.0,
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds until the headers of a request are here.",
+    ),
+    click.option("--max-head-kb", default=64, type=click.IntRange(min=1), help="KiB of the headers of a request."),
+    click.option(
+        "--body-timeout",
+        default=60.0,
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds until the body of a request is here.",
+    ),
+    click.option("--max-body-mb", default=16, type=click.IntRange(min=1), help="MiB of the body of a request."),
+    click.option("--max-bodies-mb", default=1024, type=click.IntRange(min=1), help="MiB of all bodies together."),
+)

@@ -1,0 +1,66 @@
+"""JSON in and out (pure)."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from typing import TypeVar
+
+import msgspec
+
+from headrace.gateway.checks import invalid
+from headrace.protos.status import Reason, StatusError
+
+encode = msgspec.json.encode
+_PADDED_CHARS = 32
+_T = TypeVar("_T")
+_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)")
+
+
+def decode_body(raw: bytes, kind: type[_T]) -> _T:
+    """The request in a body. Raises `StatusError` with the position of malformed JSON or the field of a wrong type."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise StatusError(Reason.INVALID_FIELD, f"the body is not valid JSON: {_position(raw, str(error))}") from error
+    except UnicodeDecodeError as error:
+        where = f"invalid UTF-8 in a string: {error.reason}"
+        raise StatusError(Reason.INVALID_FIELD, f"the body is not valid JSON: {where}") from error
+    except RecursionError as error:
+        raise StatusError(Reason.INVALID_FIELD, "the body is nested too deeply") from error
+
+
+def _wrong_type(message: str) -> StatusError:
+    found = _AT_FIELD.match(message)
+    assert found is not None
+    path = (found["path"] or "").removeprefix("$").removeprefix(".")
+    what = found["what"].replace("`", "'")
+    missing = re.search(r"missing required field '([^']+)'", what)
+    if missing is not None:
+        path = f"{path}.{missing[1]}".removeprefix(".")
+        return invalid(path, f"{path} is required")
+    if path:
+        return invalid(path, f"{path}: {what[:1].lower()}{what[1:]}")
+    return StatusError(Reason.INVALID_FIELD, f"the body is not a request: {what[:1].lower()}{what[1:]}")
+
+
+def _position(raw: bytes, message: str) -> str:
+    """The decoder's message with the position of what is wrong."""
+    if _BYTE.search(message):
+        return message
+    try:
+        json.loads(raw)
+    except json.JSONDecodeError as error:
+        return f"{error.msg} (byte {len(error.doc[: error.pos].encode())})"
+    except (UnicodeDecodeError, RecursionError):
+        return message
+    return "a string has half of a surrogate pair"
+
+
+def padding(num_chars: int) -> str:
+    """Random letters behind a delta of so many characters, so that both together have one of a few lengths."""
+    return secrets.token_hex(_PADDED_CHARS)[: -num_chars % _PADDED_CHARS]

@@ -1,0 +1,1 @@
+"""The Text service over gRPC."""

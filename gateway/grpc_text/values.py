@@ -1,0 +1,254 @@
+"""The gRPC edge's messages: requests to those of the HTTP side, pieces of answers to messages (pure).
+
+What the requests of both edges become is the same, so that what is checked, planned and generated is the same too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf.json_format import MessageToDict
+
+from headrace.gateway.chat.choice import Piece, TokenLogprob
+from headrace.gateway.chat.generation import Usage
+from headrace.gateway.chat.logprobs import token_bytes_of
+from headrace.gateway.chat.output import ChatPiece, new_call_id
+from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
+from headrace.gateway.chat.request import Chat, ChatMessage, Completion, Tokenization
+from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.field_names import FieldNames
+from headrace.protos import text_pb2
+from headrace.protos.inference_pb2 import Constraint
+
+_R = TypeVar("_R", text_pb2.ChatResponse, text_pb2.CompleteResponse)
+_JSON_KINDS = {"json_schema": "json", "json_object": "json_object", "regex": "regex", "grammar": "grammar"}
+_MODES = {
+    text_pb2.CHAT_TOOL_MODE_AUTO: "auto",
+    text_pb2.CHAT_TOOL_MODE_REQUIRED: "required",
+    text_pb2.CHAT_TOOL_MODE_NONE: "none",
+}
+# Named as in TextParams.
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "n",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+)
+
+FIELD_NAMES = FieldNames(
+    [
+        (r"structured_outputs\.json_object", "constraint.json_object"),
+        (r"structured_outputs\.json", "constraint.json_schema"),
+        (r"structured_outputs\.(\w+)", r"constraint.\1"),
+        (r"(tools\[\d+\])\.function", r"\1"),
+        (r"(tool_calls\[\d+\])\.function", r"\1"),
+        ("include_stop_str_in_output", "include_stop"),
+        ("top_logprobs", "logprobs"),
+    ]
+)
+"""What the HTTP side's fields are called here."""
+
+
+def chat_request(message: text_pb2.ChatRequest) -> Chat:
+    """The chat that a message asks for. Raises `StatusError`."""
+    params = message.params
+    if params.HasField("prompt_logprobs"):
+        raise unsupported(
+            "prompt_logprobs", "prompt_logprobs is not supported for chats; complete their tokens instead"
+        )
+    has_logprobs = params.HasField("logprobs")
+    return Chat(
+        messages=[_chat_message(one) for one in message.messages],
+        logprobs=has_logprobs or None,
+        top_logprobs=params.logprobs if has_logprobs else None,
+        chat_template_kwargs=_variables(message),
+        tools=_tools(message.tools),
+        tool_choice=_tool_choice(message),
+        parallel_tool_calls=_given(message, "parallel_tool_calls"),
+        reasoning_effort=_given(message, "reasoning_effort"),
+        add_generation_prompt=_given(message, "add_generation_prompt"),
+        continue_final_message=message.continue_final_message or None,
+        **_common(message.model, params),
+    )
+
+
+def completion_request(message: text_pb2.CompleteRequest) -> Completion:
+    """The completion that a message asks for. Raises `StatusError`."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise invalid("text", "give either text or token_ids")
+    prompt: str | list[str | int | list[int]] = message.text if kind == "text" else list(message.token_ids.ids)
+    params = message.params
+    common = _common(message.model, params)
+    return Completion(prompt=prompt, logprobs=_given(params, "logprobs"), **common)
+
+
+def tokenize_request(message: text_pb2.TokenizeRequest) -> Tokenization:
+    """What a message asks to tokenize."""
+    return Tokenization(
+        model=message.model or None,
+        prompt=_given(message, "text"),
+        messages=[_chat_message(one) for one in message.messages] or None,
+        add_special_tokens=_given(message, "add_special_tokens"),
+        chat_template_kwargs=_variables(message),
+        tools=_tools(message.tools),
+    )
+
+
+def _given(message: Any, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _variables(message: Any) -> dict[str, Any] | None:
+    return MessageToDict(message.chat_template_kwargs) if message.HasField("chat_template_kwargs") else None
+
+
+def _common(model: str, params: text_pb2.TextParams) -> dict[str, Any]:
+    return {
+        "model": model or None,
+        **{name: _given(params, name) for name in _SAME},
+        "ignore_eos": params.ignore_eos,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "logit_bias": dict(params.logit_bias),
+        "allowed_token_ids": list(params.allowed_token_ids),
+        "include_stop_str_in_output": params.include_stop,
+        "bad_words": list(params.bad_words),
+        "structured_outputs": _structured(params.constraint) if params.HasField("constraint") else None,
+        "prompt_cache_key": params.prompt_cache_key,
+        "cache_salt": params.cache_salt,
+        "priority": params.priority,
+    }
+
+
+def _structured(constraint: Constraint) -> dict[str, Any]:
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise invalid("constraint", "constraint must be one of json_schema, json_object, regex, choice and grammar")
+    if kind == "choice":
+        return {"choice": list(constraint.choice.texts)}
+    return {_JSON_KINDS[kind]: True if kind == "json_object" else getattr(constraint, kind)}
+
+
+def _chat_message(message: text_pb2.ChatMessage) -> ChatMessage:
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    return ChatMessage(
+        role=message.role,
+        content=message.content or (None if calls else ""),
+        name=message.name or None,
+        reasoning_content=message.reasoning_content or None,
+        tool_calls=calls or None,
+        tool_call_id=message.tool_call_id or None,
+    )
+
+
+def _tools(tools: Sequence[text_pb2.ChatTool]) -> list[dict[str, Any]] | None:
+    found = []
+    for position, tool in enumerate(tools):
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description:
+            function["description"] = tool.description
+        if tool.parameters:
+            function["parameters"] = _schema(f"tools[{position}].parameters", tool.parameters)
+        if tool.strict:
+            function["strict"] = True
+        found.append({"type": "function", "function": function})
+    return found or None
+
+
+def _schema(name: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(name, f"{name} is not JSON: {error}") from error
+
+
+def _tool_choice(message: text_pb2.ChatRequest) -> str | dict[str, Any] | None:
+    choice = message.tool_choice
+    if choice.WhichOneof("kind") == "tool":
+        return {"type": "function", "function": {"name": choice.tool}}
+    return _MODES.get(choice.mode)
+
+
+class Answers:
+    """Makes the messages of one request's answers."""
+
+    def __init__(
+        self, request_id: str, params: text_pb2.TextParams, token_bytes: Sequence[bytes], num_id_chars: int = 24
+    ) -> None:
+        """`num_id_chars` is the length of the ids of tool calls."""
+        self._request_id = request_id
+        self._shows_tokens = params.return_token_ids
+        self._token_bytes = token_bytes
+        self._num_id_chars = num_id_chars
+
+    def chat(self, index: int, piece: ChatPiece, usage: Usage | None) -> text_pb2.ChatResponse | None:
+        """The message for a piece of a chat; None if it shows nothing. `usage` comes with the very last piece."""
+        message = text_pb2.ChatResponse()
+        for delta in piece.deltas:
+            match delta:
+                case ContentDelta(text):
+                    message.content += text
+                case ReasoningDelta(text):
+                    message.reasoning_content += text
+                case CallDelta(call, name):
+                    message.tool_calls.add(index=call, id=new_call_id(self._num_id_chars), name=name)
+                case ArgumentsDelta(call, text):
+                    if not message.tool_calls or message.tool_calls[-1].index != call:
+                        message.tool_calls.add(index=call)
+                    message.tool_calls[-1].arguments += text
+        return self._finished(message, index, piece, usage)
+
+    def completion(self, index: int, piece: Piece, usage: Usage | None) -> text_pb2.CompleteResponse | None:
+        """The same for a piece of a completion."""
+        message = text_pb2.CompleteResponse(text=piece.text)
+        message.prompt_logprobs.extend(self._logprobs(piece.prompt_logprobs))
+        return self._finished(message, index, piece, usage)
+
+    def _finished(self, message: _R, index: int, piece: ChatPiece | Piece, usage: Usage | None) -> _R | None:
+        message.logprobs.extend(self._logprobs(piece.logprobs))
+        if self._shows_tokens:
+            message.token_ids.extend(piece.token_ids)
+        if piece.ending is not None:
+            message.finish_reason = piece.ending.reason
+            if usage is not None:
+                message.usage.CopyFrom(_usage(usage))
+        elif not message.ByteSize():
+            return None
+        message.index = index
+        message.request_id = self._request_id
+        return message
+
+    def _logprobs(self, logprobs: Iterable[TokenLogprob]) -> Iterable[text_pb2.TextLogprob]:
+        for one in logprobs:
+            message = text_pb2.TextLogprob(
+                token_id=one.token_id, token=token_bytes_of(self._token_bytes, one.token_id), logprob=one.logprob
+            )
+            for token_id, logprob in one.top:
+                token = token_bytes_of(self._token_bytes, token_id)
+                message.top.add(token_id=token_id, token=token, logprob=logprob)
+            yield message
+
+
+def _usage(usage: Usage) -> text_pb2.TextUsage:
+    return text_pb2.TextUsage(
+        prompt_tokens=usage.num_prompt_tokens,
+        completion_tokens=usage.num_generated_tokens,
+        cached_tokens=usage.num_cached_tokens,
+        reasoning_tokens=usage.num_reasoning_tokens,
+    )

@@ -1,0 +1,181 @@
+"""What OpenAI's answers look like, for the OpenAPI document. Tests hold real answers to these types.
+
+Answers are written from prepared bytes and not from these; a field that is not here is in no answer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from headrace.gateway.edge.description import Shape
+
+
+class PromptTokensDetails(Shape):
+    """Of the tokens of the prompts, those that were found in a prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Shape):
+    """Of the generated tokens, those of reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(Shape):
+    """The account of a request, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TokenLogprob(Shape):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenTokenLogprob(TokenLogprob):
+    """A token of the answer, and the most probable ones at its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Shape):
+    """Log-probabilities of a chat's choice."""
+
+    content: list[ChosenTokenLogprob]
+    refusal: None
+
+
+class PromptTokenLogprob(Shape):
+    """A possible token of the prompt, by its id."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class CalledFunction(Shape):
+    """What is called; arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape):
+    """A call that the caller is to make."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Shape):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(Shape):
+    """One answer to a chat."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(Shape):
+    """The answer to a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, PromptTokenLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionLogprobs(Shape):
+    """Parallel lists, with null at the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Shape):
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    prompt_logprobs: list[dict[str, PromptTokenLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(Shape):
+    """The answer to a completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ModelCard(Shape):
+    """A model that can be asked for."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(Shape):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(Shape):
+    """Tokens of a text or a conversation; their texts if asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(Shape):
+    """The text of tokens."""
+
+    prompt: str

@@ -1,0 +1,231 @@
+"""Whole answers on the OpenAI wire, and what they have in common with streams (pure).
+
+The concatenation of a stream equals the whole answer: both are made of the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob
+from headrace.gateway.chat.generation import Usage
+from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs_value
+from headrace.gateway.chat.output import WholeChat
+from headrace.gateway.edge.failures import error_value, failure_of
+from headrace.gateway.edge.wire import encode
+from headrace.protos.worker_pb2 import ModelCard
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What all chunks of an answer have in common."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+def identity(kind: str, request_id: str, created_s: int, card: ModelCard) -> Identity:
+    """Identity of an answer; `kind` is `chatcmpl` or `cmpl`."""
+    return Identity(f"{kind}-{request_id}", created_s, card.name, f"fp_{card.fingerprint[:12]}")
+
+
+def usage_value(usage: Usage) -> dict[str, Any]:
+    """The `usage` object."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_generated_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+    }
+
+
+def ending_value(ending: Ending) -> dict[str, Any]:
+    """The fields of a choice that say how it ended; `error` only if it failed."""
+    value: dict[str, Any] = {"finish_reason": ending.reason, "stop_reason": ending.stop_reason}
+    return value if ending.error is None else {**value, "error": error_value(failure_of(ending.error))}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer shows besides its text and log-probabilities. Sequences have an entry for each choice."""
+
+    usage: bool = False
+    """A stream ends with the usage."""
+    running_usage: bool = False
+    """Every chunk of it has the usage so far."""
+    num_prompt_tokens: int = 0
+    """Of all prompts."""
+    prompts: Sequence[Sequence[int]] = ()
+    """Tokens of the prompts."""
+    token_ids: bool = False
+    """The tokens of prompts and answers."""
+    echoes: Sequence[str] = ()
+    """Prompts as the choices begin with them; empty if they do not."""
+    prompt_logprobs: int | None = None
+    """Alternatives at each token of the prompts; None for no such list."""
+    pads: bool = False
+    """Chunks of a stream have padding that hides how long their text is."""
+
+
+class WholeChoice:
+    """Gathers the pieces of one completion for an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.token_ids: list[int] = []
+        self.ending: Ending | None = None
+
+    def push(self, piece: Piece) -> None:
+        """Take the next piece."""
+        self._texts.append(piece.text)
+        self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
+        self.token_ids.extend(piece.token_ids)
+        self.ending = piece.ending
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+
+def best_of(choices: Sequence[WholeChat] | Sequence[WholeChoice], num_each: int, n: int) -> list[int]:
+    """Indices of the `n` best of each `num_each` choices: by mean log-probability of their tokens, best first. Those
+    that failed come last."""
+    found: list[int] = []
+    for first in range(0, len(choices), num_each):
+        ranked = sorted(range(first, first + num_each), key=lambda i: _rank(choices[i]))
+        found += ranked[:n] if n < num_each else range(first, first + num_each)
+    return found
+
+
+def _rank(choice: WholeChat | WholeChoice) -> tuple[bool, float]:
+    has_failed = choice.ending is not None and choice.ending.error is not None
+    return has_failed, -_mean_logprob(choice.logprobs)
+
+
+def _mean_logprob(logprobs: Sequence[TokenLogprob]) -> float:
+    return sum(one.logprob for one in logprobs) / len(logprobs) if logprobs else 0.0
+
+
+def whole_chat(
+    who: Identity,
+    choices: Sequence[WholeChat],
+    logprobs: ChatLogprobs | None,
+    usage: Usage,
+    shown: Shown,
+    token_bytes: Sequence[bytes],
+) -> bytes:
+    """Body of a chat's answer."""
+    values = []
+    for index, choice in enumerate(choices):
+        assert choice.ending is not None
+        value = {
+            "index": index,
+            "message": message_value(choice),
+            "logprobs": None if logprobs is None else logprobs.value(choice.logprobs),
+            **ending_value(choice.ending),
+        }
+        values.append({**value, "token_ids": choice.token_ids} if shown.token_ids else value)
+    of_prompt: dict[str, Any] = {}
+    if shown.prompt_logprobs is not None:
+        known = choices[0].prompt_logprobs
+        of_prompt["prompt_logprobs"] = prompt_logprobs_value(known, shown.prompt_logprobs, token_bytes)
+    if shown.token_ids:
+        of_prompt["prompt_token_ids"] = list(shown.prompts[0])
+    return _whole(who, "chat.completion", values, usage, of_prompt)
+
+
+def message_value(choice: WholeChat) -> dict[str, Any]:
+    """The message of a chat's choice. Reasoning and calls are there if there were any."""
+    calls = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in choice.calls
+    ]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not choice.content else choice.content,
+        "refusal": None,
+    }
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def whole_completion(
+    who: Identity,
+    choices: Sequence[WholeChoice],
+    logprobs: CompletionLogprobs | None,
+    usage: Usage,
+    shown: Shown,
+    token_bytes: Sequence[bytes],
+) -> bytes:
+    """Body of a completion's answer."""
+    values = []
+    for index, choice in enumerate(choices):
+        assert choice.ending is not None
+        value: dict[str, Any] = {
+            "index": index,
+            "text": shown.echoes[index] + choice.text if shown.echoes else choice.text,
+            "logprobs": None if logprobs is None else completion_logprobs_value(logprobs, shown, index, choice),
+            **ending_value(choice.ending),
+        }
+        if shown.prompt_logprobs is not None:
+            known = choice.prompt_logprobs
+            value["prompt_logprobs"] = prompt_logprobs_value(known, shown.prompt_logprobs, token_bytes)
+        if shown.token_ids:
+            value["token_ids"] = choice.token_ids
+            value["prompt_token_ids"] = list(shown.prompts[index])
+        values.append(value)
+    return _whole(who, "text_completion", values, usage)
+
+
+def completion_logprobs_value(
+    logprobs: CompletionLogprobs, shown: Shown, index: int, part: WholeChoice | Piece, is_first: bool = True
+) -> dict[str, Any]:
+    """The `logprobs` of a completion, or of a piece of it, with those of the prompt that it begins with."""
+    if not shown.echoes:
+        return logprobs.value(part.logprobs)
+    if not is_first:
+        return logprobs.value(part.logprobs, shown.echoes[index])
+    return logprobs.value(part.logprobs, shown.echoes[index], shown.prompts[index][0], part.prompt_logprobs)
+
+
+def _whole(
+    who: Identity, kind: str, choices: list[dict[str, Any]], usage: Usage, of_prompt: dict[str, Any] | None = None
+) -> bytes:
+    return encode(
+        {
+            "id": who.id,
+            "object": kind,
+            "created": who.created,
+            "model": who.model,
+            "system_fingerprint": who.system_fingerprint,
+            "choices": choices,
+            "usage": usage_value(usage),
+            **(of_prompt or {}),
+        }
+    )
+
+
+def model_value(card: ModelCard) -> dict[str, Any]:
+    """A model as GET /v1/models shows it."""
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created_s,
+        "owned_by": "headrace",
+        "root": card.name,
+        "parent": None,
+        "max_model_len": card.max_context_tokens,
+    }

@@ -1,0 +1,45 @@
+"""What is served here, for the OpenAPI document (pure)."""
+
+from __future__ import annotations
+
+from headrace.gateway.edge.description import API, Operation
+from headrace.gateway.openai import answer_types, types
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "POST",
+        "/chat/completions",
+        "Answer a conversation",
+        answer_types.ChatCompletion,
+        (types.ChatRequest,),
+        is_streamed=True,
+        neutral=types.NEUTRAL_CHAT | types.NEUTRAL,
+        prefixes=API,
+    ),
+    Operation(
+        "POST",
+        "/completions",
+        "Continue one or more prompts",
+        answer_types.Completion,
+        (types.CompletionRequest,),
+        is_streamed=True,
+        neutral=types.NEUTRAL,
+        prefixes=API,
+    ),
+    Operation("GET", "/models", "List the models", answer_types.ModelList, prefixes=API),
+    Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=API),
+    *(
+        Operation(
+            "POST",
+            path,
+            f"Say what a model is good for: none {what}",
+            requests=(types.ModelRequest,),
+            prefixes=API,
+            status=None,
+        )
+        for path, what in (("/embeddings", "gives embeddings"), ("/rerank", "ranks documents"))
+    ),
+    Operation("POST", "/tokenize", "Turn text into tokens", answer_types.Tokens, (types.TokenizeRequest,)),
+    Operation("POST", "/detokenize", "Turn tokens into text", answer_types.DetokenizedText, (types.DetokenizeRequest,)),
+)
+"""All operations."""

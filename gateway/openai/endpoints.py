@@ -1,0 +1,86 @@
+"""Chats and completions as OpenAI's clients ask for them. docs/protocol.md has every field."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from headrace.gateway.chat.generation import Plan
+from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
+from headrace.gateway.chat.output import WholeChat
+from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body
+from headrace.gateway.openai.answers import Shown, WholeChoice, best_of, identity, whole_chat, whole_completion
+from headrace.gateway.openai.streams import ChatStream, CompletionStream
+from headrace.gateway.openai.types import ChatRequest, CompletionRequest, check_chat_body, check_completion_body
+from headrace.gateway.services import Services
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """POST chat/completions and completions."""
+    own = _Completions(services)
+    return [
+        *at_api("POST", "/chat/completions", "chat", own.chat),
+        *at_api("POST", "/completions", "completions", own.completions),
+    ]
+
+
+class _Completions:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def chat(self, exchange: Exchange) -> None:
+        request = decode_body(await exchange.body(), ChatRequest)
+        check_chat_body(request)
+        chat = await self._services.chats.plan(request)
+        model, plan, reading = chat.model, chat.plan, chat.reading
+        token_bytes = model.text.tokenizer.token_bytes
+        who = identity("chatcmpl", plan.requests[0].request_id, int(time.time()), model.card)
+        logprobs = ChatLogprobs(token_bytes, bool(request.return_tokens_as_token_ids)) if request.logprobs else None
+        shown = _shown(request, [plan])
+        if request.stream:
+            stream = ChatStream(who, logprobs, shown, reading.num_id_chars)
+            await self._services.answering.stream(exchange, [plan], stream, chat.choices())
+        else:
+            chats = [WholeChat(reading.num_id_chars) for _ in plan.requests]
+            usage = await self._services.answering.gather(exchange.caller, [plan], chats, chat.choices())
+            best = [chats[i] for i in best_of(chats, len(chats), request.n or 1)]
+            await exchange.respond(whole_chat(who, best, logprobs, usage, shown, token_bytes))
+
+    async def completions(self, exchange: Exchange) -> None:
+        request = decode_body(await exchange.body(), CompletionRequest)
+        check_completion_body(request)
+        completion = await self._services.chats.plan_completion(request)
+        model, plans = completion.model, completion.plans
+        token_bytes = model.text.tokenizer.token_bytes
+        shown = _shown(request, plans, completion.echoes)
+        who = identity("cmpl", plans[0].requests[0].request_id, int(time.time()), model.card)
+        logprobs = None
+        if request.logprobs is not None:
+            as_ids = bool(request.return_tokens_as_token_ids)
+            logprobs = CompletionLogprobs(token_bytes, request.logprobs, as_ids)
+        if request.stream:
+            await self._services.answering.stream(exchange, plans, CompletionStream(who, logprobs, shown))
+        else:
+            choices = [WholeChoice() for plan in plans for _ in plan.requests]
+            usage = await self._services.answering.gather(exchange.caller, plans, choices)
+            num_each, n = plans[0].job.num_choices, request.n or 1
+            best = [choices[i] for i in best_of(choices, num_each, n)]
+            await exchange.respond(whole_completion(who, best, logprobs, usage, shown, token_bytes))
+
+
+def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echoes: Sequence[str] = ()) -> Shown:
+    """What an answer to these plans shows. `echoes` are the prompts' texts, if they are echoed."""
+    n = request.n or 1
+    options = request.stream_options
+    return Shown(
+        usage=options is not None and bool(options.include_usage),
+        running_usage=options is not None and bool(options.continuous_usage_stats),
+        pads=options is not None and bool(options.include_obfuscation),
+        num_prompt_tokens=sum(len(plan.job.token_ids) for plan in plans),
+        prompts=[plan.job.token_ids for plan in plans for _ in range(n)],
+        token_ids=bool(request.return_token_ids),
+        echoes=[text for text in echoes for _ in range(n)],
+        prompt_logprobs=request.prompt_logprobs,
+    )

@@ -1,0 +1,62 @@
+"""The models that can be asked for, and their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.gateway.chat.logprobs import token_bytes_of
+from headrace.gateway.checks import invalid
+from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.openai.answers import model_value
+from headrace.gateway.openai.types import DetokenizeRequest, TokenizeRequest, check_tokenize_body
+from headrace.gateway.services import Services
+from headrace.gateway.text.detokenizer import detokenize
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """GET models and models/{id}; POST /tokenize and /detokenize."""
+    own = _Models(services)
+    return [
+        *at_api("GET", "/models", "models", own.list_models),
+        *at_api("GET", "/models/{name:path}", "models", own.get_model),
+        Endpoint("POST", "/tokenize", "tokenize", own.tokenize),
+        Endpoint("POST", "/detokenize", "detokenize", own.detokenize),
+    ]
+
+
+class _Models:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def list_models(self, exchange: Exchange) -> None:
+        cards = [model_value(model.card) for model in await self._services.models.listed()]
+        await exchange.respond(encode({"object": "list", "data": cards}))
+
+    async def get_model(self, exchange: Exchange) -> None:
+        model = await self._services.models.find(exchange.scope["path_params"]["name"])
+        await exchange.respond(encode(model_value(model.card)))
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        request = decode_body(await exchange.body(), TokenizeRequest)
+        check_tokenize_body(request)
+        model, token_ids = await self._services.chats.tokenize(request)
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": model.card.max_context_tokens,
+            "tokens": token_ids,
+            "token_strs": None,
+        }
+        if request.return_token_strs:
+            table = model.text.tokenizer.token_bytes
+            answer["token_strs"] = [token_bytes_of(table, i).decode(errors="replace") for i in token_ids]
+        await exchange.respond(encode(answer))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        request = decode_body(await exchange.body(), DetokenizeRequest)
+        model = await self._services.models.find(request.model or "")
+        if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < model.card.vocab_size:
+            raise invalid("tokens", f"tokens must be from 0 to {model.card.vocab_size - 1}")
+        await exchange.respond(encode({"prompt": detokenize(request.tokens, model.text.tokenizer.token_bytes)}))

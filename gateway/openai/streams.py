@@ -1,0 +1,169 @@
+"""Streams on the OpenAI wire: server-sent events from prepared bytes (pure).
+
+A chunk is a constant head and tail around one JSON string; as a rule only that string is encoded per chunk:
+
+    data: {"id":…,"choices":[{"index":0,"delta":{  "content":"text"  },"logprobs":null,"finish_reason":null}]}
+    `-------------------- head -----------------'                    `------------------ tail ----------------'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.gateway.chat.choice import Ending, Piece
+from headrace.gateway.chat.generation import Usage
+from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
+from headrace.gateway.chat.output import ChatPiece, new_call_id
+from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from headrace.gateway.edge.wire import encode, padding
+from headrace.gateway.openai.answers import Identity, Shown, completion_logprobs_value, ending_value, usage_value
+
+DONE = b"data: [DONE]\n\n"
+_NO_LOGPROBS = b"null"
+
+
+class _Events:
+    """What the chunks of one stream have in common."""
+
+    def __init__(self, who: Identity, kind: str, shown: Shown) -> None:
+        common = {
+            "id": who.id,
+            "object": kind,
+            "created": who.created,
+            "model": who.model,
+            "system_fingerprint": who.system_fingerprint,
+        }
+        self.head = b"data: " + encode(common)[:-1] + b',"choices":['
+        self._shown = shown
+        self._num_tokens = 0
+        self._close = b',"usage":null}\n\n' if shown.usage else b"}\n\n"
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._close
+        self.count(())
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """Take account of tokens that arrived."""
+        if self._shown.running_usage:
+            self._num_tokens += len(token_ids)
+            usage = Usage(self._shown.num_prompt_tokens, self._num_tokens, 0)
+            value = {name: number for name, number in usage_value(usage).items() if isinstance(number, int)}
+            self._close = b',"usage":' + encode(value) + b"}\n\n"
+            self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._close
+
+    def tail(self, logprobs: bytes = _NO_LOGPROBS, token_ids: Sequence[int] = ()) -> bytes:
+        """What comes behind a chunk's text. `logprobs` are encoded; `token_ids` are those of the chunk, if shown."""
+        if logprobs is _NO_LOGPROBS and not token_ids:
+            return self._plain_tail
+        shown = b',"token_ids":' + encode(list(token_ids)) if token_ids else b""
+        return b',"logprobs":' + logprobs + b',"finish_reason":null' + shown + b"}]" + self._close
+
+    def padded(self, event: bytes, num_chars: int) -> bytes:
+        """The event of a delta of so many characters, with padding if it is shown."""
+        if not self._shown.pads:
+            return event
+        return event[:-3] + b',"obfuscation":"%b"}\n\n' % padding(num_chars).encode()
+
+    def last(self, choice: dict[str, object], ending: Ending) -> bytes:
+        """The chunk that ends a choice; `choice` is what it begins with."""
+        whole = {**choice, "logprobs": None, **ending_value(ending)}
+        return self.head + encode(whole) + b"]" + self._close
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events of the stream."""
+        if not self._shown.usage:
+            return DONE
+        return self.head + b'],"usage":' + encode(usage_value(usage)) + b"}\n\n" + DONE
+
+
+class ChatStream:
+    """Events of a streamed chat. `num_id_chars` is the length of the ids of tool calls."""
+
+    def __init__(self, who: Identity, logprobs: ChatLogprobs | None, shown: Shown, num_id_chars: int = 24) -> None:
+        self._events = _Events(who, "chat.completion.chunk", shown)
+        self._logprobs = logprobs
+        self._shown = shown
+        self._num_id_chars = num_id_chars
+        self._delta_heads: dict[int, bytes] = {}
+
+    def piece(self, index: int, piece: ChatPiece) -> bytes:
+        """Events for a piece of a choice; none if it shows nothing. The first ones of a choice begin with its role."""
+        events = b""
+        head = self._delta_heads.get(index)
+        if head is None:
+            head = self._delta_heads[index] = self._events.head + b'{"index":%d,"delta":{' % index
+            events = self._first(index, head)
+        self._events.count(piece.token_ids)
+        deltas = [self._delta(delta) for delta in piece.deltas]
+        token_ids = piece.token_ids if self._shown.token_ids else ()
+        logprobs = _NO_LOGPROBS
+        if self._logprobs is not None and (deltas or piece.logprobs):
+            logprobs = encode(self._logprobs.value(piece.logprobs))
+        if not deltas and (token_ids or piece.logprobs):
+            deltas = [b'"content":""']
+        for delta in deltas:
+            # The first event has the log-probabilities and tokens of all.
+            events += self._events.padded(head + delta + b"}" + self._events.tail(logprobs, token_ids), len(delta))
+            logprobs, token_ids = _NO_LOGPROBS, ()
+        if piece.ending is None:
+            return events
+        return events + self._events.last({"index": index, "delta": {}}, piece.ending)
+
+    def _first(self, index: int, head: bytes) -> bytes:
+        """The event with the role. That of the first choice has the prompt's tokens, if they are shown."""
+        event = head + b'"role":"assistant","content":""}' + self._events.tail()
+        if not self._shown.token_ids or index:
+            return event
+        return event[:-3] + b',"prompt_token_ids":' + encode(list(self._shown.prompts[0])) + b"}\n\n"
+
+    def _delta(self, delta: Delta) -> bytes:
+        """The inside of a delta's JSON object."""
+        match delta:
+            case ContentDelta(text):
+                return b'"content":' + encode(text)
+            case ReasoningDelta(text):
+                return b'"reasoning_content":' + encode(text)
+            case ArgumentsDelta(index, text):
+                return b'"tool_calls":[{"index":%d,"function":{"arguments":%b}}]' % (index, encode(text))
+            case CallDelta(index, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": new_call_id(self._num_id_chars), "type": "function", "function": function}
+                return b'"tool_calls":[' + encode(call) + b"]"
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events of the stream."""
+        return self._events.end(usage)
+
+
+class CompletionStream:
+    """Events of a streamed completion."""
+
+    def __init__(self, who: Identity, logprobs: CompletionLogprobs | None, shown: Shown) -> None:
+        self._events = _Events(who, "text_completion", shown)
+        self._logprobs = logprobs
+        self._shown = shown
+        self._begun: set[int] = set()
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """Events for a piece of a choice; none if it shows nothing. The first one of a choice has the echo."""
+        is_first = index not in self._begun
+        self._begun.add(index)
+        self._events.count(piece.token_ids)
+        shown = self._shown
+        text = shown.echoes[index] + piece.text if is_first and shown.echoes else piece.text
+        token_ids = piece.token_ids if shown.token_ids else ()
+        events = b""
+        if text or token_ids or piece.logprobs or (is_first and (shown.echoes or shown.token_ids)):
+            logprobs = _NO_LOGPROBS
+            if self._logprobs is not None:
+                logprobs = encode(completion_logprobs_value(self._logprobs, shown, index, piece, is_first))
+            prompt = b""
+            if is_first and shown.token_ids:
+                prompt = b',"prompt_token_ids":' + encode(list(shown.prompts[index]))
+            events = self._events.head + b'{"index":%d,"text":%b%b' % (index, encode(text), prompt)
+            events = self._events.padded(events + self._events.tail(logprobs, token_ids), len(text))
+        if piece.ending is None:
+            return events
+        return events + self._events.last({"index": index, "text": ""}, piece.ending)
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events of the stream."""
+        return self._events.end(usage)

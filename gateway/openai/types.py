@@ -1,0 +1,138 @@
+"""The OpenAI wire: bodies to checked requests (pure).
+
+A parameter that this server knows but cannot honour is refused with its name; unknown ones are ignored, as OpenAI does.
+An explicit null is the same as leaving the field out. docs/protocol.md has the table of fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.chat.request import Chat, Completion, Tokenization, refuse_unless_neutral
+from headrace.gateway.checks import invalid, unsupported
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream has besides its chunks."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatRequest(Chat, kw_only=True):
+    """Body of POST /v1/chat/completions. Fields of type Any are known but honoured in their neutral value only."""
+
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    diversity_penalty: Any = None
+    logits_processors: Any = None
+
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    echo: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prompt_cache_retention: Any = None
+
+
+class CompletionRequest(Completion, kw_only=True):
+    """Body of POST /v1/completions. A list of prompts is one of texts, of tokens, or of lists of tokens."""
+
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    diversity_penalty: Any = None
+    logits_processors: Any = None
+    suffix: str | None = None
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """Body of a request for what no model offers: only the model matters."""
+
+    model: str | None = None
+
+
+class TokenizeRequest(Tokenization, kw_only=True):
+    """Body of POST /tokenize: a text, or a conversation through the chat template."""
+
+    return_token_strs: bool | None = None
+    chat_template: Any = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# --- checking -------------------------------------------------------------------------------------------------------
+
+# As in `chat.request`.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "diversity_penalty": (0, 0.0),
+    "logits_processors": ([],),
+}
+NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    "functions": (),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+}
+
+
+def check_chat_body(request: ChatRequest) -> None:
+    """Raise `StatusError` for what this protocol has and the server cannot honour."""
+    _check_body(request)
+    refuse_unless_neutral(request, NEUTRAL_CHAT)
+
+
+def check_completion_body(request: CompletionRequest) -> None:
+    """Raise `StatusError` for what this protocol has and the server cannot honour."""
+    _check_body(request)
+    if request.suffix:
+        raise unsupported("suffix", "suffix is not supported: the model continues a prompt and fills no gaps")
+
+
+def check_tokenize_body(request: TokenizeRequest) -> None:
+    """Raise `StatusError` for what this protocol has and the server cannot honour."""
+    refuse_unless_neutral(request, {"chat_template": ()})
+
+
+def _check_body(request: ChatRequest | CompletionRequest) -> None:
+    refuse_unless_neutral(request, NEUTRAL)
+    options = request.stream_options
+    if options is None:
+        return
+    if not request.stream:
+        raise invalid("stream_options", "stream_options needs stream to be true")
+    if options.continuous_usage_stats and not options.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise invalid(name, f"{name} needs include_usage to be true")

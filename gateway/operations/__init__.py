@@ -1,0 +1,1 @@
+"""What operators and tools ask: health, metrics, the OpenAPI document."""

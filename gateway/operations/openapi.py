@@ -1,0 +1,252 @@
+"""The OpenAPI document of what is served: written from the types that requests are decoded into (pure).
+
+The types say names and kinds, the tables of the checks say ranges: neither is repeated here, so the document cannot
+drift from them. Each protocol describes its operations in its `description`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.chat import request, sampling
+from headrace.gateway.edge.description import Operation
+from headrace.gateway.edge.exchange import TIMEOUT_HEADER
+
+REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/protocol.md"
+_EVENTS = "text/event-stream"
+_SCHEMAS = "#/components/schemas/{name}"
+
+
+# Keywords for fields whose checks are no table: by field, or by type and field.
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "n": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
+    "best_of": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
+    "max_tokens": {"minimum": 0, "maximum": 2**31 - 1},
+    "max_completion_tokens": {"minimum": 1, "maximum": 2**31 - 1},
+    "top_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
+    "CompletionRequest.logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
+    "truncate_prompt_tokens": {"minimum": -1, "maximum": 2**31 - 1},
+    "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
+    "stop": {"minLength": 1, "maxLength": sampling.MAX_STOP_CHARS, "maxItems": sampling.MAX_STOP_STRINGS},
+    "stop_token_ids": {"maxItems": sampling.MAX_STOP_TOKEN_IDS},
+    "logit_bias": {
+        "maxProperties": sampling.MAX_LOGIT_BIASES,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "bad_words": {"maxItems": sampling.MAX_BAD_WORDS},
+    "prompt_cache_key": {"maxLength": request.MAX_KEY_CHARS},
+    "cache_salt": {"maxLength": request.MAX_KEY_CHARS},
+    "messages": {"minItems": 1},
+    "ChatRequest.tools": {"minItems": 1, "maxItems": 128},
+    "ChatMessage.role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+}
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+    "required": ["name"],
+}
+_JSON_SCHEMA = {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]}
+# What is in values that requests keep as they are, for their own modules to read: by type of value and field.
+_INSIDE: dict[str, dict[str, Any]] = {
+    "array.tools": {
+        "items": {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+            "required": ["type", "function"],
+        }
+    },
+    "object.tool_choice": {
+        "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"]}},
+        "required": ["type", "function"],
+    },
+    "array.tool_calls": {
+        "items": {
+            "type": "object",
+            "properties": {
+                "id": {"type": "string"},
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "string"]}},
+                    "required": ["name", "arguments"],
+                },
+            },
+            "required": ["function"],
+        }
+    },
+    "string.tool_choice": {"enum": ["none", "auto", "required"]},
+    "array.content": {
+        "items": {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            "required": ["type", "text"],
+        }
+    },
+    "object.response_format": {
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema", "regex", "grammar"]},
+            "json_schema": _JSON_SCHEMA,
+            "schema": {"type": ["object", "string"]},
+            "pattern": {"type": "string"},
+            "grammar": {"type": "string"},
+        },
+        "required": ["type"],
+    },
+    "object.structured_outputs": {
+        "properties": {
+            "json": {"type": ["object", "string"]},
+            "json_object": {"type": "boolean"},
+            "regex": {"type": "string"},
+            "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            "grammar": {"type": "string"},
+        },
+    },
+    "string.verbosity": {"enum": list(request.VERBOSITIES)},
+    "string.reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
+}
+# Known fields of messages that are refused.
+_REFUSED = {"ChatMessage": ("function_call", "audio")}
+_TIMEOUT = {
+    "name": TIMEOUT_HEADER,
+    "in": "header",
+    "description": "Seconds that the client waits for the whole answer, counted from the arrival of the request",
+    "schema": {"type": "number", "exclusiveMinimum": 0},
+}
+# A server-sent event, as tools see it.
+_EVENT = {
+    "type": "object",
+    "description": "With stream: server-sent events. The data is JSON, and at the end of chats and completions [DONE].",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    },
+    "required": ["role", "content"],
+}
+_OF_MESSAGES = ("MessagesRequest", "PromptFields")
+_OF_CHATS = ("ChatRequest", "ChatMessage", "CompletionRequest", "TokenizeRequest")
+_KEYWORDS_OF = {
+    "number": ("minimum", "maximum", "exclusiveMinimum"),
+    "integer": ("minimum", "maximum", "exclusiveMinimum"),
+    "string": ("minLength", "maxLength", "enum"),
+    "array": ("minItems", "maxItems"),
+    "object": ("maxProperties", "propertyNames", "additionalProperties"),
+}
+
+
+def document(operations: Iterable[Operation]) -> dict[str, Any]:
+    """The document, OpenAPI 3.1."""
+    operations = list(operations)
+    types = {
+        kind
+        for one in operations
+        for kind in (*one.requests, one.answer, one.error, one.unavailable)
+        if kind is not None
+    }
+    listed = sorted(types, key=str)
+    references, schemas = msgspec.json.schema_components(listed, ref_template=_SCHEMAS)
+    reference_of = dict(zip(map(str, listed), references, strict=True))
+    neutral: dict[str, Sequence[Any]] = dict(request.NEUTRAL)
+    for one in operations:
+        neutral |= one.neutral
+    for name, schema in schemas.items():
+        _bound(name, schema, neutral)
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        for prefix in one.prefixes:
+            paths.setdefault(prefix + one.path, {})[one.method.lower()] = _operation(one, prefix, reference_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "headrace",
+            "version": importlib.metadata.version("headrace"),
+            "description": "The OpenAI protocol, served by OpenVINO workers.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "externalDocs": {"description": "Every field", "url": REFERENCE},
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "An API key, if any is set"}
+            },
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> dict[str, Any]:
+    words = [word for word in (prefix + one.path).replace("{", "").replace("}", "").split("/") if word]
+    error = {"description": "A failure", "content": {"application/json": {"schema": reference_of[str(one.error)]}}}
+    responses: dict[str, Any] = {"default": error}
+    if one.status is not None:
+        content: dict[str, Any] = {one.content_type: {"schema": {"type": "string"}}}
+        if one.answer is not None:
+            content = {"application/json": {"schema": reference_of[str(one.answer)]}}
+        if one.is_streamed:
+            content[_EVENTS] = {"schema": _EVENT}
+        responses = {str(one.status): {"description": "The answer", "content": content}, **responses}
+    if one.unavailable is not None:
+        schema = {"application/json": {"schema": reference_of[str(one.unavailable)]}}
+        responses["503"] = {"description": "Not yet, or no more", "content": schema}
+    value: dict[str, Any] = {
+        "operationId": "_".join([one.method.lower(), *words]).replace(".", "_"),
+        "summary": one.summary,
+        "responses": responses,
+    }
+    names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()]
+    if one.generates:
+        parameters.append(_TIMEOUT)
+    if parameters:
+        value["parameters"] = parameters
+    bodies = [reference_of[str(kind)] for kind in one.requests]
+    if bodies:
+        body = bodies[0] if len(bodies) == 1 else {"allOf": bodies}
+        value["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return value
+
+
+def _bound(name: str, schema: dict[str, Any], neutral_values: Mapping[str, Sequence[Any]]) -> None:
+    """Add to a type's schema what the checks of its fields say."""
+    for name_of_field, value in schema.get("properties", {}).items():
+        if value.get("default", 0) is None:
+            del value["default"]
+        neutral = () if name_of_field in _REFUSED.get(name, ()) else neutral_values.get(name_of_field)
+        if neutral is not None and not set(value) - {"description"}:
+            value["enum"] = [None, *neutral]
+            value["description"] = "Known, and refused with other values"
+            continue
+        keywords = _BOUNDS.get(f"{name}.{name_of_field}", _BOUNDS.get(name_of_field))
+        for branch in value.get("anyOf", [value]):
+            for keyword in _KEYWORDS_OF.get(branch.get("type"), ()):
+                if keyword in (keywords or {}):
+                    branch[keyword] = (keywords or {})[keyword]
+            if name in _OF_MESSAGES and name_of_field == "messages":
+                branch["items"] = _MESSAGE
+            if name in _OF_CHATS:
+                branch.update(_INSIDE.get(f"{branch.get('type')}.{name_of_field}", {}))
+    for ranged, least, greatest, open_below in sampling.RANGES:
+        for branch in schema.get("properties", {}).get(ranged, {}).get("anyOf", ()):
+            if branch.get("type") in ("number", "integer"):
+                branch["exclusiveMinimum" if open_below else "minimum"] = least
+                branch["maximum"] = greatest

@@ -1,0 +1,65 @@
+"""Whether the gateway can be asked, and its metrics with those of the fleet."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace.common.stores.redis_link import word_for
+from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import encode
+from headrace.gateway.services import Services
+from headrace.gateway.telemetry.metrics import CONTENT_TYPE
+from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
+from headrace.protos.status import StatusError
+
+_LOG = logging.getLogger(__name__)
+
+
+def endpoints(services: Services, redis_of_responses: Callable[[], RedisState]) -> Sequence[Endpoint]:
+    """GET /metrics, /version, and the gateway's state, under the paths where clients of other servers ask for it."""
+    own = _State(services, redis_of_responses)
+    return [
+        Endpoint("GET", "/metrics", "metrics", own.show_metrics),
+        *(Endpoint("GET", f"{prefix}/health/live", "health", own.live, is_open=True) for prefix in ("", "/v2")),
+        *(
+            Endpoint("GET", path, "health", own.ready, is_open=True)
+            for path in ("/health/ready", "/v2/health/ready", "/health", "/ping")
+        ),
+        Endpoint("GET", "/version", "version", own.version, is_open=True),
+    ]
+
+
+class _State:
+    def __init__(self, services: Services, redis_of_responses: Callable[[], RedisState]) -> None:
+        self._services = services
+        self._redis_of_responses = redis_of_responses
+
+    async def show_metrics(self, exchange: Exchange) -> None:
+        try:
+            workers = await self._services.upstream.list_workers()
+        except StatusError as error:
+            _LOG.debug("the workers cannot be listed: %s", error.message)
+            workers = []
+        await exchange.respond(self._services.metrics.exposition(workers), content_type=CONTENT_TYPE.encode())
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.respond(encode({"version": importlib.metadata.version("headrace")}))
+
+    def _redis_states(self) -> dict[str, str]:
+        """How each Redis is that is used, by what it is used for."""
+        states = {"leases": self._services.upstream.redis, "responses": self._redis_of_responses()}
+        return {name: word_for(state) for name, state in states.items() if state != REDIS_STATE_UNSPECIFIED}
+
+    async def live(self, exchange: Exchange) -> None:
+        await exchange.respond(encode({"status": "live"}))
+
+    async def ready(self, exchange: Exchange) -> None:
+        ready = self._services.models.ready
+        body: dict[str, Any] = {"status": "ready" if ready else "no model can be asked for"}
+        if states := self._redis_states():
+            body["redis"] = states
+        await exchange.respond(encode(body), status=200 if ready else 503)

@@ -1,0 +1,43 @@
+"""What answers of the Responses API look like, for the OpenAPI document. Tests hold real answers to these types.
+
+Answers are written from prepared bytes and not from these; a field that is not here is in no answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.gateway.edge.description import Shape
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """A response of the Responses API, with the other fields of OpenAI's."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    usage: dict[str, Any] | None
+
+
+class DeletedResponse(Shape):
+    """What is left of a response."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class InputItems(Shape):
+    """A page of what a response answers."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,340 @@
+"""Answers of the Responses API: the items of a response, and the events of its stream (pure).
+
+    ChatPiece -> items: reasoning | message | function_call, in the order in which the model wrote them
+
+One instance makes one response, streamed or not, so that a stream adds up to the whole answer. Events are numbered from
+0 without gaps:
+
+    created, in_progress,
+    { output_item.added, [content_part.added,] deltas, done, [content_part.done,] output_item.done } for each item,
+    completed | incomplete | failed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.gateway.chat.choice import Ending
+from headrace.gateway.chat.generation import Usage
+from headrace.gateway.chat.logprobs import ChatLogprobs
+from headrace.gateway.chat.output import ChatPiece, new_call_id
+from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from headrace.gateway.chat.sampling import shortest
+from headrace.gateway.edge.failures import OPENAI_ERRORS, Failure
+from headrace.gateway.edge.wire import encode, padding
+from headrace.gateway.responses.items import new_id
+from headrace.gateway.responses.types import ENCRYPTED_REASONING, ResponsesRequest, TextFields
+from headrace.gateway.text.reasoning_seal import sealed
+from headrace.protos.inference_pb2 import SamplingParams
+
+_ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
+
+
+def response_head(request: ResponsesRequest, response_id: str, model: str, params: SamplingParams) -> dict[str, Any]:
+    """The fields of a response that are known before it is generated."""
+    reasoning, text = request.reasoning, request.text or TextFields()
+    tools = [{"strict": False, "parameters": None, "description": None, **tool} for tool in request.tools or ()]
+
+    def number(name: str, default: float) -> float:
+        """A number of the sampling: as the caller wrote it, else the model's, else what workers take."""
+        given = getattr(request, name)
+        if given is not None:
+            return float(given)
+        return shortest(getattr(params, name)) if params.HasField(name) else default
+
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": bool(request.background),
+        "completed_at": None,
+        "error": None,
+        "frequency_penalty": number("frequency_penalty", 0.0),
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "presence_penalty": number("presence_penalty", 0.0),
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": request.store is not False,
+        "temperature": number("temperature", 1.0),
+        "text": {"format": _format_value(text.format), "verbosity": text.verbosity or "medium"},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": tools,
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": number("top_p", 1.0),
+        "truncation": request.truncation or "disabled",
+        "usage": None,
+        "user": request.user,
+    }
+
+
+def _format_value(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The format of the text, with all fields that are required of it. A JSON schema is kept whatever `strict` says."""
+    if given is None:
+        return {"type": "text"}
+    if given.get("type") != "json_schema":
+        return dict(given)
+    return {**given, "description": given.get("description"), "strict": given.get("strict") is not False}
+
+
+def usage_value(usage: Usage) -> dict[str, Any]:
+    """The `usage` object of a response. What is written to a cache is not counted: every prompt is."""
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.num_generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+    }
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """The item that is being written."""
+
+    kind: str
+    item_id: str
+    index: int
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    name: str = ""
+    call_id: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+# kind of item -> prefix of its id, event of a delta and of the end of its text, name of the text in the latter
+_KINDS = {
+    "reasoning": ("rs", "response.reasoning_text.delta", "response.reasoning_text.done", "text"),
+    "message": ("msg", "response.output_text.delta", "response.output_text.done", "text"),
+    "function_call": (
+        "fc",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "arguments",
+    ),
+}
+
+
+class ResponseAnswer:
+    """Makes one response. Push every piece, as `piece` or as `push`; then `finish` and `end`."""
+
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        include: Sequence[str],
+        logprobs: ChatLogprobs | None,
+        num_id_chars: int,
+        streams: bool,
+        keeps_events: bool = False,
+        pads: bool = False,
+    ) -> None:
+        """`num_id_chars` is the length of the ids of calls; without `streams` no events are made.
+
+        With `pads`, events of deltas have padding that hides how long their text is.
+        """
+        self._pads = pads
+        self.response: dict[str, Any] = dict(head)
+        """The response as far as it is known."""
+        self._seals = ENCRYPTED_REASONING in include
+        self._logprobs = logprobs
+        self._num_id_chars = num_id_chars
+        self._streams = streams
+        self._keeps_events = keeps_events
+        self._num_events = 0
+        self.events: list[bytes] = []
+        """If they are kept, all events so far but the last one of the response; the number of each is its index."""
+        self._open: _OpenItem | None = None
+        self._early_logprobs: list[dict[str, Any]] = []
+        self._ending: Ending | None = None
+
+    # --- AnswerStream and WholeAnswer -------------------------------------------------------------------------------
+
+    def begin(self) -> bytes:
+        """The first events; none if they were made already."""
+        if self._num_events or not self._streams:
+            return b""
+        created = self._event("response.created", response=self.response)
+        return created + self._event("response.in_progress", response=self.response)
+
+    def piece(self, index: int, piece: ChatPiece) -> bytes:
+        """Events for a piece."""
+        events = self.begin()
+        if self._logprobs is not None and piece.logprobs:
+            self._early_logprobs += self._logprobs.value(piece.logprobs)["content"]
+        for delta in piece.deltas:
+            events += self._delta(delta)
+        if self._early_logprobs and self._open is not None and self._open.kind == "message":
+            events += self._text(self._open, "")
+        if piece.ending is not None:
+            self._ending = piece.ending
+            if not self.response["output"] and self._open is None:
+                events += self._add("message")  # an answer without a word is one all the same
+            events += self._close("incomplete" if piece.ending.reason == "length" else "completed")
+        return events
+
+    def push(self, piece: ChatPiece) -> None:
+        """Take the next piece of an answer that is not streamed."""
+        self.piece(0, piece)
+
+    def finish(self, usage: Usage) -> None:
+        """The response is whole."""
+        assert self._ending is not None
+        cut_off = self._ending.reason == "length"
+        self.response["status"] = "incomplete" if cut_off else "completed"
+        self.response["incomplete_details"] = {"reason": "max_output_tokens"} if cut_off else None
+        self.response["completed_at"] = None if cut_off else int(time.time())
+        self.response["usage"] = usage_value(usage)
+
+    def end(self, usage: Usage) -> bytes:
+        """The last event. Call `finish` before."""
+        return self.last_event()
+
+    def last_event(self) -> bytes:
+        """The event that says how the response ended, as its status is now."""
+        status = self.response["status"]
+        # There is no event for a response that was cancelled; it failed to whoever follows its stream.
+        kind = f"response.{'failed' if status == 'cancelled' else status}"
+        return self._encoded(kind, {"response": self.response})
+
+    # --- failures ---------------------------------------------------------------------------------------------------
+
+    def whole(self, failure: Failure) -> bytes:
+        """The error of a response that has not begun."""
+        return OPENAI_ERRORS.whole(failure)
+
+    def event(self, failure: Failure) -> bytes:
+        """The last event of a response that failed while it was streamed."""
+        events = self.begin()
+        self.fail(failure)
+        return events + self.last_event()
+
+    def fail(self, failure: Failure) -> None:
+        """The response has failed."""
+        self.response["status"] = "failed"
+        code = _ERROR_CODES.get(failure.kind, "server_error")
+        self.response["error"] = {"code": code, "message": failure.message}
+
+    # --- items ------------------------------------------------------------------------------------------------------
+
+    def _delta(self, delta: Delta) -> bytes:
+        match delta:
+            case ReasoningDelta(text):
+                return self._into("reasoning") + self._text(self._the_open, text)
+            case ContentDelta(text):
+                return self._into("message") + self._text(self._the_open, text)
+            case CallDelta(_, name):
+                return self._close("completed") + self._add("function_call", name)
+            case ArgumentsDelta(_, text):
+                return self._text(self._the_open, text)
+
+    @property
+    def _the_open(self) -> _OpenItem:
+        assert self._open is not None
+        return self._open
+
+    def _into(self, kind: str) -> bytes:
+        """An item of this kind is open."""
+        if self._open is not None and self._open.kind == kind:
+            return b""
+        return self._close("completed") + self._add(kind)
+
+    def _add(self, kind: str, name: str = "") -> bytes:
+        item = self._open = _OpenItem(kind, new_id(_KINDS[kind][0]), len(self.response["output"]), name=name)
+        if kind == "function_call":
+            item.call_id = new_call_id(self._num_id_chars)
+        if not self._streams:
+            return b""
+        shown = self._value(item, "in_progress")
+        if kind != "function_call":
+            shown["content"] = []
+        events = self._event("response.output_item.added", output_index=item.index, item=shown)
+        if kind != "function_call":
+            events += self._item_event("response.content_part.added", item, content_index=0, part=self._part(item))
+        return events
+
+    def _text(self, item: _OpenItem, text: str) -> bytes:
+        """More text of the open item."""
+        item.texts.append(text)
+        more: dict[str, Any] = {}
+        if item.kind == "message":
+            more["logprobs"] = self._early_logprobs
+            item.logprobs += self._early_logprobs
+            self._early_logprobs = []
+        if not self._streams:
+            return b""
+        if item.kind != "function_call":
+            more["content_index"] = 0
+        if self._pads:
+            more["obfuscation"] = padding(len(text))
+        return self._item_event(_KINDS[item.kind][1], item, delta=text, **more)
+
+    def _close(self, status: str) -> bytes:
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        value = self._value(item, status)
+        self.response["output"].append(value)
+        if not self._streams:
+            return b""
+        _, _, done, name = _KINDS[item.kind]
+        more: dict[str, Any] = {name: item.text}
+        events = b""
+        if item.kind == "function_call":
+            more["name"] = item.name
+        else:
+            more["content_index"] = 0
+            if item.kind == "message":
+                more["logprobs"] = item.logprobs
+        events += self._item_event(done, item, **more)
+        if item.kind != "function_call":
+            events += self._item_event("response.content_part.done", item, content_index=0, part=self._part(item))
+        return events + self._event("response.output_item.done", output_index=item.index, item=value)
+
+    def _value(self, item: _OpenItem, status: str) -> dict[str, Any]:
+        """The item as the response shows it."""
+        value: dict[str, Any] = {"id": item.item_id, "type": item.kind, "status": status}
+        if item.kind == "function_call":
+            return {**value, "call_id": item.call_id, "name": item.name, "arguments": item.text}
+        if item.kind == "message":
+            return {**value, "role": "assistant", "content": [self._part(item)]}
+        value |= {"summary": [], "content": [self._part(item)]}
+        if self._seals:
+            value["encrypted_content"] = sealed(item.text)
+        return value
+
+    def _part(self, item: _OpenItem) -> dict[str, Any]:
+        if item.kind == "reasoning":
+            return {"type": "reasoning_text", "text": item.text}
+        return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": item.logprobs}
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _item_event(self, kind: str, item: _OpenItem, **fields: Any) -> bytes:
+        return self._event(kind, item_id=item.item_id, output_index=item.index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = self._encoded(kind, fields)
+        self._num_events += 1
+        if self._keeps_events:
+            self.events.append(event)
+        return event
+
+    def _encoded(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        value = {"type": kind, "sequence_number": self._num_events, **fields}
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(value))

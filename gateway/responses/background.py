@@ -1,0 +1,181 @@
+"""Responses that run in the background: nobody waits for them, and anyone may look, follow or cancel.
+
+A run lives in the gateway that took it. Its state is in the store from the beginning, so that other gateways that
+share the store can show it, cancel it through the store, and tell when the run's gateway is gone:
+
+    ID            the response
+    ID:alive      the run's gateway is there; renewed every `HEARTBEAT_S`
+    ID:cancel     somebody wants the run cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack
+
+from headrace.gateway.access.caller import Caller
+from headrace.gateway.edge.failures import draining, failure_of
+from headrace.gateway.responses.answers import ResponseAnswer
+from headrace.gateway.responses.store import Store, StoredResponse, StoreError, packed
+from headrace.protos.status import Reason, StatusError
+
+MAX_RUNS = 256
+HEARTBEAT_S = 1.0
+ALIVE_S = 10.0
+
+_LOG = logging.getLogger(__name__)
+
+
+class ResponseRun:
+    """One run, and the sink of its stream: whoever follows it reads the events that its answer remembers."""
+
+    def __init__(self, caller: Caller, answer: ResponseAnswer, stored: StoredResponse) -> None:
+        self.caller = caller
+        self.answer = answer
+        self.stored = stored
+        self.task: asyncio.Task[None] | None = None
+        self.holding = ExitStack()
+        """What is let go when the run has ended."""
+        self.ended = False
+        self._last = b""
+        self._changed = asyncio.Event()
+
+    @property
+    def response_id(self) -> str:
+        """The id of the response."""
+        return str(self.answer.response["id"])
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """Tell those who follow that there is more."""
+        if last and not self.ended:
+            self.end()
+        self._wake()
+
+    async def keep_alive(self, begun: asyncio.Event) -> None:
+        """Nothing to do: those who follow see to it themselves."""
+        await asyncio.Event().wait()
+
+    def end(self) -> None:
+        """The response is as it will be."""
+        self.ended = True
+        self._last = self.answer.last_event()
+        if self.stored.events is not None:
+            self.stored.events = [*self.answer.events, self._last]
+        self._wake()
+
+    async def follow(self, position: int) -> AsyncGenerator[bytes, None]:
+        """Its events from this number on, to the last one."""
+        events = self.answer.events
+        while True:
+            changed, ended = self._changed, self.ended
+            if position < len(events):
+                yield b"".join(events[position:])
+                position = len(events)
+            elif ended:
+                if position == len(events):
+                    yield self._last
+                return
+            else:
+                await changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class ResponseRuns:
+    """The runs of this gateway, at most `MAX_RUNS` at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        """Where responses are kept."""
+        self._runs: dict[str, ResponseRun] = {}
+
+    def get(self, response_id: str) -> ResponseRun | None:
+        """The run of a response that is being generated here."""
+        return self._runs.get(response_id)
+
+    async def start(self, run: ResponseRun, generate: Callable[[ResponseRun], Awaitable[None]]) -> None:
+        """Start a run. Raises `StatusError` when there are too many, or its response cannot be kept."""
+        if len(self._runs) >= MAX_RUNS:
+            raise StatusError(Reason.QUEUE_FULL, f"{MAX_RUNS} responses run in the background", retry_after_s=1.0)
+        self._runs[run.response_id] = run
+        run.answer.begin()
+        try:
+            await self._beat(run)
+            await self.store.put(run.response_id, await packed(run.stored), owner=run.stored.owner)
+        except BaseException:
+            del self._runs[run.response_id]
+            raise
+        if run.caller.visit is not None:
+            run.holding.enter_context(run.caller.visit.held())
+        run.task = asyncio.create_task(self._run(run, generate), name=run.response_id)
+
+    async def cancel(self, run: ResponseRun) -> None:
+        """Cancel a run and wait for its end."""
+        assert run.task is not None
+        run.task.cancel()
+        await asyncio.wait({run.task})
+
+    async def ask_to_cancel(self, response_id: str) -> None:
+        """Have another gateway cancel its run. Raises `StoreError`."""
+        await self.store.put(f"{response_id}:cancel", b"1", ALIVE_S)
+
+    async def is_alive(self, response_id: str) -> bool:
+        """Whether some gateway is generating this response. Raises `StoreError`."""
+        return response_id in self._runs or await self.store.get(f"{response_id}:alive") is not None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let the runs come to their end; those that do not within the time fail."""
+        tasks = {run.task: run for run in self._runs.values() if run.task is not None}
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in late:
+            tasks[task].answer.fail(failure_of(draining()))
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+
+    async def _run(self, run: ResponseRun, generate: Callable[[ResponseRun], Awaitable[None]]) -> None:
+        beating = asyncio.create_task(self._heartbeat(run))
+        response = run.answer.response
+        try:
+            await generate(run)
+        except asyncio.CancelledError:
+            if response["status"] == "in_progress":
+                response["status"] = "cancelled"
+        except StatusError as error:
+            run.answer.fail(failure_of(error))
+        except Exception:
+            _LOG.exception("%s failed", run.response_id)
+            internal = StatusError(Reason.INTERNAL, "the gateway failed; its log has the reason")
+            run.answer.fail(failure_of(internal))
+        finally:
+            beating.cancel()
+            if not run.ended:
+                run.end()
+            try:
+                await self.store.put(run.response_id, await packed(run.stored), owner=run.stored.owner)
+            except StoreError as error:
+                _LOG.warning("%s is lost: %s", run.response_id, error)
+            finally:
+                del self._runs[run.response_id]
+                run.holding.close()
+
+    async def _heartbeat(self, run: ResponseRun) -> None:
+        """For ever: say that the run is alive, and look whether it is to be cancelled."""
+        while self.store.is_shared:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await self._beat(run)
+                if await self.store.get(f"{run.response_id}:cancel") is not None and run.task is not None:
+                    run.task.cancel()
+            except StoreError as error:
+                _LOG.debug("%s: %s", run.response_id, error)
+
+    async def _beat(self, run: ResponseRun) -> None:
+        if self.store.is_shared:
+            await self.store.put(f"{run.response_id}:alive", b"1", ALIVE_S)

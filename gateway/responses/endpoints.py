@@ -1,0 +1,384 @@
+"""The Responses API: create, retrieve, follow, cancel, delete, list input items."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import parse_qs
+
+from headrace.gateway.chat.generation import Usage
+from headrace.gateway.chat.logprobs import ChatLogprobs
+from headrace.gateway.chat.planning import ChatPlan
+from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.failures import HttpError
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.field_names import FieldNames
+from headrace.gateway.responses.answers import ResponseAnswer, response_head
+from headrace.gateway.responses.background import ResponseRun, ResponseRuns
+from headrace.gateway.responses.items import Turn, input_items, turns_of
+from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
+from headrace.gateway.responses.types import MAX_ID_CHARS, ResponsesRequest, chat_of, check_response
+from headrace.gateway.services import Services
+from headrace.protos.status import Reason, StatusError
+
+MAX_PAGE = 100
+DEFAULT_PAGE = 20
+# How often a gateway looks for the end of a run that is another's, and how long it waits for one that was cancelled.
+POLL_S = 0.25
+CANCEL_S = 10.0
+_ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+_LOG = logging.getLogger(__name__)
+
+
+def endpoints(services: Services, runs: ResponseRuns) -> Sequence[Endpoint]:
+    """Everything under responses. `runs` are those that nobody waits for, and where all are kept."""
+    own = _Responses(services, runs)
+    one = "/responses/{response_id}"
+    return [
+        *at_api("POST", "/responses", "responses", own.create),
+        *at_api("GET", one, "responses_get", own.retrieve),
+        *at_api("DELETE", one, "responses_delete", own.delete),
+        # A key whose requests are all running must be able to cancel one.
+        *(
+            replace(endpoint, makes_work=False)
+            for endpoint in at_api("POST", f"{one}/cancel", "responses_cancel", own.cancel)
+        ),
+        *at_api("GET", f"{one}/input_items", "responses_input_items", own.list_input_items),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A response that was checked."""
+
+    request: ResponsesRequest
+    plan: ChatPlan
+    names: FieldNames
+    answer: ResponseAnswer
+    stored: StoredResponse
+
+    @property
+    def is_stored(self) -> bool:
+        return self.request.store is not False
+
+
+class _Responses:
+    def __init__(self, services: Services, runs: ResponseRuns) -> None:
+        self._services = services
+        self._store = runs.store
+        self._runs = runs
+
+    # --- create -----------------------------------------------------------------------------------------------------
+
+    async def create(self, exchange: Exchange) -> None:
+        """POST responses."""
+        request = decode_body(await exchange.body(), ResponsesRequest)
+        check_response(request)
+        planned = await self._planned(exchange, request)
+        if request.background:
+            await self._in_background(exchange, planned)
+            return
+        with planned.names.in_callers_terms():
+            if request.stream:
+                exchange.errors = planned.answer
+                await self._generate(exchange, planned)
+            else:
+                plan = planned.plan
+                usage = await self._services.answering.gather(
+                    exchange.caller, [plan.plan], [planned.answer], plan.choices()
+                )
+                await self._finish(planned, usage)
+                await exchange.respond(encode(planned.answer.response))
+
+    async def _generate(self, sink: Exchange | ResponseRun, planned: _Planned) -> None:
+        async def before_end(usage: Usage) -> None:
+            if isinstance(sink, ResponseRun):
+                planned.answer.finish(usage)  # the run keeps it
+            else:
+                await self._finish(planned, usage)
+
+        plan = planned.plan
+        await self._services.answering.stream(sink, [plan.plan], planned.answer, plan.choices(), before_end)
+
+    async def _finish(self, planned: _Planned, usage: Usage) -> None:
+        """The response is generated: keep it, or say in it that it is not kept."""
+        answer = planned.answer
+        answer.finish(usage)
+        if not planned.is_stored:
+            return
+        try:
+            await self._store.put(answer.response["id"], await packed(planned.stored), owner=planned.stored.owner)
+        except StoreError as error:
+            _LOG.warning("%s is not kept: %s", answer.response["id"], error)
+            answer.response["store"] = False
+
+    async def _in_background(self, exchange: Exchange, planned: _Planned) -> None:
+        async def generate(run: ResponseRun) -> None:
+            with planned.names.in_callers_terms():
+                await self._generate(run, planned)
+
+        run = ResponseRun(replace(exchange.caller, deadline_s=None), planned.answer, planned.stored)
+        if planned.request.stream:
+            planned.stored.events = []
+        try:
+            await self._runs.start(run, generate)
+        except StoreError as error:
+            raise _unreachable(error) from error
+        if planned.request.stream:
+            await self._follow(exchange, run, 0)
+        else:
+            await exchange.respond(encode(run.answer.response))
+
+    async def _planned(self, exchange: Exchange, request: ResponsesRequest) -> _Planned:
+        earlier: list[dict[str, Any]] = []
+        if request.previous_response_id is not None:
+            previous = await self._previous(exchange, request.previous_response_id)
+            earlier = [*previous.items, *previous.response["output"]]
+        items = input_items(request.input)
+        plan, names = await self._plan(request, turns_of(earlier, items))
+        params = plan.plan.requests[0]
+        head = response_head(request, f"resp_{params.request_id}", plan.model.name, params.sampling)
+        wants_logprobs = params.sampling.HasField("logprobs")
+        answer = ResponseAnswer(
+            head,
+            request.include or (),
+            ChatLogprobs(plan.model.text.tokenizer.token_bytes) if wants_logprobs else None,
+            plan.reading.num_id_chars,
+            streams=bool(request.stream),
+            keeps_events=bool(request.background),
+            pads=request.stream_options is not None and bool(request.stream_options.include_obfuscation),
+        )
+        stored = StoredResponse(exchange.owner, answer.response, [*earlier, *items])
+        return _Planned(request, plan, names, answer, stored)
+
+    async def _plan(self, request: ResponsesRequest, turns: Sequence[Turn]) -> tuple[ChatPlan, FieldNames]:
+        """The plan; with truncation, of as much of the end of the conversation as there is room for."""
+
+        async def planned(first: int) -> tuple[ChatPlan, FieldNames]:
+            chat = chat_of(request, turns[first:])
+            with chat.names.in_callers_terms():
+                return await self._services.chats.plan(chat.request), chat.names
+
+        try:
+            return await planned(0)
+        except StatusError as error:
+            if error.reason is not Reason.CONTEXT_TOO_LONG or request.truncation != "auto":
+                raise
+            too_long = error
+        # A conversation may begin with any turn of the user; find the first that leaves enough room.
+        firsts = [i for i, turn in enumerate(turns) if i and turn.message.role == "user"]
+        found: tuple[ChatPlan, FieldNames] | None = None
+        while firsts:
+            middle = len(firsts) // 2
+            try:
+                found = await planned(firsts[middle])
+                firsts = firsts[:middle]
+            except StatusError as error:
+                if error.reason is not Reason.CONTEXT_TOO_LONG:
+                    raise
+                firsts = firsts[middle + 1 :]
+        if found is None:
+            raise too_long
+        return found
+
+    async def _previous(self, exchange: Exchange, response_id: str) -> StoredResponse:
+        stored = await self._stored(exchange, response_id)
+        if stored is None:
+            message = f"there is no response '{response_id[:MAX_ID_CHARS]}' to go on from; was it stored?"
+            raise HttpError(400, "previous_response_not_found", message, param="previous_response_id")
+        if stored.response["status"] not in ("completed", "incomplete"):
+            message = f"previous_response_id: the response is {stored.response['status']}; only a whole one can go on"
+            raise invalid("previous_response_id", message)
+        return stored
+
+    # --- what is stored ---------------------------------------------------------------------------------------------
+
+    async def retrieve(self, exchange: Exchange) -> None:
+        """GET responses/{id}, as it is or as the stream of its events."""
+        query = _query(exchange, ("stream", "starting_after", "include_obfuscation"))
+        if _flag(query, "include_obfuscation"):
+            raise unsupported("include_obfuscation", "include_obfuscation is not supported; leave it out")
+        streams = _flag(query, "stream")
+        await exchange.body()
+        stored = await self._found(exchange)
+        if not streams:
+            if "starting_after" in query:
+                raise invalid("starting_after", "starting_after needs stream to be true")
+            await exchange.respond(encode(stored.response))
+            return
+        if stored.events is None:
+            raise invalid("stream", "stream: only a response that was created with background and stream has events")
+        position = _number(query, "starting_after", -1, -1, 2**31) + 1
+        run = self._runs.get(stored.response["id"])
+        if run is not None:
+            await self._follow(exchange, run, position)
+        else:
+            await self._replay(exchange, stored, position)
+
+    async def delete(self, exchange: Exchange) -> None:
+        """DELETE responses/{id}."""
+        stored = await self._found(exchange)
+        response_id = stored.response["id"]
+        if stored.response["status"] not in _ENDED:
+            await self._cancelled(exchange, stored)
+        try:
+            await self._store.delete(response_id, stored.owner)
+        except StoreError as error:
+            raise _unreachable(error) from error
+        await exchange.respond(encode({"id": response_id, "object": "response", "deleted": True}))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """POST responses/{id}/cancel."""
+        stored = await self._found(exchange)
+        if not stored.response["background"]:
+            raise invalid("response_id", "only a response that was created with background can be cancelled")
+        if stored.response["status"] not in _ENDED:
+            stored = await self._cancelled(exchange, stored)
+        await exchange.respond(encode(stored.response))
+
+    async def list_input_items(self, exchange: Exchange) -> None:
+        """GET responses/{id}/input_items."""
+        query = _query(exchange, ("limit", "order", "after"))
+        limit = _number(query, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise invalid("order", "order must be asc or desc")
+        items = (await self._found(exchange)).items
+        if order == "desc":
+            items = items[::-1]
+        after = query.get("after")
+        if after is not None:
+            position = next((i for i, item in enumerate(items) if item["id"] == after), None)
+            if position is None:
+                raise invalid("after", "after: there is no item of this id")
+            items = items[position + 1 :]
+        page = items[:limit]
+        await exchange.respond(
+            encode(
+                {
+                    "object": "list",
+                    "data": page,
+                    "first_id": page[0]["id"] if page else None,
+                    "last_id": page[-1]["id"] if page else None,
+                    "has_more": len(items) > len(page),
+                }
+            )
+        )
+
+    async def _found(self, exchange: Exchange) -> StoredResponse:
+        """The response that the path names."""
+        response_id = exchange.scope["path_params"]["response_id"]
+        stored = await self._stored(exchange, response_id)
+        if stored is None:
+            message = f"there is no response '{response_id[:MAX_ID_CHARS]}'; was it stored?"
+            raise StatusError(Reason.NOT_FOUND, message, field="response_id")
+        return stored
+
+    async def _stored(self, exchange: Exchange, response_id: str) -> StoredResponse | None:
+        """A response of this owner, as it is now."""
+        if not response_id.startswith("resp_") or len(response_id) > MAX_ID_CHARS or ":" in response_id:
+            return None
+        run = self._runs.get(response_id)
+        if run is not None:
+            return run.stored if run.stored.owner == exchange.owner else None
+        try:
+            value = await self._store.get(response_id)
+            stored = None if value is None else await unpacked(value)
+            if stored is None or stored.owner != exchange.owner:
+                return None
+            if stored.response["status"] not in _ENDED and not await self._runs.is_alive(response_id):
+                # It may have ended since it was read.
+                value = await self._store.get(response_id)
+                stored = None if value is None else await unpacked(value)
+                if stored is not None and stored.response["status"] not in _ENDED:
+                    stored.response["status"] = "failed"
+                    error = {"code": "server_error", "message": "the gateway that generated the response is gone"}
+                    stored.response["error"] = error
+            return stored
+        except StoreError as error:
+            raise _unreachable(error) from error
+
+    async def _cancelled(self, exchange: Exchange, stored: StoredResponse) -> StoredResponse:
+        """The response after it was cancelled, here or by the gateway that runs it."""
+        response_id = stored.response["id"]
+        run = self._runs.get(response_id)
+        if run is not None:
+            await self._runs.cancel(run)
+            return run.stored
+        try:
+            await self._runs.ask_to_cancel(response_id)
+            async with asyncio.timeout(CANCEL_S):
+                return await self._ended(exchange, response_id)
+        except StoreError as error:
+            raise _unreachable(error) from error
+        except TimeoutError as error:
+            raise StatusError(Reason.DEADLINE, "the response was not cancelled in time; try again") from error
+
+    async def _ended(self, exchange: Exchange, response_id: str) -> StoredResponse:
+        """A response that another gateway generates, when it has ended."""
+        while True:
+            stored = await self._stored(exchange, response_id)
+            if stored is None:
+                raise StatusError(Reason.NOT_FOUND, "the response was deleted", field="response_id")
+            if stored.response["status"] in _ENDED:
+                return stored
+            await asyncio.sleep(POLL_S)
+
+    async def _follow(self, exchange: Exchange, run: ResponseRun, position: int) -> None:
+        keep_alive = asyncio.create_task(exchange.keep_alive())
+        try:
+            async with aclosing(run.follow(position)) as groups:
+                async for events in groups:
+                    await exchange.write(events)
+            await exchange.write(b"", last=True)
+        finally:
+            keep_alive.cancel()
+
+    async def _replay(self, exchange: Exchange, stored: StoredResponse, position: int) -> None:
+        keep_alive = asyncio.create_task(exchange.keep_alive())
+        try:
+            if stored.response["status"] not in _ENDED:
+                stored = await self._ended(exchange, stored.response["id"])
+            await exchange.write(b"".join((stored.events or [])[position:]), last=True)
+        finally:
+            keep_alive.cancel()
+
+
+def _query(exchange: Exchange, known: Sequence[str]) -> dict[str, str]:
+    """The last value of each known parameter of the query. Raises `StatusError` for one that cannot be honoured."""
+    try:
+        values = parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=32)
+    except ValueError as error:
+        raise StatusError(Reason.INVALID_FIELD, "the query has too many parameters") from error
+    for name in ("include", "include[]"):
+        if name in values:
+            raise unsupported("include", "include is taken when a response is created, and not later; leave it out")
+    return {name: given[-1] for name, given in values.items() if name in known}
+
+
+def _flag(query: Mapping[str, str], name: str) -> bool:
+    text = query.get(name, "false")
+    if text not in ("true", "false"):
+        raise invalid(name, f"{name} must be true or false")
+    return text == "true"
+
+
+def _number(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    number = int(text) if text.lstrip("-").isascii() and text.lstrip("-").isdigit() and len(text) < 12 else None
+    if number is None or not least <= number <= most:
+        raise invalid(name, f"{name} must be a number from {least} to {most}")
+    return number
+
+
+def _unreachable(error: StoreError) -> StatusError:
+    _LOG.warning("responses cannot be looked up: %s", error)
+    return StatusError(Reason.NO_CAPACITY, "responses cannot be looked up now; try again", retry_after_s=1.0)

@@ -1,0 +1,132 @@
+"""Responses kept in Redis, so that any gateway can go on from them: one string for each, which Redis forgets in time.
+
+headrace:response:ID           see `response_store.packed`, and `response_runs` for those in the background
+headrace:responses:OWNER       sorted set of the ids of a tenant's responses, each with the time at which it ends
+headrace:responses:OWNER:size  hash of their sizes in bytes, and of the `total`
+
+What a tenant stores beyond its bytes displaces its own oldest responses, in the same step. A Redis that evicts values
+by itself leaves their sizes counted until they would have ended, which only makes the tenant's bound tighter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import TypeVar, cast
+
+from headrace.common.stores.redis_link import connect, failures, state_of, word_for
+from headrace.gateway.responses.store import DEFAULT_TTL_S, TENANT_BYTES, StoreError
+from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNREACHABLE, REDIS_STATE_UNSPECIFIED, RedisState
+
+PREFIX = "headrace:response:"
+OWNERS_PREFIX = "headrace:responses:"
+TIMEOUT_S = 2.0
+LOOK_S = 5.0
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_PRELUDE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function forget(id)
+  local size = redis.call('HGET', KEYS[3], id)
+  if size then
+    redis.call('HINCRBY', KEYS[3], 'total', -size)
+    redis.call('HDEL', KEYS[3], id)
+  end
+  redis.call('ZREM', KEYS[2], id)
+end
+"""
+# A Redis that is full refuses what takes memory only as the first write of a script: so the value is put first, and
+# deleted first.
+# Keys: the value, the owner's ids, their sizes. Arguments: prefix of values, id, value, life in ms, bytes of the owner.
+_PUT = (
+    _PRELUDE
+    + """
+local prefix, id, value, life, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+redis.call('SET', KEYS[1], value, 'PX', life)
+for _, ended in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 100)) do forget(ended) end
+forget(id)
+redis.call('ZADD', KEYS[2], now + life, id)
+redis.call('HSET', KEYS[3], id, #value)
+local total = redis.call('HINCRBY', KEYS[3], 'total', #value)
+while total > most do
+  local oldest = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
+  if not oldest or oldest == id then break end
+  redis.call('DEL', prefix .. oldest)
+  forget(oldest)
+  total = tonumber(redis.call('HGET', KEYS[3], 'total'))
+end
+redis.call('PEXPIRE', KEYS[2], life)
+redis.call('PEXPIRE', KEYS[3], life)
+return total
+"""
+)
+# Keys as above. Arguments: the id.
+_DELETE = _PRELUDE + "local found = redis.call('DEL', KEYS[1]) forget(ARGV[1]) return found"
+
+
+class RedisStore:
+    """A `Store` in the Redis at a URL. Raises ValueError for what is no such URL."""
+
+    is_shared = True
+
+    def __init__(self, url: str, ttl_s: float = DEFAULT_TTL_S, tenant_bytes: int = TENANT_BYTES) -> None:
+        self._redis = connect(url, TIMEOUT_S)
+        self._ttl_s = ttl_s
+        self._tenant_bytes = tenant_bytes
+        self.redis: RedisState = REDIS_STATE_UNSPECIFIED
+        """As `Store.redis`."""
+
+    async def put(self, key: str, value: bytes, ttl_s: float | None = None, owner: str | None = None) -> None:
+        """As `Store.put`."""
+        ttl_ms = max(1, round(1000 * (self._ttl_s if ttl_s is None else ttl_s)))
+        if owner is None:
+            await self._within(self._redis.set(PREFIX + key, value, px=ttl_ms))
+            return
+        if len(value) > self._tenant_bytes:
+            raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
+        arguments: list[str | bytes | int] = [PREFIX, key, value, ttl_ms, self._tenant_bytes]
+        await self._within(self._redis.eval(_PUT, 3, *_keys(key, owner), *arguments))
+
+    async def get(self, key: str) -> bytes | None:
+        """As `Store.get`."""
+        # Bytes, since the client does not decode.
+        return cast("bytes | None", await self._within(self._redis.get(PREFIX + key)))
+
+    async def delete(self, key: str, owner: str | None = None) -> bool:
+        """As `Store.delete`."""
+        if owner is None:
+            return bool(await self._within(self._redis.delete(PREFIX + key)))
+        return bool(await self._within(self._redis.eval(_DELETE, 3, *_keys(key, owner), key)))
+
+    async def watch(self) -> None:
+        """As `Store.watch`."""
+        while True:
+            before, self.redis = self.redis, await self._state()
+            if self.redis not in (before, REDIS_STATE_OK):
+                _LOG.warning("responses are not kept: their Redis is %s", word_for(self.redis))
+            await asyncio.sleep(LOOK_S)
+
+    async def _state(self) -> RedisState:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await state_of(self._redis)
+        except TimeoutError:
+            return REDIS_STATE_UNREACHABLE
+
+    async def close(self) -> None:
+        """As `Store.close`."""
+        await self._redis.aclose()
+
+    async def _within(self, command: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await command
+        except failures() as error:
+            raise StoreError(f"Redis does not answer: {error or type(error).__name__}") from error
+
+
+def _keys(key: str, owner: str) -> tuple[str, str, str]:
+    return PREFIX + key, OWNERS_PREFIX + owner, f"{OWNERS_PREFIX}{owner}:size"

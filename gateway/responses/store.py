@@ -1,0 +1,182 @@
+"""Responses that are kept: for `previous_response_id`, to be retrieved, and while they run in the background.
+
+A store maps keys to bytes for a while. Without Redis it is this process's memory, within bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
+
+DEFAULT_TTL_S = 24 * 3600.0
+MAX_RESPONSES = 10_000
+MAX_BYTES = 256 * 1024 * 1024
+# Of one tenant: one alone cannot displace what the others have stored.
+TENANT_BYTES = 64 * 1024 * 1024
+# More than this of one response is not kept; what is compressed here came within the bounds of bodies and contexts.
+MAX_RESPONSE_BYTES = 16 * 1024 * 1024
+# Compressing this much takes a millisecond or two; more is done by a thread, beside running streams.
+MAX_INLINE_BYTES = 128 * 1024
+
+
+class StoreError(Exception):
+    """The store cannot be reached, or does not take the value. The message is for logs."""
+
+
+class Store(Protocol):
+    """Keeps values. Everything raises `StoreError` when it cannot be done."""
+
+    is_shared: bool
+    """Other gateways keep theirs here too."""
+
+    async def put(self, key: str, value: bytes, ttl_s: float | None = None, owner: str | None = None) -> None:
+        """Keep a value, in place of what was there, for `ttl_s` or as long as the store keeps responses.
+
+        What has an owner counts against the bytes of that tenant; the oldest of the tenant's own values give way.
+        """
+
+    async def get(self, key: str) -> bytes | None:
+        """The value; None if there is none any more."""
+
+    async def delete(self, key: str, owner: str | None = None) -> bool:
+        """Forget the value, which this owner put; whether there was one."""
+
+    @property
+    def redis(self) -> RedisState:
+        """How the Redis behind it was a few seconds ago; unspecified where there is none, or nobody looked yet."""
+
+    async def watch(self) -> None:
+        """For ever: look how the Redis behind it is."""
+
+    async def close(self) -> None:
+        """End the connection."""
+
+
+class StoredResponse(msgspec.Struct):
+    """A response, and what it takes to go on from it."""
+
+    owner: str
+    """Who may see it: the key of who created it; empty where there are no keys."""
+    response: dict[str, Any]
+    """As the API shows it."""
+    items: list[dict[str, Any]]
+    """The conversation before its output: what came from `previous_response_id`, and its own input."""
+    events: list[bytes] | None = None
+    """The events of its stream, by their numbers, if it was created as one in the background."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(StoredResponse)
+
+
+async def packed(stored: StoredResponse) -> bytes:
+    """The bytes that are kept. Raises `StoreError` if they are too many."""
+    plain = _ENCODER.encode(stored)
+    value = _compressed(plain) if len(plain) <= MAX_INLINE_BYTES else await asyncio.to_thread(_compressed, plain)
+    if len(value) > MAX_RESPONSE_BYTES:
+        raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
+    return value
+
+
+async def unpacked(value: bytes) -> StoredResponse:
+    """The response of these bytes."""
+    is_short = len(value) <= MAX_INLINE_BYTES // 8
+    return _DECODER.decode(zlib.decompress(value) if is_short else await asyncio.to_thread(zlib.decompress, value))
+
+
+def _compressed(plain: bytes) -> bytes:
+    return zlib.compress(plain, 1)
+
+
+class MemoryStore:
+    """Keeps the newest values within bounds of count, bytes, bytes of one owner, and time."""
+
+    is_shared = False
+    redis = REDIS_STATE_UNSPECIFIED
+
+    def __init__(
+        self,
+        ttl_s: float = DEFAULT_TTL_S,
+        max_values: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        tenant_bytes: int = TENANT_BYTES,
+    ) -> None:
+        self._ttl_s = ttl_s
+        self._max_values = max_values
+        self._max_bytes = max_bytes
+        self._tenant_bytes = tenant_bytes
+        self._clock = clock
+        # Key -> value, the time at which it ends, and its owner; oldest first.
+        self._values: OrderedDict[str, tuple[bytes, float, str | None]] = OrderedDict()
+        # Owner -> keys, oldest first, and bytes.
+        self._keys: dict[str, OrderedDict[str, None]] = {}
+        self._bytes: dict[str, int] = {}
+        self.num_bytes = 0
+        """Of all values."""
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    async def put(self, key: str, value: bytes, ttl_s: float | None = None, owner: str | None = None) -> None:
+        """As `Store.put`; older values give way."""
+        self._forget(key)
+        if len(value) > min(self._max_bytes, self._max_bytes if owner is None else self._tenant_bytes):
+            raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
+        self._values[key] = value, self._clock() + (self._ttl_s if ttl_s is None else ttl_s), owner
+        self.num_bytes += len(value)
+        if owner is not None:
+            self._keys.setdefault(owner, OrderedDict())[key] = None
+            self._bytes[owner] = self._bytes.get(owner, 0) + len(value)
+            while self._bytes[owner] > self._tenant_bytes:
+                self._forget(next(iter(self._keys[owner])))
+        while len(self._values) > self._max_values or self.num_bytes > self._max_bytes:
+            self._forget(next(iter(self._values)))
+
+    async def get(self, key: str) -> bytes | None:
+        """As `Store.get`."""
+        found = self._values.get(key)
+        if found is None:
+            return None
+        if self._clock() >= found[1]:
+            self._forget(key)
+            return None
+        return found[0]
+
+    async def delete(self, key: str, owner: str | None = None) -> bool:
+        """As `Store.delete`."""
+        ends_at_s = self._forget(key)
+        return ends_at_s is not None and self._clock() < ends_at_s
+
+    def _forget(self, key: str) -> float | None:
+        """The time at which the value would have ended; None if there is none."""
+        found = self._values.pop(key, None)
+        if found is None:
+            return None
+        value, ends_at_s, owner = found
+        self.num_bytes -= len(value)
+        if owner is not None:
+            self._bytes[owner] -= len(value)
+            del self._keys[owner][key]
+            if not self._keys[owner]:
+                del self._keys[owner], self._bytes[owner]
+        return ends_at_s
+
+    async def watch(self) -> None:
+        """As `Store.watch`: there is nothing to look at."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Forget everything."""
+        self._values.clear()
+        self._keys.clear()
+        self._bytes.clear()
+        self.num_bytes = 0

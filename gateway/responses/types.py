@@ -1,0 +1,226 @@
+"""Requests of the Responses API, checked, and the chat that each of them is (pure). docs/protocol.md has every field.
+
+https://platform.openai.com/docs/api-reference/responses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.chat.request import Chat, ChatMessage, SamplingFields
+from headrace.gateway.chat.sampling import MAX_LOGPROBS
+from headrace.gateway.checks import check_range, invalid, unsupported
+from headrace.gateway.field_names import FieldNames
+from headrace.gateway.responses.items import Turn
+
+MAX_METADATA_ENTRIES = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+MAX_ID_CHARS = 128
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+
+
+class ReasoningFields(msgspec.Struct, kw_only=True):
+    """How much to reason. There are no summaries: reasoning is shown as it is."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFields(msgspec.Struct, kw_only=True):
+    """What the answer's text must be."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream has besides its events."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/responses. Fields of type Any are known but honoured in their neutral value only."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    background: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningFields | None = None
+    text: TextFields | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    context_management: Any = None
+    conversation: Any = None
+    moderation: Any = None
+    prompt: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": ({"mode": "implicit"}, {}),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "service_tier": ("auto", "default"),
+}
+_INSTEAD = {
+    "conversation": "use previous_response_id",
+    "prompt": "send its text as instructions and input",
+}
+
+
+def check_response(request: ResponsesRequest) -> None:
+    """Raise `StatusError` for what cannot be honoured or contradicts itself; the rest is for the chat to check."""
+    for name, values in _NEUTRAL.items():
+        value = getattr(request, name)
+        if value is not None and value not in values:
+            raise unsupported(name, f"{name} is not supported; {_INSTEAD.get(name, 'leave it out')}")
+    for name in request.include or ():
+        if name not in (LOGPROBS, ENCRYPTED_REASONING):
+            raise unsupported("include", f"include takes only {LOGPROBS} and {ENCRYPTED_REASONING}")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "stream_options needs stream to be true")
+    if request.background and request.store is False:
+        raise invalid("background", "background needs store: its response is retrieved later")
+    if request.truncation not in (None, "auto", "disabled"):
+        raise invalid("truncation", "truncation must be auto or disabled")
+    if request.max_tool_calls is not None:
+        check_range("max_tool_calls", request.max_tool_calls, 1, 2**31 - 1)
+    if request.top_logprobs is not None:
+        check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+    _check_reasoning(request.reasoning)
+    _check_metadata(request.metadata)
+
+
+def _check_reasoning(reasoning: ReasoningFields | None) -> None:
+    if reasoning is None:
+        return
+    for name in ("summary", "generate_summary"):
+        # auto asks for the best summary that the model has, which is none.
+        if getattr(reasoning, name) not in (None, "auto"):
+            field = f"reasoning.{name}"
+            raise unsupported(field, f"{field} is not supported: reasoning is shown whole, in content; leave it out")
+
+
+def _check_metadata(metadata: Mapping[str, str] | None) -> None:
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA_ENTRIES:
+        raise invalid("metadata", f"metadata takes at most {MAX_METADATA_ENTRIES} entries")
+    if any(len(key) > MAX_METADATA_KEY_CHARS for key in metadata):
+        raise invalid("metadata", f"metadata: a key has at most {MAX_METADATA_KEY_CHARS} characters")
+    if any(len(value) > MAX_METADATA_VALUE_CHARS for value in metadata.values()):
+        raise invalid("metadata", f"metadata: a value has at most {MAX_METADATA_VALUE_CHARS} characters")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseChat:
+    """A response as the chat that it is, and the names of its fields."""
+
+    request: Chat
+    names: FieldNames
+
+
+def chat_of(request: ResponsesRequest, turns: Sequence[Turn]) -> ResponseChat:
+    """The chat of a checked request about this conversation. Raises `StatusError`."""
+    messages = [turn.message for turn in turns]
+    places = [turn.place for turn in turns]
+    if request.instructions is not None:
+        messages.insert(0, ChatMessage(role="developer", content=request.instructions))
+        places.insert(0, "instructions")
+    wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+    tools = [_chat_tool(i, tool) for i, tool in enumerate(request.tools or ())]
+    reasoning = request.reasoning
+    text = request.text or TextFields()
+    chat = Chat(
+        messages=messages,
+        model=request.model,
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=wants_logprobs or None,
+        top_logprobs=request.top_logprobs if wants_logprobs else None,
+        tools=tools or None,
+        tool_choice=_chat_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls if tools else None,
+        reasoning_effort=None if reasoning is None else reasoning.effort,
+        verbosity=text.verbosity,
+        response_format=_response_format(text.format),
+        chat_template_kwargs=request.chat_template_kwargs,
+        **{name: getattr(request, name) for name in SamplingFields.__struct_fields__},
+    )
+    return ResponseChat(chat, _names(places))
+
+
+def _names(places: Sequence[str]) -> FieldNames:
+    own = [(rf"messages\[{i}\]", place) for i, place in enumerate(places)]
+    return FieldNames(
+        [
+            *own,
+            ("messages", "input"),
+            ("max_completion_tokens", "max_output_tokens"),
+            ("reasoning_effort", "reasoning.effort"),
+            ("verbosity", "text.verbosity"),
+            (r"response_format\.schema", "text.format.schema"),
+            (r"response_format\.json_schema", "text.format"),
+            ("response_format", "text.format"),
+            (r"(tools\[\d+\])\.function", r"\1"),
+        ]
+    )
+
+
+def _chat_tool(position: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        field = f"tools[{position}].type"
+        if not isinstance(kind, str):
+            raise invalid(field, f"{field} must be 'function'")
+        raise unsupported(field, f"{field}: there is no built-in '{kind[:64]}' here; only functions are taken")
+    known = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
+
+
+def _chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind == "function":
+        if not isinstance(choice.get("name"), str):
+            raise invalid("tool_choice.name", 'tool_choice must be like {"type": "function", "name": ...}')
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if kind == "allowed_tools":
+        raise unsupported("tool_choice", "tool_choice: allowed_tools is not supported; list only the tools allowed")
+    raise unsupported("tool_choice", "tool_choice must be none, auto, required or name a function")
+
+
+def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is None or value.get("type") != "json_schema":
+        return value
+    known = ("name", "description", "schema", "strict")
+    return {"type": "json_schema", "json_schema": {name: value[name] for name in known if value.get(name) is not None}}

@@ -1,0 +1,22 @@
+"""What all protocols work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.gateway.chat.answering import Answering
+from headrace.gateway.chat.planning import Chats
+from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.text.models import Models
+from headrace.gateway.upstream.routers import Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What endpoints work with."""
+
+    models: Models
+    chats: Chats
+    answering: Answering
+    upstream: Upstream
+    metrics: Metrics

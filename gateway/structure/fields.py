@@ -1,0 +1,184 @@
+"""What text an answer must be, from the fields in which callers say it (pure).
+
+response_format is OpenAI's; the others are those of other servers of open models. All of them end in one Constraint.
+Grammars in GBNF are still to be translated (`constraints`). Whether a schema, an expression or a grammar can be kept,
+the worker knows: it compiles them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from headrace.gateway.checks import invalid
+from headrace.gateway.structure.gbnf import GrammarError, is_gbnf
+from headrace.gateway.structure.lark import lark_of
+from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
+from headrace.protos.status import Reason, StatusError
+
+_GUIDED = ("json", "regex", "choice", "grammar")
+# Fields of llama.cpp's server and of SGLang, and what they say.
+_BARE = {"json_schema": "json", "regex": "regex", "grammar": "gbnf", "ebnf": "gbnf"}
+# Types of response_format, and what each says beside it.
+_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("schema", "json_schema"),
+    "regex": ("pattern",),
+    "grammar": ("grammar",),
+}
+_REFUSED_OPTIONS = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
+
+
+class ConstraintFields(msgspec.Struct, kw_only=True):
+    """Fields that constrain an answer, under the names of other servers of open models. All protocols share them."""
+
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
+    grammar_lazy: Any = None
+    grammar_triggers: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A constraint and the name of the caller's field that it is from."""
+
+    constraint: Constraint
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gbnf:
+    """A grammar in GBNF and the name of the caller's field that it is from."""
+
+    text: str
+    field: str
+
+    def translated(self) -> Structure:
+        """The constraint. This may take a second. Raises `StatusError` for what is malformed or cannot be expressed."""
+        try:
+            return Structure(Constraint(grammar=lark_of(self.text)), self.field)
+        except GrammarError as error:
+            raise invalid(self.field, f"{self.field} cannot be honoured: {error}") from error
+
+
+_Found: TypeAlias = Structure | Gbnf
+
+
+def structure_of(request: ConstraintFields) -> Structure | Gbnf | None:
+    """What a request asks of its answer's form; None for any text. Raises `StatusError` for what is malformed."""
+    found = [structure for structure in _all_of(request) if structure is not None]
+    if len(found) > 1:
+        raise invalid(found[1].field, f"{found[1].field} and {found[0].field} exclude each other; give one of them")
+    return found[0] if found else None
+
+
+def in_callers_terms(error: StatusError, structure: Structure | None) -> StatusError:
+    """A worker's refusal of a constraint under the name of the caller's field; any other error as it is."""
+    wire_field = error.field or ""
+    if structure is None or not wire_field.startswith("sampling.constraint"):
+        return error
+    message = error.message.replace(wire_field, structure.field)
+    return StatusError(error.reason, message, field=structure.field, retry_after_s=error.retry_after_s)
+
+
+def _all_of(request: ConstraintFields) -> list[_Found | None]:
+    response_format: Mapping[str, Any] | None = getattr(request, "response_format", None)
+    found: list[_Found | None] = [] if response_format is None else [_of_response_format(response_format)]
+    for kind in _GUIDED:
+        value = getattr(request, f"guided_{kind}")
+        if value is not None:
+            found.append(_guided(kind, value, f"guided_{kind}"))
+    for name, kind in _BARE.items():
+        value = getattr(request, name)
+        if value is not None and value != "":  # which is how llama.cpp's clients say none
+            found.append(_guided(kind, value, name))
+    if request.structured_outputs is not None:
+        found += _of_structured_outputs(request.structured_outputs)
+    return found
+
+
+def _of_response_format(value: Mapping[str, Any]) -> _Found | None:
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        known = "text, json_object, json_schema, regex or grammar"
+        raise invalid("response_format.type", f"response_format.type must be {known}")
+    said = [name for name in ("schema", "json_schema", "pattern", "grammar") if value.get(name) is not None]
+    for name in said:
+        if name not in _FORMATS[kind]:
+            raise invalid(f"response_format.{name}", f"response_format.{name} does not go with the type {kind}")
+    if len(said) > 1:
+        field = f"response_format.{said[1]}"
+        raise invalid(field, f"{field} and response_format.{said[0]} exclude each other; give one of them")
+    if kind == "text":
+        return None
+    if kind == "grammar":
+        return _guided("gbnf", value.get("grammar"), "response_format.grammar")
+    if kind == "regex":
+        return _guided("regex", value.get("pattern"), "response_format.pattern")
+    if kind in ("json_object", "json_schema") and value.get("schema") is not None:
+        return _json_schema(value["schema"], "response_format.schema")
+    if kind == "json_object":
+        return Structure(Constraint(json_object=JsonObject()), "response_format")
+    description = value.get("json_schema")
+    if not isinstance(description, dict) or "schema" not in description:
+        raise invalid("response_format.json_schema", "response_format.json_schema must be an object with a schema")
+    for name, wanted in (("name", str), ("description", str), ("strict", bool)):
+        given = description.get(name)
+        if given is not None and not isinstance(given, wanted):
+            field = f"response_format.json_schema.{name}"
+            raise invalid(field, f"{field} must be a {'text' if wanted is str else 'bool'}")
+    return _json_schema(description["schema"], "response_format")
+
+
+def _of_structured_outputs(options: Mapping[str, Any]) -> list[_Found]:
+    for name in _REFUSED_OPTIONS:
+        if options.get(name):
+            field = f"structured_outputs.{name}"
+            raise StatusError(Reason.UNSUPPORTED, f"{field} is not supported; leave it out", field=field)
+    found: list[_Found] = [
+        _guided(kind, options[kind], f"structured_outputs.{kind}") for kind in _GUIDED if options.get(kind) is not None
+    ]
+    if options.get("json_object"):
+        found.append(Structure(Constraint(json_object=JsonObject()), "structured_outputs.json_object"))
+    if not found:
+        raise invalid("structured_outputs", "structured_outputs needs json, json_object, regex, choice or grammar")
+    return found
+
+
+def _guided(kind: str, value: Any, field: str) -> _Found:
+    if kind == "json":
+        return _json_schema(value, field)
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+            raise invalid(field, f"{field} must be a list of texts, none of them empty")
+        return Structure(Constraint(choice=Choices(texts=value)), field)
+    if not isinstance(value, str) or not value:
+        raise invalid(field, f"{field} must be a text")
+    if kind == "regex":
+        return Structure(Constraint(regex=value), field)
+    if kind == "grammar" and not is_gbnf(value):
+        return Structure(Constraint(grammar=value), field)
+    return Gbnf(value, field)
+
+
+def _json_schema(value: Any, field: str) -> Structure:
+    """A schema given as JSON or as JSON text."""
+    if not isinstance(value, (dict, bool, str)):
+        raise invalid(field, f"{field}: a JSON schema is an object")
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    if not text:
+        raise invalid(field, f"{field}: the JSON schema is empty")
+    return Structure(Constraint(json_schema=text), field)

@@ -1,0 +1,160 @@
+"""What the gateway measures, in the Prometheus text format, and the fleet as its router sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from headrace.gateway.telemetry.binding_metrics import binding_metrics
+from headrace.gateway.telemetry.recent import Recent
+from headrace.protos.inference_pb2 import Finish
+from headrace.protos.router_pb2 import WORKER_STATE_READY, WorkerInfo
+from headrace.protos.status import Reason, StatusError
+from headrace.protos.worker_pb2 import Counters
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# The times at which series began say nothing that the process's start does not.
+prometheus_client.disable_created_metrics()
+
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
+_REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+# field of Load -> name and description of its gauge
+_LOAD_GAUGES = {
+    "num_blocks": ("kv_blocks", "KV blocks in all."),
+    "num_free_blocks": ("kv_blocks_free", "KV blocks free for use, those with reusable content included."),
+    "num_cached_blocks": ("kv_blocks_cached", "KV blocks that can be found by a prefix."),
+    "num_running": ("requests_running", "Requests in the running batch."),
+    "num_waiting": ("requests_waiting", "Requests that wait for their first step."),
+    "num_uncached_tokens": ("uncached_tokens", "Prompt tokens that are neither computed nor cached."),
+}
+
+
+def outcome_of(error: StatusError, *, has_deadline: bool) -> str:
+    """The outcome of a request that failed. That a time was over which the caller gave is no fault of the fleet."""
+    if error.reason is Reason.DEADLINE and has_deadline:
+        return "client_deadline"
+    return error.reason.name.lower()
+
+
+class Metrics:
+    """The gateway's own metrics. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self.recent = Recent()
+        self._requests = Counter(
+            "headrace_requests",
+            "Requests by endpoint and outcome: ok, or the reason of the error in lower case.",
+            ("endpoint", "outcome"),
+            registry=self._registry,
+        )
+        self.in_flight = Gauge("headrace_requests_in_flight", "Requests being answered.", registry=self._registry)
+        self._ttft = self._histogram("time_to_first_token", "Arrival of a request to its first token.", _TTFT_BUCKETS)
+        self._per_token = self._histogram(
+            "time_per_output_token", "Mean time between the tokens of one answer.", _PER_TOKEN_BUCKETS
+        )
+        self._request = self._histogram(
+            "request_duration", "Arrival of a request to its end.", _REQUEST_BUCKETS, ("endpoint",)
+        )
+        self._prompt = Counter("headrace_prompt_tokens", "Prompt tokens of answered requests.", registry=self._registry)
+        self._cached = Counter(
+            "headrace_prompt_tokens_cached", "Prompt tokens found in a prefix cache.", registry=self._registry
+        )
+        self._generated = Counter("headrace_generated_tokens", "Tokens delivered.", registry=self._registry)
+        self._queue = self._histogram("queue", "Arrival at a worker to the first step there.", _TTFT_BUCKETS)
+        self._prefill = self._histogram("prefill", "First step at a worker to the first token.", _TTFT_BUCKETS)
+        self._decode = self._histogram("decode", "First token at a worker to the last.", _REQUEST_BUCKETS)
+        self._retries = Counter(
+            "headrace_upstream_retries",
+            "Attempts that followed a failed one, through the same router or another, by the reason of the failure.",
+            ("reason",),
+            registry=self._registry,
+        )
+
+    def _histogram(
+        self, name: str, description: str, buckets: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        full_name = f"headrace_{name}_seconds"
+        return Histogram(full_name, description, labels, buckets=buckets, registry=self._registry)
+
+    def request_ended(self, endpoint: str, outcome: str, duration_s: float) -> None:
+        """Count a request that was answered, refused, failed or cancelled."""
+        self._requests.labels(endpoint, outcome).inc()
+        self._request.labels(endpoint).observe(duration_s)
+        self.recent.request_ended(endpoint, outcome)
+
+    def first_token(self, since_arrival_s: float) -> None:
+        """Observe the time to the first token of a choice."""
+        self._ttft.observe(since_arrival_s)
+        self.recent.first_token(since_arrival_s)
+
+    def choice_ended(
+        self, num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int, decoding_s: float
+    ) -> None:
+        """Count the tokens of a choice, whole or broken off. `decoding_s` is from its first to its last token."""
+        self.recent.prompt(num_prompt_tokens, num_cached_tokens)
+        self._prompt.inc(num_prompt_tokens)
+        self._cached.inc(num_cached_tokens)
+        self._generated.inc(num_generated_tokens)
+        if num_generated_tokens > 1:
+            self._per_token.observe(decoding_s / (num_generated_tokens - 1))
+
+    def timed(self, finish: Finish) -> None:
+        """Observe where a worker says that the time went, if this is the finish of one."""
+        if finish.HasField("timings"):
+            self._queue.observe(1e-6 * finish.timings.queue_us)
+            self._prefill.observe(1e-6 * finish.timings.prefill_us)
+            self._decode.observe(1e-6 * finish.timings.decode_us)
+
+    def retried(self, reason: Reason) -> None:
+        """Count an attempt that follows a failed one."""
+        self._retries.labels(reason.name.lower()).inc()
+
+    def exposition(self, workers: Iterable[WorkerInfo]) -> bytes:
+        """All metrics, with those of the workers, in the Prometheus text format."""
+        fleet = CollectorRegistry()
+        fleet.register(_Fleet(list(workers)))
+        return generate_latest(self._registry) + generate_latest(fleet)
+
+
+class _Fleet:
+    """Collector of what the router knows of its workers."""
+
+    def __init__(self, workers: list[WorkerInfo]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("headrace_worker_up", "1 while the worker takes requests.", labels=["worker"])
+        for worker in self._workers:
+            up.add_metric([worker.worker_id], float(worker.state == WORKER_STATE_READY))
+        yield up
+        info = GaugeMetricFamily(
+            "headrace_worker_info",
+            "1; the model of the worker, its address, its NUMA node (empty: not on one).",
+            labels=["worker", "model", "address", "numa_node"],
+        )
+        for worker in self._workers:
+            node = str(worker.load.numa_node) if worker.load.HasField("numa_node") else ""
+            info.add_metric([worker.worker_id, worker.model, worker.address, node], 1.0)
+        yield info
+        reporting = [worker for worker in self._workers if worker.HasField("load")]
+        for field, (name, description) in _LOAD_GAUGES.items():
+            gauge = GaugeMetricFamily(f"headrace_worker_{name}", description, labels=["worker"])
+            for worker in reporting:
+                gauge.add_metric([worker.worker_id], getattr(worker.load, field))
+            yield gauge
+        for counter_field in Counters.DESCRIPTOR.fields:
+            description = f"Total of {counter_field.name.replace('_', ' ')} since the worker's start."
+            name = f"headrace_worker_{counter_field.name}"
+            counter = CounterMetricFamily(name, description, labels=["worker"])
+            for worker in reporting:
+                counter.add_metric([worker.worker_id], getattr(worker.load.counters, counter_field.name))
+            yield counter
+        yield from binding_metrics(reporting)

@@ -1,0 +1,1 @@
+"""Models as text: tokenizers, chat templates and stop strings."""

@@ -1,0 +1,196 @@
+"""A conversation to one text, by the model's own Jinja template, with the semantics of Hugging Face's chat templates.
+
+Templates run in an immutable sandbox with `trim_blocks` and `lstrip_blocks`, loop controls, `{% generation %}` blocks,
+`raise_exception(text)`, `strftime_now(format)` and a `tojson` that does not escape HTML. They see the variables
+`messages`, `tools` and `documents` (none), `add_generation_prompt`, the texts of the special tokens, and those that the
+caller passes. (https://huggingface.co/docs/transformers/chat_templating)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from headrace.gateway.upstream.bundle import BundleError
+from headrace.protos.status import Reason, StatusError
+
+MAX_TEXT_CHARS = 16 * 1024 * 1024
+MAX_RENDER_S = 5.0
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+
+
+class ChatTemplate:
+    """The template of one model, compiled."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """Compile the source named `default`, or the only one. Raises `BundleError` if that cannot be done."""
+        if "default" in sources:
+            self._source = sources["default"]
+        elif len(sources) == 1:
+            (self._source,) = sources.values()
+        else:
+            raise BundleError(f"none of the {len(sources)} chat templates is named 'default'")
+        environment = _environment()
+        try:
+            self._template = environment.from_string(self._source)
+            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(self._source))
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise BundleError(f"the chat template is not valid Jinja: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    @property
+    def source(self) -> str:
+        """The template's source."""
+        return self._source
+
+    def uses(self, variable: str) -> bool:
+        """Whether the template reads this variable."""
+        return variable in self._variables
+
+    def mentions(self, word: str) -> bool:
+        """Whether the word occurs anywhere in the template's source."""
+        return word in self._source
+
+    @functools.cached_property
+    def shows_system(self) -> bool:
+        """Whether a system message in front of a user's comes out in the text."""
+        marker = "[system-message]"
+        try:
+            text = self.render([{"role": "system", "content": marker}, {"role": "user", "content": "hi"}])
+        except StatusError:
+            return False
+        return marker in text
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The text of the conversation.
+
+        `add_generation_prompt` ends it with what introduces an answer. `continue_final_message` leaves the last message
+        open, so that the model goes on with it. Raises `StatusError` if the template refuses the conversation, if it
+        takes too long or its text is too large.
+        """
+        clash = _RESERVED.intersection(variables or ())
+        if clash:
+            name = min(clash)
+            raise StatusError(
+                Reason.INVALID_FIELD,
+                f"chat_template_kwargs must not set '{name}': the gateway sets it itself",
+                field="chat_template_kwargs",
+            )
+        marker = ""
+        if continue_final_message:
+            messages, marker = _marked(messages)
+        text = self._run(
+            {
+                **self._special_tokens,
+                **(variables or {}),
+                "messages": messages,
+                "tools": list(tools) or None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        if continue_final_message:
+            end = text.rfind(marker)
+            if end < 0:
+                raise _refusal("it leaves out the end of the final message, so that it cannot be continued")
+            text = text[:end]
+        return text
+
+    def _run(self, variables: dict[str, Any]) -> str:
+        deadline = time.monotonic() + MAX_RENDER_S
+        pieces: list[str] = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate(variables):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > MAX_TEXT_CHARS:
+                    raise _refusal(f"its text is longer than {MAX_TEXT_CHARS} characters")
+                if time.monotonic() > deadline:
+                    raise _refusal(f"it takes longer than {MAX_RENDER_S:g} s")
+        except StatusError:
+            raise
+        except jinja2.TemplateError as error:
+            raise _refusal(str(error)) from error
+        except Exception as error:  # a template's expressions can raise anything Python can
+            raise _refusal(f"{type(error).__name__}: {error}") from error
+        return "".join(pieces)
+
+
+def _refusal(why: str) -> StatusError:
+    message = f"the model's chat template does not accept this conversation: {why}"
+    return StatusError(Reason.INVALID_FIELD, message, field="messages")
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """The messages with a marker at the end of the last one, and the marker: the text is cut where it comes out."""
+    content = messages[-1].get("content")
+    if not isinstance(content, str):
+        raise StatusError(
+            Reason.INVALID_FIELD,
+            "continue_final_message needs a final message with text content",
+            field="continue_final_message",
+        )
+    marker = f"[end-{secrets.token_hex(8)}]"
+    return [*messages[:-1], {**messages[-1], "content": content + marker}], marker
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what the model said, for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012  # as the class above declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,256 @@
+"""The models that can be asked for: cards from the router, tokenizers and chat templates from their bundles.
+
+The list is polled. A name that is not in it triggers one refresh at once, shared by all who wait for it and not more
+often than `MIN_FORCED_INTERVAL_S`. A model that is no longer listed can be asked for during `FORGET_AFTER_S` more: the
+router knows better, and its workers may only be restarting. In the first `SETTLE_S` of its life a gateway lets requests
+wait for the list and the tokenizer, so that its own restart is a pause to them and not an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.gateway.text.chat_template import ChatTemplate
+from headrace.gateway.upstream import bundle
+from headrace.gateway.upstream.bundle import BundleError
+from headrace.gateway.upstream.routers import Upstream
+from headrace.protos.status import Reason, StatusError
+from headrace.protos.worker_pb2 import ModelCard
+
+if TYPE_CHECKING:
+    from headrace.gateway.text.tokenizer import Tokenizer
+
+POLL_INTERVAL_S = 2.0
+POLL_INTERVAL_EMPTY_S = 0.2
+MAX_LIST_AGE_S = 5.0
+MIN_FORCED_INTERVAL_S = 0.2
+FORGET_AFTER_S = 600.0
+RETRY_BUNDLE_AFTER_S = 30.0
+SETTLE_S = 10.0
+_MAX_ECHO_CHARS = 100
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """What a tokenizer bundle gives: the tokenizer, and the chat template or the reason why there is none."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    template_problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that can be asked for."""
+
+    card: ModelCard
+    text: TextSide
+
+    @property
+    def name(self) -> str:
+        """Name that requests use."""
+        return str(self.card.name)
+
+    def chat_template(self) -> ChatTemplate:
+        """The chat template. Raises `StatusError` if the model has none that works."""
+        if self.text.template is None:
+            problem = f"the model cannot chat: {self.text.template_problem}; it can complete texts"
+            raise StatusError(Reason.UNSUPPORTED, problem, field="messages")
+        return self.text.template
+
+
+@dataclass(slots=True)
+class _Entry:
+    card: ModelCard
+    seen_s: float
+    """Monotonic time of the last list that had it."""
+    live: bool
+    """Whether the latest list had it."""
+
+
+@dataclass(slots=True)
+class _Problem:
+    message: str
+    since_s: float
+
+
+class Models:
+    """The list of models, kept up to date by `run`."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        """`executor` runs what takes long: compiling a tokenizer."""
+        self._settled_s = clock() + settle_s
+        self._changed = asyncio.Event()
+        self._upstream = upstream
+        self._executor = executor
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._texts: dict[str, TextSide] = {}
+        self._problems: dict[str, _Problem] = {}
+        self._listed_s = float("-inf")
+        self._forced_s = float("-inf")
+        self._refreshing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Refresh the list for ever: often while nothing can be asked for, else every `POLL_INTERVAL_S`."""
+        while True:
+            await self._refresh_quietly()
+            await asyncio.sleep(POLL_INTERVAL_S if self.ready else POLL_INTERVAL_EMPTY_S)
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one model can be asked for, as of a list that is not old."""
+        fresh = self._clock() - self._listed_s < 2 * MAX_LIST_AGE_S
+        return fresh and any(self._model_of(entry) is not None for entry in self._entries.values() if entry.live)
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        """Cards of the models in the latest list, by name."""
+        return [entry.card for _, entry in sorted(self._entries.items()) if entry.live]
+
+    async def listed(self) -> list[Model]:
+        """The models that can be asked for now, by name. Raises `StatusError` if the router cannot be asked."""
+        if self._clock() - self._listed_s > MAX_LIST_AGE_S:
+            await self._refresh()
+        live = (self._model_of(entry) for _, entry in sorted(self._entries.items()) if entry.live)
+        return [model for model in live if model is not None]
+
+    async def find(self, name: str) -> Model:
+        """The model of this name; the only one there is if the name is empty. Raises `StatusError`."""
+        model = self._find(name)
+        if model is None and self._clock() - self._forced_s > MIN_FORCED_INTERVAL_S:
+            self._forced_s = self._clock()
+            await self._refresh_quietly()
+            model = self._find(name)
+        while model is None:
+            problem = self._why_not(name)
+            left_s = self._settled_s - self._clock()
+            if problem.reason is not Reason.NO_CAPACITY or left_s <= 0:
+                raise problem
+            await self._next_change(left_s)
+            model = self._find(name)
+        return model
+
+    async def _next_change(self, timeout_s: float) -> None:
+        """Return when the list was refreshed, or when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def close(self) -> None:
+        """Let go of all tokenizers. No encoding may be running."""
+        for text in self._texts.values():
+            text.tokenizer.close()
+        self._texts.clear()
+        self._entries.clear()
+
+    def _find(self, name: str) -> Model | None:
+        if name:
+            entry = self._entries.get(name)
+            return None if entry is None else self._model_of(entry)
+        live = [entry for entry in self._entries.values() if entry.live]
+        candidates = live or list(self._entries.values())
+        return self._model_of(candidates[0]) if len(candidates) == 1 else None
+
+    def _model_of(self, entry: _Entry) -> Model | None:
+        text = self._texts.get(entry.card.tokenizer_sha256)
+        return None if text is None else Model(entry.card, text)
+
+    def _why_not(self, name: str) -> StatusError:
+        if not self._entries:
+            return StatusError(Reason.NO_CAPACITY, "no model is being served yet; try again shortly", retry_after_s=1.0)
+        entry = next(iter(self._entries.values())) if not name and len(self._entries) == 1 else self._entries.get(name)
+        if entry is not None:
+            what = f"the tokenizer of '{entry.card.name}'"
+            problem = self._problems.get(entry.card.tokenizer_sha256)
+            if problem is not None:
+                return StatusError(Reason.INTERNAL, f"{what} cannot be used: {problem.message}")
+            return StatusError(Reason.NO_CAPACITY, f"{what} is still being loaded", retry_after_s=1.0)
+        known = ", ".join(f"'{known}'" for known in sorted(self._entries)[:20])
+        if not name:
+            return StatusError(Reason.INVALID_FIELD, f"model is required; there are {known}", field="model")
+        echo = name if len(name) <= _MAX_ECHO_CHARS else name[:_MAX_ECHO_CHARS] + "…"
+        return StatusError(
+            Reason.MODEL_NOT_FOUND, f"The model '{echo}' does not exist; there are {known}", field="model"
+        )
+
+    async def _refresh_quietly(self) -> None:
+        try:
+            await self._refresh()
+        except StatusError as error:
+            _LOG.debug("the models cannot be listed: %s", error.message)
+
+    async def _refresh(self) -> None:
+        """Refresh the list, or wait for the refresh that is under way."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._list())
+        await asyncio.shield(self._refreshing)
+
+    async def _list(self) -> None:
+        cards = await self._upstream.list_models()
+        now_s = self._listed_s = self._clock()
+        for entry in self._entries.values():
+            entry.live = False
+        for card in cards:
+            self._entries[card.name] = _Entry(card, now_s, True)
+        for name in [n for n, entry in self._entries.items() if now_s - entry.seen_s > FORGET_AFTER_S]:
+            del self._entries[name]
+        wanted = {entry.card.tokenizer_sha256 for entry in self._entries.values()}
+        for sha256 in [s for s in self._texts if s not in wanted]:
+            del self._texts[sha256]  # freed with the last request that uses it
+        for sha256 in sorted(wanted - self._texts.keys()):
+            await self._load(sha256)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _load(self, sha256: str) -> None:
+        problem = self._problems.get(sha256)
+        if problem is not None and self._clock() - problem.since_s < RETRY_BUNDLE_AFTER_S:
+            return
+        try:
+            raw = await self._upstream.get_tokenizer(sha256)
+            text = await asyncio.get_running_loop().run_in_executor(self._executor, load_text_side, raw)
+        except StatusError as error:
+            _LOG.info("the tokenizer bundle %s could not be fetched: %s", sha256[:12], error.message)
+        except BundleError as error:
+            self._problems[sha256] = _Problem(str(error), self._clock())
+            _LOG.error("the tokenizer bundle %s cannot be used: %s", sha256[:12], error)
+        else:
+            self._problems.pop(sha256, None)
+            self._texts[sha256] = text
+            _LOG.info("loaded the tokenizer bundle %s", sha256[:12])
+
+
+def load_text_side(raw: bytes) -> TextSide:
+    """Tokenizer and chat template from the bytes of a bundle. Raises `BundleError`."""
+    from headrace.gateway.text.tokenizer import load_tokenizer  # imports OpenVINO: not before the gateway listens
+
+    files = bundle.read_bundle(raw)
+    tokenizer = load_tokenizer(files)
+    special_tokens = {**tokenizer.special_tokens, **bundle.special_tokens(files)}
+    sources = bundle.template_sources(files)
+    if not sources and tokenizer.chat_template is not None:
+        sources = {"default": tokenizer.chat_template}
+    if not sources:
+        return TextSide(tokenizer, None, "it has no chat template")
+    try:
+        return TextSide(tokenizer, ChatTemplate(sources, special_tokens), "")
+    except BundleError as error:
+        _LOG.error("%s", error)
+        return TextSide(tokenizer, None, str(error))

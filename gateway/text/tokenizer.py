@@ -1,0 +1,232 @@
+"""Text to token ids and token ids to bytes, from the OpenVINO graphs in a tokenizer bundle.
+
+The tokenizer graph runs as it is. The detokenizer graph runs once, when it is loaded, over the whole vocabulary: cut in
+front of the node that joins the tokens of a text, it gives the bytes of each token alone, which is what an
+incremental detokenizer needs.
+
+    ids -> VocabDecoder [-> ByteFallback, ...] -> | -> FuzeRagged -> UTF8Validate -> StringTensorPack -> text
+                                                 cut
+
+This is the only module of the gateway that imports OpenVINO, and the import takes a third of a second: import it
+late, in a thread.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_tokenizers  # noqa: F401  # registers its operations with every openvino.Core
+
+from headrace.gateway.upstream.bundle import BundleError
+
+# One text is tokenized by one thread: parallelism is between requests.
+_COMPILE_OPTIONS = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1}
+_NO_LIMIT = 2**31 - 1
+_GRAPHS = ("openvino_tokenizer", "openvino_detokenizer")
+_the_core: Any = None
+
+
+class Tokenizer:
+    """One model's tokenizer. `encode` may be called from several threads at once."""
+
+    def __init__(
+        self,
+        encoder: _Encoder,
+        plain_encoder: _Encoder,
+        token_bytes: list[bytes],
+        special_ids: frozenset[int],
+        chat_template: str | None,
+        special_tokens: dict[str, str],
+    ) -> None:
+        self._encoder = encoder
+        self._plain_encoder = plain_encoder
+        self.token_bytes = token_bytes
+        """Bytes of each token, by id; not always whole UTF-8 sequences."""
+        self.special_ids = special_ids
+        """Tokens that are no text: left out of what clients get unless they ask for them."""
+        self.chat_template = chat_template
+        """The chat template that came with the graph, if one did."""
+        self.special_tokens = special_tokens
+        """Texts of `bos_token`, `eos_token` and `pad_token`, of those the graph names."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Special tokens written out in it become their ids.
+
+        `add_special_tokens` adds what the model expects around a text, such as a beginning-of-sequence token; a text
+        made by a chat template has them already.
+        """
+        return (self._encoder if add_special_tokens else self._plain_encoder).encode(text)
+
+    def close(self) -> None:
+        """Let go of the OpenVINO objects, before the interpreter ends. No `encode` may follow or be running."""
+        self._encoder.close()
+        self._plain_encoder.close()
+        gc.collect()
+
+
+def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+    """The tokenizer in the files of a bundle. Raises `BundleError` if a file is missing or cannot be used."""
+    for name in (f"{graph}.{suffix}" for graph in _GRAPHS for suffix in ("xml", "bin")):
+        if name not in files:
+            raise BundleError(f"{name} is missing in the tokenizer bundle")
+    try:
+        encoder_graph, decoder_graph = (_core().read_model(files[f"{g}.xml"], files[f"{g}.bin"]) for g in _GRAPHS)
+        token_bytes, special_ids = _vocabulary(decoder_graph)
+        chat_template = _rt_text(encoder_graph, "chat_template")
+        tokens = _special_tokens(encoder_graph, token_bytes)
+        _lift_truncation(encoder_graph)
+        encoder_graph = _taking_bytes(encoder_graph)
+        encoder = plain = _Encoder(encoder_graph)
+        if _drop_added_tokens(encoder_graph):
+            plain = _Encoder(encoder_graph)
+    except RuntimeError as error:
+        raise BundleError(f"the tokenizer's OpenVINO graphs cannot be used: {error}") from error
+    return Tokenizer(encoder, plain, token_bytes, special_ids, chat_template, tokens)
+
+
+class _Encoder:
+    """A compiled tokenizer graph and its idle inference requests, one for each thread that is encoding."""
+
+    def __init__(self, graph: Any) -> None:
+        self._compiled: Any = _core().compile_model(graph, "CPU", _COMPILE_OPTIONS)
+        names = [output.get_names() for output in graph.outputs]
+        self._ids = next((i for i, name in enumerate(names) if "input_ids" in name), 0)
+        self._mask = next((i for i, name in enumerate(names) if "attention_mask" in name), None)
+        self._idle: deque[Any] = deque()
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            request = self._idle.pop()
+        except IndexError:
+            request = self._compiled.create_infer_request()
+        try:
+            raw = np.frombuffer(text.encode(), np.uint8)
+            request.infer([np.zeros(1, np.int32), np.array([raw.size], np.int32), raw], share_inputs=True)
+            token_ids = request.get_output_tensor(self._ids).data[0]
+            if self._mask is not None:
+                mask = request.get_output_tensor(self._mask).data[0]
+                if not mask.all():  # a graph that pads to a fixed length
+                    token_ids = token_ids[mask != 0]
+            return list(map(int, token_ids.tolist()))
+        finally:
+            self._idle.append(request)
+
+    def close(self) -> None:
+        self._idle.clear()
+        self._compiled = None
+
+
+def _core() -> Any:
+    """The process's only Core. It is never freed: nodes of the tokenizer extension must not outlive it."""
+    global _the_core
+    if _the_core is None:
+        _the_core = openvino.Core()
+    return _the_core
+
+
+def _vocabulary(graph: Any) -> tuple[list[bytes], frozenset[int]]:
+    """Bytes of every token, and the ids that the detokenizer graph would skip."""
+    nodes = {node.get_type_name(): node for node in graph.get_ordered_ops()}
+    if "VocabDecoder" not in nodes or "FuzeRagged" not in nodes or "CharsToBytes" in nodes:
+        raise BundleError(
+            "openvino_detokenizer.xml does not decode through a vocabulary (VocabDecoder, FuzeRagged): "
+            "convert the tokenizer again with a current openvino-tokenizers and without its SentencePiece backend"
+        )
+    decoder, fuse = nodes["VocabDecoder"], nodes["FuzeRagged"]
+    size = decoder.input(1).get_shape()[0]
+    special_ids = frozenset(int(i) for i in decoder.get_attributes().get("skip_tokens", ()))
+    if decoder.get_input_size() > 4:
+        skipped = decoder.input(4)
+        (ids,) = _run([skipped.get_source_output()], [], [])
+        special_ids = frozenset(map(int, ids.tolist()))
+        skipped.replace_source_output(openvino.op.Constant(np.zeros((0,), np.int32)).output(0))
+    column = np.arange(size, dtype=graph.input(0).get_element_type().to_dtype())[:, None]
+    begins, ends, chars = _run(_before(fuse), graph.get_parameters(), [column])
+    raw = chars.tobytes()
+    token_bytes = [raw[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    if len(token_bytes) != size:
+        raise BundleError(f"openvino_detokenizer.xml gives {len(token_bytes)} texts for {size} tokens")
+    return token_bytes, special_ids
+
+
+def _before(fuse: Any) -> list[Any]:
+    """Begins, ends and characters of single tokens, as they enter the node that joins them.
+
+    The node itself takes begins and ends of rows and tokens; the characters go past it to the next node.
+    """
+    for target in fuse.output(0).get_target_inputs():
+        if target.get_node().get_input_size() >= 3:
+            chars = target.get_node().input(2).get_source_output()
+            return [fuse.input(2).get_source_output(), fuse.input(3).get_source_output(), chars]
+    raise BundleError("openvino_detokenizer.xml does not end in a text")
+
+
+def _run(outputs: list[Any], parameters: list[Any], inputs: list[Any]) -> list[Any]:
+    """Values of the outputs, by a model of their own."""
+    compiled = _core().compile_model(openvino.Model(outputs, parameters, "part"), "CPU", _COMPILE_OPTIONS)
+    results = compiled(inputs)
+    return [np.array(results[i]) for i in range(len(outputs))]
+
+
+def _taking_bytes(graph: Any) -> Any:
+    """The graph with begins, ends and bytes of its texts as inputs.
+
+    Texts given as a string tensor would pass through numpy, which cuts off their trailing NUL characters.
+    """
+    unpack = next((n for n in graph.get_ordered_ops() if n.get_type_name() == "StringTensorUnpack"), None)
+    if unpack is None or len(graph.inputs) != 1:
+        raise BundleError("openvino_tokenizer.xml does not take one text")
+    types = (openvino.Type.i32, openvino.Type.i32, openvino.Type.u8)
+    inputs = [openvino.op.Parameter(kind, openvino.PartialShape([-1])) for kind in types]
+    for position, parameter in enumerate(inputs):
+        unpack.output(position).replace(parameter.output(0))
+    return openvino.Model(graph.get_results(), graph.get_sinks(), inputs, "tokenizer")
+
+
+def _drop_added_tokens(graph: Any) -> bool:
+    """Make the graph add no special tokens around a text; True if it added any.
+
+    CombineSegments joins runs of ids, each given as (begins, ends, ids). A run whose ids are a constant is one that
+    is added; it becomes empty.
+    """
+    changed = False
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() != "CombineSegments":
+            continue
+        for first in range(0, node.get_input_size() - 1, 3):
+            if node.input(first + 2).get_source_output().get_node().get_type_name() == "Constant":
+                zero = openvino.op.Constant(np.zeros((), np.int32))
+                node.input(first + 1).replace_source_output(zero.output(0))
+                changed = True
+    if changed:
+        graph.validate_nodes_and_infer_types()
+    return changed
+
+
+def _lift_truncation(graph: Any) -> None:
+    """Take the length limit out of a graph that would cut long texts without a word."""
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() != "Minimum":
+            continue
+        for port in node.inputs():
+            limit = port.get_source_output().get_node()
+            if limit.get_type_name() == "Constant" and limit.get_element_type() == openvino.Type.i32:
+                port.replace_source_output(openvino.op.Constant(np.array(_NO_LIMIT, np.int32)).output(0))
+
+
+def _special_tokens(graph: Any, token_bytes: list[bytes]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        value = _rt_text(graph, f"{name}_id")
+        if value is not None and value.isdecimal() and int(value) < len(token_bytes):
+            tokens[name] = token_bytes[int(value)].decode(errors="replace")
+    return tokens
+
+
+def _rt_text(graph: Any, key: str) -> str | None:
+    return str(graph.get_rt_info(key).astype(str)) if graph.has_rt_info(key) else None

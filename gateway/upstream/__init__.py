@@ -1,0 +1,1 @@
+"""What is behind the gateway: routers, and what workers hand out through them."""

@@ -1,0 +1,187 @@
+"""Which format a model writes, and how conversations with tools reach templates of every manner."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.gateway.chat.choice import Choice
+from headrace.gateway.chat.conversation import conversation_of
+from headrace.gateway.chat.formats import TOOL_PARSERS, Formats, parse_parsers
+from headrace.gateway.chat.output import reading_of
+from headrace.gateway.chat.output_parsers.families import detect
+from headrace.gateway.chat.request import ChatMessage
+from headrace.gateway.chat.sampling import Sampling
+from headrace.gateway.chat.tools import ToolUse, tool_use_of
+from headrace.gateway.edge.wire import decode_body
+from headrace.gateway.openai.types import ChatRequest
+from headrace.gateway.text.chat_template import ChatTemplate
+from headrace.protos.inference_pb2 import FINISH_REASON_STOP, GenerateResponse
+from headrace.protos.status import Reason, StatusError
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ('within <tool_call></tool_call>: {"name": ..., "arguments": ...}', "hermes", None),
+        ("<tool_call> ... content.split('</think>')", "hermes", "think"),
+        ("<tool_call>\n<function=example_function_name>", "qwen3-coder", None),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3", None),
+        ("<|python_tag|>", "llama3", None),
+        ("[func_name1(params_name1=params_value1), func_name2()]", "pythonic", None),
+        ("<|python_start|> and <|python_end|>", "pythonic", None),
+        ("<|tool_call_start|>", "pythonic", None),
+        ("functools[...]", "phi4", None),
+        ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4", None),
+        ("[TOOL_CALLS] [", "mistral", None),
+        ("[AVAILABLE_TOOLS] [THINK]", "mistral", "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜> </think>", "deepseek", "think"),
+        ("<|start|>assistant<|channel|>final<|message|>", "gpt-oss", "gpt-oss"),
+        ("<tool_call>name\n<arg_key>k</arg_key> </think>", None, "think"),
+        ("<|im_start|>", None, None),
+    ],
+)
+def test_templates_tell_the_format(template: str, tools: str | None, reasoning: str | None) -> None:
+    found = detect(template)
+    assert (found.tools.name if found.tools else None) == tools
+    assert (found.reasoning.name if found.reasoning else None) == reasoning
+
+
+def test_what_the_operator_says_goes_before_the_template() -> None:
+    found = detect("<tool_call> </think>", "mistral", "none")
+    assert found.tools is not None
+    assert (found.tools.name, found.reasoning) == ("mistral", None)
+    assert detect("<tool_call>", "none").tools is None
+
+
+def fake_model(name: str, template: str, special: dict[int, bytes]) -> Any:
+    table = [bytes([i]) for i in range(100)]
+    for token_id, raw in special.items():
+        table[token_id] = raw
+    tokenizer = SimpleNamespace(token_bytes=table, special_ids=frozenset(special) | {500})
+    text = SimpleNamespace(template=ChatTemplate({"default": template}, {}), tokenizer=tokenizer)
+    return SimpleNamespace(name=name, text=text, card=SimpleNamespace(tokenizer_sha256="0"))
+
+
+def test_parsers_may_be_said_for_one_model_and_for_all_others() -> None:
+    said = parse_parsers(["phi4", "a=b=mistral"], TOOL_PARSERS)
+    formats = Formats(said)
+    names = [formats.of(fake_model(name, "<tool_call>", {})).output.tools for name in ("a=b", "c")]
+    assert [one.name for one in names if one] == ["mistral", "phi4"]
+    with pytest.raises(ValueError, match="'x' is no parser; there are auto, none"):
+        parse_parsers(["m=x"], TOOL_PARSERS)
+
+
+def test_markup_of_special_tokens_is_text_to_the_parser_alone() -> None:
+    model = fake_model("m", "{{ tools }}<|python_tag|>", {1: b"<|python_tag|>", 2: b"<|eot|>"})
+    form = Formats().of(model)
+    assert form.marker_ids == {"<|python_tag|>": 1}
+    with_tools = reading_of(form, ToolUse(schemas={"f": {}}), "", False)
+    assert with_tools.shown_ids == {1}
+    assert reading_of(form, ToolUse(), "", False).shown_ids == frozenset()
+    message = GenerateResponse(token_ids=[1, *b"!", 2])
+    message.finish.reason = FINISH_REASON_STOP
+    message.finish.stop_token_id = 2
+    tokenizer = model.text.tokenizer
+    choice = Choice(tokenizer.token_bytes, tokenizer.special_ids, Sampling(), with_tools.shown_ids)
+    assert choice.push(message).text == "<|python_tag|>!"
+
+
+# --- conversations --------------------------------------------------------------------------------------------------
+
+
+def render(template: str, **fields: Any) -> str:
+    request = decode_body(json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode(), ChatRequest)
+    compiled = ChatTemplate({"default": template}, {})
+    talk = conversation_of(request, compiled, tool_use_of(request).listed)
+    return compiled.render(talk.messages, variables=talk.variables, tools=talk.tools)
+
+
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":{"b":"é"}}'}}],
+}
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "call.function.arguments | tojson",
+        "'' + call.function.arguments",
+        "call.function.arguments + ''",
+        "call.function.arguments ~ ''",
+        "call.function.arguments",
+    ],
+)
+def test_arguments_are_an_object_and_its_text_to_templates_that_want_text(expression: str) -> None:
+    template = "{% for call in messages[0].tool_calls %}{{ " + expression + " }}{% endfor %}"
+    assert render(template, messages=[CALLED]) == '{"a": {"b": "é"}}'
+    assert render("{{ messages[0].tool_calls[0].function.arguments.a.b }}", messages=[CALLED]) == "é"
+    assert render("{{ messages[0].tool_calls[0].function.arguments is mapping }}", messages=[CALLED]) == "True"
+
+
+def test_arguments_that_are_not_json_are_refused() -> None:
+    bad = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+    with pytest.raises(StatusError) as caught:
+        render("{{ messages[0].tool_calls }}", messages=[bad])
+    assert caught.value.field == "messages[0].tool_calls[0].function.arguments"
+
+
+def test_no_content_is_none_to_templates_that_ask() -> None:
+    template = "{{ messages[0].tool_calls | length }}{% if messages[0]['content'] is not none %}text{% endif %}"
+    assert render(template, messages=[CALLED]) == "1"
+    assert render("{{ messages[0].tool_calls | length }}{{ messages[0].content }}|", messages=[CALLED]) == "1|"
+
+
+def test_tools_go_into_the_system_message_where_the_template_looks_there() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{% if 'tools' in m %}{{ m.tools }}{% endif %};{% endfor %}"
+    functions = json.dumps([TOOL["function"]])
+    assert render(template, tools=[TOOL]) == f"system:{functions};user:;"
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert render(template, tools=[TOOL], messages=messages) == f"system:{functions};user:;"
+
+
+@pytest.mark.parametrize(("reasons", "expected"), [(False, ""), (True, "reasoning_effort")])
+def test_an_effort_is_refused_only_where_it_would_change_something(reasons: bool, expected: str) -> None:
+    request = ChatRequest(messages=[ChatMessage(role="user", content="hi")], reasoning_effort="low")
+    compiled = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    if not reasons:
+        assert conversation_of(request, compiled).variables == {}
+        return
+    with pytest.raises(StatusError) as caught:
+        conversation_of(request, compiled, reasons=True)
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, expected)
+
+
+def test_verbosity_reaches_templates_that_know_it() -> None:
+    assert render("{{ verbosity }}", verbosity="low") == "low"
+    assert render("{{ messages[0].content }}", verbosity="high") == "hi"
+
+
+def test_reasoning_goes_back_under_the_name_that_the_template_knows() -> None:
+    said = {"role": "assistant", "content": "x", "reasoning_content": "why"}
+    assert render("{{ messages[0].reasoning_content }}", messages=[said]) == "why"
+    assert render("{% if messages[0].thinking %}{{ messages[0].thinking }}{% endif %}", messages=[said]) == "why"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "expected"),
+    [
+        ("{{ reasoning_effort }}", "high", "high"),
+        ("{{ enable_thinking }}", "none", "False"),
+        ("{{ enable_thinking }}", "low", "True"),
+        ("{{ thinking }}", "none", "False"),
+    ],
+)
+def test_the_effort_reaches_the_template_as_it_knows_it(template: str, effort: str, expected: str) -> None:
+    assert render(template, reasoning_effort=effort) == expected
+
+
+def test_what_the_caller_tells_the_template_goes_before_the_effort() -> None:
+    found = render("{{ enable_thinking }}", reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+    assert found == "False"

@@ -1,0 +1,504 @@
+"""Every format of tool calls and reasoning: what is read, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.gateway.chat.output_parsers.families import REASONING_FORMATS, TOOL_FORMATS, OutputFormat, OutputParser
+from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "options": {"type": "object"},
+            "exact": {"type": "boolean"},
+            "unit": {"enum": ["C", "F"]},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+    },
+    "now": {"type": "object", "properties": {}},
+}
+
+
+@dataclass
+class Answer:
+    """What a client gets."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+
+
+def add_up(deltas: list[Delta]) -> Answer:
+    """The answer that deltas make, by the rules of the wire: calls in order, arguments behind their call."""
+    answer = Answer("", "", [])
+    for delta in deltas:
+        match delta:
+            case ContentDelta(text):
+                answer.content += text
+            case ReasoningDelta(text):
+                answer.reasoning += text
+            case CallDelta(index, name):
+                assert index == len(answer.calls)
+                answer.calls.append((name, ""))
+            case ArgumentsDelta(index, text):
+                assert index == len(answer.calls) - 1
+                assert text
+                name, before = answer.calls[index]
+                answer.calls[index] = name, before + text
+    return answer
+
+
+def parser_of(family: str, reasoning: str = "none", inside: bool = False, tools: Any = TOOLS) -> OutputParser:
+    form = OutputFormat(TOOL_FORMATS.get(family), REASONING_FORMATS.get(reasoning))
+    return OutputParser(form, tools, inside_reasoning=inside)
+
+
+def parse(text: str, family: str, cuts: list[int] | None = None, **options: Any) -> Answer:
+    parser = parser_of(family, **options)
+    deltas: list[Delta] = []
+    ends = sorted({min(cut, len(text)) for cut in cuts or ()} | {len(text)})
+    start = 0
+    for end in ends:
+        deltas += parser.push(text[start:end])
+        start = end
+    return add_up(deltas + parser.finish())
+
+
+def args_of(answer: Answer) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in answer.calls]
+
+
+NESTED = {"city": 'Köln "am" \\Rhein\n😀', "options": {"a": [1, -2.5e3, {"b": None}], "c": True}, "days": 3}
+ONE, TWO = {"city": "Paris"}, {"city": "Rome", "days": 2}
+
+
+def call(family: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as a model of the family writes them."""
+    dumped = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in dumped]
+    match family:
+        case "hermes":
+            return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+        case "llama3":
+            return "<|python_tag|>" + "; ".join(one.replace('"arguments"', '"parameters"') for one in objects)
+        case "pythonic":
+            listed = (
+                f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+                for name, arguments in calls
+            )
+            return f"[{', '.join(listed)}]"
+        case "phi4":
+            return f"functools[{', '.join(objects)}]"
+        case "qwen3-coder":
+            return "\n".join(
+                f"<tool_call>\n<function={name}>\n"
+                + "".join(
+                    f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+                    for key, value in arguments.items()
+                )
+                + "</function>\n</tool_call>"
+                for name, arguments in calls
+            )
+        case "mistral":
+            return f"[TOOL_CALLS] [{', '.join(objects)}]"
+        case "deepseek":
+            inner = (
+                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+                for name, arguments in dumped
+            )
+            return "<｜tool▁calls▁begin｜>" + "\n".join(inner) + "<｜tool▁calls▁end｜>"
+        case "gpt-oss":
+            return "<|start|>assistant".join(
+                f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+                for name, arguments in dumped
+            )
+    raise AssertionError(family)
+
+
+FAMILIES = sorted(TOOL_FORMATS)
+# Where text in front of a call may stand.
+BEFORE = {
+    "pythonic": "Let me look.\n",
+    "gpt-oss": "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant",
+}
+cut_positions = st.lists(st.integers(0, 400), max_size=30)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_is_read_and_is_no_content(family: str) -> None:
+    answer = parse(call(family, ("get_weather", ONE)), family)
+    assert args_of(answer) == [("get_weather", ONE)]
+    assert answer.content == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_calls_are_read_in_order(family: str) -> None:
+    answer = parse(call(family, ("get_weather", ONE), ("get_weather", TWO)), family)
+    assert args_of(answer) == [("get_weather", ONE), ("get_weather", TWO)]
+    assert answer.content == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_in_front_of_a_call_is_content(family: str) -> None:
+    text = BEFORE.get(family, "Let me look.\n") + call(family, ("get_weather", ONE))
+    answer = parse(text, family)
+    assert args_of(answer) == [("get_weather", ONE)]
+    assert answer.content == "Let me look."
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nested_arguments_and_any_character_survive(family: str) -> None:
+    assert args_of(parse(call(family, ("get_weather", NESTED)), family)) == [("get_weather", NESTED)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_without_arguments_has_an_empty_object(family: str) -> None:
+    assert parse(call(family, ("now", {})), family).calls == [("now", "{}")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(cuts=cut_positions, before=st.booleans(), end=st.integers(0, 400))
+def test_no_cut_changes_what_is_read(family: str, cuts: list[int], before: bool, end: int) -> None:
+    text = call(family, ("get_weather", NESTED), ("now", {}), ("get_weather", TWO))
+    text = (BEFORE.get(family, "Let me look.\n") if before else "") + text
+    text = text[: max(0, len(text) - end)] if end > 50 else text
+    assert parse(text, family, cuts) == parse(text, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_arrive_while_they_are_written_and_always_begin_valid_json(family: str) -> None:
+    text = call(family, ("get_weather", NESTED), ("get_weather", TWO))
+    parser = parser_of(family)
+    steps = [delta for char in text for delta in parser.push(char)] + parser.finish()
+    fragments = [delta for delta in steps if isinstance(delta, ArgumentsDelta)]
+    assert len(fragments) >= 5
+    whole = add_up(steps).calls
+    for index, (_, arguments) in enumerate(whole):
+        mine = [delta.text for delta in fragments if delta.index == index]
+        assert "".join(mine) == arguments
+        json.loads(arguments)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_is_cut_off_has_the_beginning_of_its_arguments(family: str) -> None:
+    text = call(family, ("get_weather", NESTED))
+    whole = parse(text, family).calls[0][1]
+    shown = 0
+    for end in range(len(text)):
+        answer = parse(text[:end], family)
+        if not answer.calls:
+            continue
+        shown += 1
+        assert answer.content == ""
+        assert answer.calls[0][0] == "get_weather"
+        assert whole.startswith(answer.calls[0][1])
+    assert shown > 20
+
+
+LOOK_ALIKES = {
+    "hermes": ["<tool_call>", "<tool_call> is a tag", "<tool_call>{1}</tool_call>", '<tool_call>{"name": 3}', "a < b"],
+    "llama3": [
+        '{"answer": 42}',
+        '{"name": "unknown", "parameters": {}}',
+        "{}",
+        "[1, 2]",
+        '{"name": "now", "age": 3}',
+        "<|python_tag|>print(1)",
+    ],
+    "pythonic": [
+        "[1, 2, 3]",
+        "[unknown(a=1)]",
+        "[now]",
+        "[get_weather('Paris')]",
+        "[get_weather(city=x)]",
+        "[",
+        "a[0]",
+    ],
+    "phi4": ["functools[0]", "functools", 'functools[{"name": ""}]', "functools [1]"],
+    "qwen3-coder": ["<tool_call>", "<function", "<function=\n>", "<tool_call>\n<fun>"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] none", "[TOOL_CALLS][1]", "[TOOL"],
+    "deepseek": ["<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>g h", "<｜tool"],
+    "gpt-oss": ["a < b", "<b>", "to be"],
+}
+
+
+@pytest.mark.parametrize(("family", "text"), [(f, text) for f, texts in LOOK_ALIKES.items() for text in texts])
+@pytest.mark.parametrize("around", ["{}", "Look:\n{}\nThat is all. "])
+def test_text_that_only_looks_like_a_call_is_content_to_the_letter(family: str, text: str, around: str) -> None:
+    if family == "gpt-oss":
+        around = "<|channel|>final<|message|>" + around
+    whole = around.format(text)
+    answer = parse(whole, family)
+    assert answer.calls == []
+    assert answer.content == whole.removeprefix("<|channel|>final<|message|>")
+    assert parse(whole, family, list(range(len(whole)))) == answer
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt-oss"])
+def test_a_call_behind_a_look_alike_is_still_read(family: str) -> None:
+    look_alike = LOOK_ALIKES[family][1]
+    answer = parse(f"{look_alike}\n{call(family, ('get_weather', ONE))}", family)
+    assert args_of(answer) == [("get_weather", ONE)]
+    assert answer.content == look_alike
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_mixture_of_markup_is_read_alike_under_every_cut(family: str, data: st.DataObject) -> None:
+    markup = [*TOOL_FORMATS[family].markers, *LOOK_ALIKES[family], call(family, ("now", {})), "\n", " ", '"', "{", "}"]
+    markup += ["]", "[", "\\ud83d", "\\", "é", "😀", '"name"', ":", ",", "now", "1", "tru", "```json", "<think>"]
+    text = "".join(data.draw(st.lists(st.sampled_from(markup), max_size=12)))
+    cuts = data.draw(cut_positions)
+    reasoning = data.draw(st.sampled_from(["none", "think"]))
+    assert parse(text, family, cuts, reasoning=reasoning) == parse(text, family, reasoning=reasoning)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text("ab \n<[{(", max_size=40), family=st.sampled_from([f for f in FAMILIES if f != "gpt-oss"]))
+def test_text_without_calls_is_never_changed(text: str, family: str) -> None:
+    assert parse(text, family) == Answer(text, "", [])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    arguments=st.dictionaries(st.text(max_size=5), json_values, max_size=4),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 1]),
+    cuts=cut_positions,
+    family=st.sampled_from(["hermes", "llama3", "phi4", "mistral", "deepseek", "gpt-oss"]),
+)
+def test_any_json_arguments_arrive_as_they_are(
+    arguments: dict[str, Any], ascii_only: bool, indent: int | None, cuts: list[int], family: str
+) -> None:
+    dumped = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
+    text = call(family, ("now", {})).replace("{}", dumped, 1)
+    (name, found), *others = args_of(parse(text, family, cuts))
+    assert (name, others) == ("now", [])
+    assert found == arguments
+
+
+# --- what is peculiar to a family -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{"a": 1,}', {"a": 1}),
+        ('{"a": [1, 2, ], "b": {"c": 3 , }}', {"a": [1, 2], "b": {"c": 3}}),
+        ('{"a": True, "b": None, "c": False}', {"a": True, "b": None, "c": False}),
+        ('{"a": "line\nbreak\ttab"}', {"a": "line\nbreak\ttab"}),
+        ('{"a": "\\d+ it\\\'s \\u00e9 \\ud83d\\ude00"}', {"a": "\\d+ it's é 😀"}),
+        ('{"a": "\\ud83d!", "b": "\\ude00"}', {"a": "�!", "b": "�"}),
+        ('{"a": "\\u12"}', {"a": "\\u12"}),
+        ('{ "a" : { } , "b" : [ ] }', {"a": {}, "b": []}),
+    ],
+)
+def test_slips_in_json_with_one_reading_are_mended(written: str, meant: Any) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    answer = parse(text, "hermes")
+    assert args_of(answer) == [("f", meant)]
+    assert parse(text, "hermes", list(range(len(text)))) == answer
+
+
+@pytest.mark.parametrize(
+    "written", ['{"a": nope}', '{"a": 01}', "{a: 1}", '{"a" 1}', '{"a": 1 "b": 2}', '{"a": ]', "{]"]
+)
+def test_arguments_end_where_they_stop_being_json(written: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    answer = parse(text, "hermes")
+    ((name, arguments),) = answer.calls
+    assert name == "f"
+    assert written.startswith(arguments.rstrip())
+    assert answer.content  # what follows is not swallowed
+    assert parse(text, "hermes", list(range(len(text)))) == answer
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"arguments": {"a": 1}, "name": "f"}',
+        '{"name": "f", "arguments": "{\\"a\\": 1}"}',
+        '{"id": "x", "type": "function", "name": "f", "arguments": {"a": 1}}',
+        '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}',
+        '{"function": "f", "parameters": {"a": 1}}',
+        '{"name": "f", "thought": ["why"], "arguments": {"a": 1}}',
+        '{"name": "f", "arguments": {"a": 1}, "extra": 0}',
+        '{"name": "f", "arguments": {"a": 1}',
+        '{"name": "f", "arguments": {"a": 1}}}',
+        '[{"name": "f", "arguments": {"a": 1}}]',
+    ],
+)
+def test_calls_in_json_are_read_in_every_shape_that_models_write(written: str) -> None:
+    answer = parse(f"<tool_call>{written}</tool_call>", "hermes")
+    assert args_of(answer) == [("f", {"a": 1})]
+    assert answer.content == ""
+
+
+def test_arguments_in_front_of_a_name_are_bounded() -> None:
+    text = f'<tool_call>{{"arguments": {{"a": "{"x" * 70000}"}}, "name": "f"}}</tool_call>'
+    assert parse(text, "hermes").calls == []
+
+
+def test_depth_is_bounded() -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {"[" * 500}'
+    answer = parse(text, "hermes")
+    assert len(answer.calls[0][1]) < 300
+
+
+def test_llama3_reads_a_bare_call_of_an_offered_tool_anywhere_on_a_line_of_its_own() -> None:
+    bare = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
+    assert args_of(parse(bare, "llama3")) == [("get_weather", ONE)]
+    answer = parse(f"I will look.\n\n{bare}\n{bare}; {bare}", "llama3")
+    assert args_of(answer) == [("get_weather", ONE)] * 3
+    assert answer.content == "I will look."
+    assert parse(f"As in {bare}", "llama3").calls == []
+
+
+def test_pythonic_reads_calls_within_tags() -> None:
+    for opening, closing in (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>")):
+        answer = parse(f"Well. {opening}[get_weather(city='Paris')]{closing} Done.", "pythonic")
+        assert args_of(answer) == [("get_weather", ONE)]
+        assert answer.content == "Well.  Done."
+
+
+def test_pythonic_literals_become_json() -> None:
+    text = """[get_weather(city='It\\'s, (ok) [1]', days=-2, options={'a': (1, 2.5), "b": None}, exact=true,)]"""
+    expected = {"city": "It's, (ok) [1]", "days": -2, "options": {"a": [1, 2.5], "b": None}, "exact": True}
+    assert args_of(parse(text, "pythonic")) == [("get_weather", expected)]
+    text = '[get_weather(city="""a "quoted" text""")]'
+    assert args_of(parse(text, "pythonic")) == [("get_weather", {"city": 'a "quoted" text'})]
+
+
+def test_phi4_reads_calls_within_tags() -> None:
+    one = '{"name": "now", "arguments": {}}'
+    assert parse(f"<|tool_call|>{one}<|/tool_call|>", "phi4").calls == [("now", "{}")]
+    assert parse(f"<|tool_call|>[{one}, {one}]<|/tool_call|>", "phi4").calls == [("now", "{}")] * 2
+
+
+def test_mistral_reads_calls_by_name() -> None:
+    text = '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}'
+    assert parse(text, "mistral").calls == [("get_weather", '{"city": "Paris"}'), ("now", "{}")]
+
+
+def test_deepseek_reads_calls_without_blocks_of_code() -> None:
+    text = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    )
+    answer = parse(text, "deepseek")
+    assert args_of(answer) == [("get_weather", ONE)]
+    assert answer.content == ""
+
+
+def test_qwen3_coder_types_values_by_the_schema() -> None:
+    written = {"city": "12", "days": "7", "exact": "True", "unit": "C", "note": "null", "other": "3", "options": "[1"}
+    text = "<tool_call>\n<function=get_weather>\n"
+    text += "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+    answer = parse(text + "</function>\n</tool_call>", "qwen3-coder")
+    expected = {"city": "12", "days": 7, "exact": True, "unit": "C", "note": None, "other": "3", "options": "[1"}
+    assert args_of(answer) == [("get_weather", expected)]
+
+
+def test_qwen3_coder_keeps_all_line_breaks_of_a_value_but_the_outer_two() -> None:
+    text = "<function=get_weather><parameter=city>\n\na\n</param\n\n</parameter></function>"
+    assert args_of(parse(text, "qwen3-coder")) == [("get_weather", {"city": "\na\n</param\n"})]
+
+
+def test_harmony_tells_channels_apart() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Need the weather.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Call it.<|end|>"
+        '<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'
+    )
+    answer = parse(text, "gpt-oss", reasoning="gpt-oss")
+    assert answer == Answer("One moment.", "Need the weather.\nCall it.", [("get_weather", '{"city": "Paris"}')])
+    assert parse(text, "gpt-oss", list(range(len(text)))) == answer
+    assert parse("<|channel|>final<|message|>Paris.", "gpt-oss").content == "Paris."
+    assert parse("Paris.", "gpt-oss").content == "Paris."
+    assert parse("<|channel|>fin", "gpt-oss").content == ""
+
+
+# --- reasoning ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(200))])
+def test_reasoning_in_front_of_the_answer_is_told_apart(cuts: list[int]) -> None:
+    text = "<think>\nIt is\n\nParis.\n</think>\n\nParis. "
+    assert parse(text, "none", cuts, reasoning="think") == Answer("Paris.", "It is\n\nParis.", [])
+    assert parse(text, "none", cuts) == Answer(text, "", [])
+
+
+def test_reasoning_that_the_prompt_opened_needs_no_tag() -> None:
+    assert parse("It is.</think>Paris.", "none", reasoning="think", inside=True) == Answer("Paris.", "It is.", [])
+    assert parse("<think>It is.</think>Paris.", "none", reasoning="think", inside=True).reasoning == "It is."
+    assert parse("It is. ", "none", reasoning="think", inside=True) == Answer("", "It is.", [])
+    assert parse("It is.</think>Paris.", "none", reasoning="think") == Answer("It is.</think>Paris.", "", [])
+
+
+def test_an_answer_without_reasoning_is_left_as_it_is() -> None:
+    for text in ("\n Paris \n", "<thin", "", " ", "<b>"):
+        assert parse(text, "none", reasoning="think") == Answer(text, "", [])
+
+
+def test_empty_reasoning_is_none() -> None:
+    assert parse("<think>\n\n</think>\n\nParis.", "none", reasoning="think") == Answer("Paris.", "", [])
+
+
+def test_calls_behind_reasoning_are_read_and_those_within_are_not() -> None:
+    inner = call("hermes", ("now", {}))
+    text = f"<think>Perhaps {inner}?</think>\n\n{call('hermes', ('get_weather', ONE))}"
+    answer = parse(text, "hermes", reasoning="think")
+    assert answer.reasoning == f"Perhaps {inner}?"
+    assert args_of(answer) == [("get_weather", ONE)]
+    assert answer.content == ""
+
+
+def test_brackets_are_tags_too() -> None:
+    assert parse("[THINK]Hm.[/THINK]Yes.", "none", reasoning="mistral") == Answer("Yes.", "Hm.", [])
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(200))])
+def test_the_place_of_reasoning_is_known_to_the_character(cuts: list[int]) -> None:
+    text = " <think>\nabc\n</think>x"
+    parser = parser_of("none", "think")
+    parse_with(parser, text, cuts)
+    ((begin, end),) = parser.reasoning_spans
+    assert text[begin:end] == "\nabc\n"
+    text = "<|channel|>analysis<|message|>abc<|end|><|start|>assistant<|channel|>final<|message|>x"
+    parser = parser_of("gpt-oss", "gpt-oss")
+    parse_with(parser, text, cuts)
+    ((begin, end),) = parser.reasoning_spans
+    assert text[begin:end] == "abc"
+
+
+def parse_with(parser: OutputParser, text: str, cuts: list[int]) -> None:
+    for piece in [text] if not cuts else list(text):
+        parser.push(piece)
+    parser.finish()
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    text = call("hermes", ("now", {}))
+    assert parse(text, "hermes", tools={}) == Answer(text, "", [])
+    text = call("gpt-oss", ("now", {}))
+    assert parse(text, "gpt-oss", tools={}) == Answer("{}", "", [])

@@ -1,0 +1,256 @@
+"""The console's files and figures over HTTP; tests/e2e/test_console.py opens it in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import re
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.gateway.console.endpoints import FILES, FleetView, host_of
+from headrace.protos.router_pb2 import WORKER_STATE_READY, WORKER_STATE_SUSPECT, WorkerInfo
+from headrace.protos.status import Reason, StatusError
+from headrace.protos.worker_pb2 import Counters, Load
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NAMES = sorted(path.name for path in FILES.iterdir())
+PATHS = ["/" if name == "index.html" else f"/console/{name}" for name in NAMES]
+WORKER = WorkerInfo(
+    worker_id="w0",
+    address="10.0.0.7:50061",
+    state=WORKER_STATE_READY,
+    model="tiny",
+    report_age_ms=12,
+    load=Load(num_running=2, num_blocks=100, num_free_blocks=90, num_cached_blocks=30, numa_node=1),
+)
+
+
+class StandIn:
+    """An upstream that lists workers when the test lets it."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.let_answer = asyncio.Event()
+        self.error: StatusError | None = None
+
+    async def list_workers(self) -> list[WorkerInfo]:
+        self.num_asked += 1
+        await self.let_answer.wait()
+        if self.error is not None:
+            raise self.error
+        return [WORKER]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def router_of(router: Any) -> Any:
+    """The module's router, as it was before each test."""
+    router.reset()
+    return router
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_files_come_with_a_strict_policy_and_are_asked_for_again_only_by_their_tag(
+    gateway: Any, path: str
+) -> None:
+    answer = await gateway.http.get(path)
+    assert answer.status_code == 200
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert {policy["script-src"], policy["style-src"], policy["connect-src"]} == {"'self'"}
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    again = await gateway.http.get(path, headers={"If-None-Match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    other = await gateway.http.get(path, headers={"If-None-Match": '"another"'})
+    assert other.status_code == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_compressed_and_plain_files_are_the_same_and_have_tags_of_their_own(gateway: Any, path: str) -> None:
+    plain = await gateway.http.get(path, headers={"Accept-Encoding": "identity"})
+    async with gateway.http.stream("GET", path, headers={"Accept-Encoding": "gzip"}) as answer:
+        raw = b"".join([part async for part in answer.aiter_raw()])
+    assert gzip.decompress(raw) == plain.content
+    assert answer.headers["etag"] != plain.headers["etag"]
+    assert answer.headers["vary"] == "accept-encoding"
+
+
+async def test_the_page_comes_whole_in_less_than_40_kb_and_takes_nothing_from_elsewhere() -> None:
+    texts = {name: (FILES / name).read_text() for name in NAMES}
+    assert sum(len(gzip.compress(text.encode())) for text in texts.values()) < 40_000
+    for name, text in texts.items():
+        addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", text)) - {"http://www.w3.org/2000/svg"}
+        assert not addresses, name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            name
+        )
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", texts["index.html"])
+
+
+async def test_all_that_the_page_names_is_served(gateway: Any) -> None:
+    html = (FILES / "index.html").read_text()
+    named = {f"/{path}" for path in re.findall(r"(?:src|href)=\"(console/[^\"]+)\"", html)}
+    for script in (name for name in NAMES if name.endswith(".js")):
+        text = (FILES / script).read_text()
+        named |= {f"/console/{path}" for path in re.findall(r"from \"\./([^\"]+)\"", text)}
+    assert named <= set(PATHS)
+
+
+async def test_a_wheel_takes_the_files_along() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["headrace.gateway.console"]
+    for name in NAMES:
+        assert any(fnmatch(f"page/{name}", pattern) for pattern in patterns), name
+
+
+async def test_head_and_other_methods_are_answered_as_everywhere(gateway: Any) -> None:
+    assert (await gateway.http.head("/")).status_code == 200
+    assert (await gateway.http.post("/")).status_code == 405
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_fleet_is_told_with_hosts_nodes_states_and_counters(gateway: Any, router_of: Any) -> None:
+    suspect = WorkerInfo(worker_id="w1", address="unix:/run/w1.sock", state=WORKER_STATE_SUSPECT, detail="silent")
+    ready = WorkerInfo()
+    ready.CopyFrom(WORKER)
+    ready.load.counters.CopyFrom(Counters(tokens_generated=7))
+    router_of.workers = [ready, suspect]
+    async with asyncio.timeout(10):
+        while len((body := (await gateway.http.get("/console/fleet")).json())["workers"]) != 2:
+            await asyncio.sleep(0.05)
+    assert body["problem"] == ""
+    assert [one["connected"] for one in body["routers"]] == [True]
+    first, second = body["workers"]
+    assert (first["host"], first["numa_node"], first["state"]) == ("10.0.0.7", 1, "ready")
+    assert first["load"]["counters"]["tokens_generated"] == 7
+    assert (second["host"], second["state"], second["detail"]) == (body["gateway"]["host"], "suspect", "silent")
+    assert second["load"] is None
+    assert second["numa_node"] is None
+    assert body["models"] == [{"id": "tiny", "sampling": {"temperature": 1.0, "top_p": 1.0}}]
+
+
+async def test_an_answer_is_seen_in_the_intervals(gateway: Any, router_of: Any) -> None:
+    before = (await gateway.http.get("/console/fleet")).json()["recent"]
+    router_of.num_cached = 1
+    answer = await gateway.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi there"})
+    usage = answer.json()["usage"]
+    refused = await gateway.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "temperature": 9})
+    assert refused.status_code == 400
+    path = f"/console/fleet?since={before['next']}"
+    async with asyncio.timeout(10):
+        while not (recent := (await gateway.http.get(path)).json()["recent"])["intervals"]:
+            await asyncio.sleep(0.05)
+        while sum(one["refused"] for one in (await gateway.http.get(path)).json()["recent"]["intervals"]) < 1:
+            await asyncio.sleep(0.05)
+    recent = (await gateway.http.get(path)).json()["recent"]
+
+    def total(field: str) -> int:
+        return sum(one[field] for one in recent["intervals"])
+
+    assert (total("tokens"), total("answered"), total("refused")) == (usage["completion_tokens"], 1, 1)
+    assert (total("prompt_tokens"), total("cached_tokens")) == (usage["prompt_tokens"], 1)
+    assert recent["ttft_ms"]["count"] >= 1
+    assert 0 < recent["ttft_ms"]["p50"] <= recent["ttft_ms"]["p95"]
+    later = (await gateway.http.get(f"/console/fleet?since={recent['next']}")).json()["recent"]
+    assert not later["intervals"]
+
+
+@pytest.mark.parametrize("since", ["x", "-1", "1.5", "9" * 30])
+async def test_a_since_that_is_no_number_is_refused(gateway: Any, since: str) -> None:
+    answer = await gateway.http.get("/console/fleet", params={"since": since})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "since"
+
+
+async def test_those_who_look_at_once_share_one_question() -> None:
+    upstream, clock = StandIn(), Clock()
+    view = FleetView(upstream, clock)  # type: ignore[arg-type]
+    looking = [asyncio.create_task(view.refresh()) for _ in range(5)]
+    await asyncio.sleep(0)
+    looking[0].cancel()  # whoever goes away does not take the answer from the others
+    upstream.let_answer.set()
+    await asyncio.gather(*looking[1:])
+    assert upstream.num_asked == 1
+    assert list(view.workers) == [WORKER]
+    await view.refresh()
+    assert upstream.num_asked == 1
+    clock.now_s += 1.0
+    await view.refresh()
+    assert upstream.num_asked == 2
+
+
+async def test_a_router_that_cannot_be_asked_leaves_the_latest_list_and_the_reason() -> None:
+    upstream, clock = StandIn(), Clock()
+    upstream.let_answer.set()
+    view = FleetView(upstream, clock)  # type: ignore[arg-type]
+    await view.refresh()
+    upstream.error = StatusError(Reason.WORKER_LOST, "no router")
+    clock.now_s += 1.0
+    await view.refresh()
+    assert (list(view.workers), view.problem) == ([WORKER], "no router")
+    upstream.error = None
+    clock.now_s += 1.0
+    await view.refresh()
+    assert view.problem == ""
+
+
+async def test_a_gateway_in_front_of_one_worker_has_a_console_without_a_fleet(kit: Any, tiny_bundle: bytes) -> None:
+    async with (
+        kit.serving_router(kit.FakeRouter(tiny_bundle, is_worker=True)) as (address, _),
+        kit.serving_gateway(address) as running,
+    ):
+        body = (await running.http.get("/console/fleet")).json()
+    assert (body["workers"], body["problem"]) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("10.0.0.7:50061", "10.0.0.7"),
+        ("dns:///node-3.example:50061", "node-3.example"),
+        ("ipv4:10.0.0.7:50061", "10.0.0.7"),
+        ("[fd00::7]:50061", "fd00::7"),
+        ("node-3", "node-3"),
+        ("127.0.0.1:50061", "here"),
+        ("[::1]:50061", "here"),
+        ("localhost:50061", "here"),
+        ("unix:/run/headrace/worker-0.sock", "here"),
+    ],
+)
+async def test_the_host_of_an_address_is_named_for_people(address: str, host: str) -> None:
+    assert host_of(address, "here") == host
+
+
+async def test_a_gateway_can_be_without_a_console(gateway: Any, kit: Any) -> None:
+    metrics = kit.Metrics()
+    with ThreadPoolExecutor(1) as executor:
+        answering = kit.Answering(kit.Generator(gateway.upstream, metrics))
+        chats = kit.Chats(gateway.models, kit.Prompts(executor), kit.Constraints(executor))
+        services = kit.Services(gateway.models, chats, answering, gateway.upstream, metrics)
+        edge = kit.HttpEdge(kit.endpoints(services, gateway.runs, with_console=False), metrics)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(edge), base_url="http://gateway") as http:
+            for path in (*PATHS, "/console/fleet"):
+                assert (await http.get(path)).status_code == 404
+            assert (await http.get("/v1/models")).status_code == 200

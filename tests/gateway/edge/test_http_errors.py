@@ -1,0 +1,289 @@
+"""Every failure has the one error shape, the status of the table, and the name of the field at fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headrace.protos.status import Reason, StatusError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+HI = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(router: Any) -> None:
+    router.reset()
+
+
+async def failure(gateway: Any, path: str, status: int, body: Any, **options: Any) -> Any:
+    """The error object of a request that fails with this status."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = await gateway.http.post(path, content=raw, **options)
+    assert response.status_code == status, response.text
+    assert list(response.json()) == ["error"]
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert response.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"seed": 2**64}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"270": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop_token_ids": [270]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"allowed_token_ids": [270]}, "allowed_token_ids"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": False, "stream_options": {}}, "stream_options"),
+        ({"tools": []}, "tools"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": ["x"] * 65}, "bad_words"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"return_token_ids": "yes"}, "return_token_ids"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
+        ({"stop_token_ids": [5] * 65}, "stop_token_ids"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
+        ({"model": ["tiny"]}, "model"),
+    ],
+)
+async def test_a_bad_field_of_a_chat_is_named(gateway: Any, router: Any, fields: Any, param: str) -> None:
+    error = await failure(gateway, CHAT, 400, {"model": "tiny", "messages": HI, **fields})
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param.split("[")[0] in error["message"]
+    assert router.streams == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "v"}}, "audio"),
+        ({"prediction": {}}, "prediction"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"diversity_penalty": 0.5}, "diversity_penalty"),
+        ({"logits_processors": ["x"]}, "logits_processors"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"structural_tag": {}}, "structural_tag"),
+        ({"grammar_lazy": True}, "grammar_lazy"),
+        ({"grammar_triggers": [{}]}, "grammar_triggers"),
+        ({"documents": [{}]}, "documents"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"store": True}, "store"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ],
+)
+async def test_what_cannot_be_honoured_yet_is_refused_by_name(gateway: Any, fields: Any, param: str) -> None:
+    error = await failure(gateway, CHAT, 400, {"model": "tiny", "messages": HI, **fields})
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "unsupported", param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [270]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": ["a"] * 3, "n": 100}, "n"),
+        ({"prompt": None}, "prompt"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"suffix": "end"}, "suffix"),
+        ({"min_tokens": 17}, "min_tokens"),
+    ],
+)
+async def test_a_bad_field_of_a_completion_is_named(gateway: Any, router: Any, fields: Any, param: str) -> None:
+    body = {"model": "tiny", "prompt": "a", "add_special_tokens": False, **fields}
+    assert (await failure(gateway, COMPLETIONS, 400, body))["param"] == param
+    assert router.streams == []
+
+
+async def test_a_prompt_longer_than_the_context_says_what_clients_match_on(gateway: Any) -> None:
+    error = await failure(gateway, COMPLETIONS, 400, {"model": "tiny", "prompt": "x" * 300})
+    assert error["code"] == "context_length_exceeded"
+    assert "This model's maximum context length is 256 tokens" in error["message"]
+
+
+async def test_prompt_and_max_tokens_must_fit_together_but_a_default_is_shortened(gateway: Any, router: Any) -> None:
+    body = {"model": "tiny", "prompt": [5] * 250}
+    assert (await failure(gateway, COMPLETIONS, 400, {**body, "max_tokens": 7}))["code"] == "context_length_exceeded"
+    for fields, expected in (({"max_tokens": 6}, 6), ({}, 6)):
+        response = await gateway.http.post(COMPLETIONS, json={**body, **fields})
+        assert response.status_code == 200
+        assert router.streams[-1].request.sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "where"),
+    [
+        (b'{"model": }', "byte 10"),
+        (b'{"model": "a"', "byte 13"),
+        (b'{"model": NaN}', "byte 10"),
+        (b"", "byte 0"),
+        (b'{"model": "\xff"}', "UTF-8"),
+        (b'{"model": "\\ud800"}', "surrogate"),
+        (b'{"metadata": ' + b"[" * 100_000, "nested too deeply"),
+        (b"[1]", "expected 'object'"),
+    ],
+)
+async def test_malformed_json_is_refused_with_its_position(gateway: Any, raw: bytes, where: str) -> None:
+    error = await failure(gateway, CHAT, 400, raw)
+    assert where in error["message"]
+
+
+async def test_a_number_that_is_not_finite_is_refused(gateway: Any) -> None:
+    raw = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 1e999}'
+    assert (await failure(gateway, CHAT, 400, raw))["param"] == "temperature"
+
+
+async def test_an_unknown_model_is_named_with_those_there_are_and_asked_for_once_more(
+    gateway: Any, router: Any
+) -> None:
+    num_lists = router.num_lists
+    error = await failure(gateway, CHAT, 404, {"model": "m" * 5000, "messages": HI})
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "'tiny'" in error["message"]
+    assert len(error["message"]) < 400
+    assert router.num_lists == num_lists + 1
+
+
+async def test_unknown_paths_and_wrong_methods_have_the_same_shape(gateway: Any) -> None:
+    assert (await failure(gateway, "/v1/nothing", 404, {}))["code"] == "not_found"
+    response = await gateway.http.get(CHAT)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["code"] == "method_not_allowed"
+    assert (await gateway.http.post("/v1/models", json={})).status_code == 405
+
+
+async def test_a_body_over_the_limit_is_refused(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.edge.bodies, "max_bytes", 1000)
+    assert (await failure(gateway, CHAT, 413, b"x" * 1001))["code"] == "body_too_large"
+    assert "JSON" in (await failure(gateway, CHAT, 400, b"x" * 1000))["message"]
+
+
+async def test_the_request_id_is_echoed_if_it_is_fit_and_else_made(gateway: Any, router: Any) -> None:
+    body = {"model": "tiny", "messages": HI}
+    for given, echoed in (("abc-123", True), ("x" * 129, False), ("a b", False), ("", False)):
+        response = await gateway.http.post(CHAT, json=body, headers={"x-request-id": given})
+        assert (response.headers["x-request-id"] == given) is echoed
+        assert router.streams[-1].metadata["x-request-id"] == response.headers["x-request-id"]
+
+
+async def test_the_trace_context_is_passed_on(gateway: Any, router: Any) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    await gateway.http.post(CHAT, json={"model": "tiny", "messages": HI}, headers={"traceparent": trace})
+    assert router.streams[0].metadata["traceparent"] == trace
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (StatusError(Reason.QUEUE_FULL, "full", retry_after_s=2.5), 429, 2.5),
+        (StatusError(Reason.QUEUE_FULL, "full", retry_after_s=0.1), 429, 1.0),
+        (StatusError(Reason.WORKER_LOST, "all workers were lost"), 503, 1.0),
+        (StatusError(Reason.DEADLINE, "late"), 504, None),
+        (StatusError(Reason.INTERNAL, "broken"), 500, None),
+        (StatusError(Reason.INVALID_FIELD, "bad", field="sampling.top_k"), 400, None),
+    ],
+)
+async def test_a_refusal_from_upstream_keeps_its_meaning(
+    gateway: Any, router: Any, error: StatusError, status: int, retry_after: float | None
+) -> None:
+    async def refuse(_: Any, stream: Any, send: Any) -> None:
+        raise error
+
+    router.script = refuse
+    for stream in (False, True):
+        body = {"model": "tiny", "messages": HI, "stream": stream}
+        response = await gateway.http.post(CHAT, json=body)
+        assert response.status_code == status
+        if retry_after is None:
+            assert "retry-after" not in response.headers
+        else:  # never sooner, and not at one moment for all who are refused at once
+            told_ms = int(response.headers["retry-after-ms"])
+            assert 1000 * retry_after <= told_ms <= 1500 * retry_after + 1
+            assert int(response.headers["retry-after"]) == -(-told_ms // 1000)
+        assert response.json()["error"]["message"] == error.message
+        assert response.json()["error"]["param"] == error.field
+    assert len(router.streams) == 2
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_its_last_event(gateway: Any, router: Any, kit: Any) -> None:
+    async def break_off(_: Any, stream: Any, send: Any) -> None:
+        await send(kit.tokens_of("ab"), 0, None)
+        raise StatusError(Reason.INTERNAL, "broken")
+
+    router.script = break_off
+    response = await gateway.http.post(CHAT, json={"model": "tiny", "messages": HI, "stream": True})
+    events = response.text.rstrip("\n").split("\n\n")
+    assert json.loads(events[-1].removeprefix("data: ")) == {
+        "error": {"message": "broken", "type": "server_error", "param": None, "code": "internal_error"}
+    }
+    assert "[DONE]" not in response.text
+    assert '"content":"ab"' in events[-2]

@@ -1,0 +1,68 @@
+"""docs/protocol.md says something of every field that a request may have, and tests do something with every one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.gateway.anthropic.types import MessagesRequest
+from headrace.gateway.chat.request import AnswerFields, ChatMessage
+from headrace.gateway.openai.types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from headrace.gateway.responses.types import ResponsesRequest
+from headrace.protos import text_pb2
+
+ROOT = Path(__file__).parents[3]
+# type -> the part of the reference that has its fields: from one heading to the next one of the same level
+PARTS: dict[type[msgspec.Struct], str] = {
+    ChatRequest: "## Fields of chats and completions",
+    ChatMessage: "## Fields of chats and completions",
+    CompletionRequest: "## Fields of chats and completions",
+    StreamOptions: "## Fields of chats and completions",
+    TokenizeRequest: "## Tokens and models",
+    DetokenizeRequest: "## Tokens and models",
+    ResponsesRequest: "## Responses",
+    MessagesRequest: "## Messages",
+    AnswerFields: "## Messages",
+}
+
+
+def fields() -> list[tuple[type[msgspec.Struct], str]]:
+    return [(kind, field.encode_name) for kind in PARTS for field in msgspec.structs.fields(kind)]
+
+
+def part(heading: str) -> str:
+    whole = (ROOT / "docs" / "protocol.md").read_text()
+    return whole[whole.index(f"\n{heading}\n") :].split("\n## ")[1]
+
+
+def text_of_all_tests() -> str:
+    own = Path(__file__)
+    return "".join(path.read_text() for path in sorted(own.parents[1].rglob("test_*.py")) if path != own)
+
+
+TESTS = text_of_all_tests()
+
+
+@pytest.mark.parametrize(("kind", "name"), fields(), ids=lambda value: getattr(value, "__name__", value))
+def test_every_field_is_in_the_reference(kind: type[msgspec.Struct], name: str) -> None:
+    assert re.search(rf"`(?:[a-z_\[\]]+\.)?{name}(?:\.[a-z_]+)?`", part(PARTS[kind])), f"{name} of {kind.__name__}"
+
+
+@pytest.mark.parametrize(("kind", "name"), fields(), ids=lambda value: getattr(value, "__name__", value))
+def test_every_field_is_used_by_a_test(kind: type[msgspec.Struct], name: str) -> None:
+    assert re.search(rf'"{name}"|\b{name}=', TESTS), f"{name} of {kind.__name__}"
+
+
+@pytest.mark.parametrize("message", ["ChatRequest", "CompleteRequest", "TextParams", "ChatMessage", "ChatTool"])
+def test_every_field_of_the_grpc_edge_is_used_by_a_test(message: str) -> None:
+    for field in text_pb2.DESCRIPTOR.message_types_by_name[message].fields:
+        assert re.search(rf'"{field.name}"|\b{field.name}=', TESTS), f"{field.name} of {message}"

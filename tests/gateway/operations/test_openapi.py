@@ -1,0 +1,132 @@
+"""The OpenAPI document says what is served, and the answers are as it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from headrace.gateway.endpoints import OPERATIONS
+from headrace.gateway.openai import types as openai_types
+from headrace.gateway.operations.openapi import document
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+HI = [{"role": "user", "content": "hi"}]
+DOCUMENT = document(OPERATIONS)
+# Paths for people and browsers, which no program needs described.
+UNDESCRIBED = ("/", "/console")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(router: Any) -> None:
+    router.reset()
+
+
+async def test_it_lists_every_path_and_method_that_is_served_and_no_other(gateway: Any) -> None:
+    served = {
+        (path.replace(":path", ""), method.lower())
+        for path, method in gateway.edge.paths
+        if path not in UNDESCRIBED and not path.startswith("/console/")
+    }
+    described = {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert described == served
+
+
+async def test_it_is_served_and_valid(gateway: Any) -> None:
+    response = await gateway.http.get("/openapi.json")
+    assert response.json() == json.loads(msgspec.json.encode(DOCUMENT))
+    ids = [one["operationId"] for methods in DOCUMENT["paths"].values() for one in methods.values()]
+    assert len(ids) == len(set(ids))
+    for schema in DOCUMENT["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize("kind", sorted({kind for one in OPERATIONS for kind in one.requests}, key=str))
+async def test_every_field_of_a_request_is_described_with_its_type(kind: type[msgspec.Struct]) -> None:
+    schema = DOCUMENT["components"]["schemas"][kind.__name__]
+    assert set(schema["properties"]) == {field.encode_name for field in msgspec.structs.fields(kind)}
+    required = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
+    assert set(schema.get("required", ())) == required
+
+
+async def test_what_generates_takes_a_time_within_which_it_must_answer(gateway: Any, router: Any) -> None:
+    async def never(router: Any, stream: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    described = {
+        path: parameter["schema"]
+        for path, methods in DOCUMENT["paths"].items()
+        for operation in methods.values()
+        for parameter in operation.get("parameters", ())
+        if parameter["name"] == "x-request-timeout" and parameter["in"] == "header"
+    }
+    bodies = {
+        "chat/completions": {"messages": HI},
+        "completions": {"prompt": "hi"},
+        "responses": {"input": "hi"},
+        "messages": {"messages": HI, "max_tokens": 9},
+    }
+    assert set(described) == {f"{prefix}/{name}" for prefix in ("/v1", "/v3") for name in bodies}
+    router.script = never
+    for path, schema in described.items():
+        body = {"model": "tiny", **bodies[path[len("/v1/") :]]}
+        for value, status in ((0.2, 504), (schema["exclusiveMinimum"], 400), ("soon", 400)):
+            response = await gateway.http.post(path, json=body, headers={"x-request-timeout": str(value)})
+            assert response.status_code == status, (path, value, response.text)
+            assert status == 504 or "x-request-timeout" in response.json()["error"]["message"]
+
+
+async def test_messages_take_the_fields_that_all_protocols_share() -> None:
+    body = DOCUMENT["paths"]["/v1/messages"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    properties = [
+        DOCUMENT["components"]["schemas"][one["$ref"].rpartition("/")[2]]["properties"] for one in body["allOf"]
+    ]
+    assert not set(properties[0]) & set(properties[1])
+    assert {"max_tokens", "system", "temperature", "grammar"} <= set(properties[0]) | set(properties[1])
+
+
+async def test_ranges_are_those_of_the_checks(gateway: Any) -> None:
+    """A value just outside of each numeric range that the document states is refused by that name."""
+    schema = DOCUMENT["components"]["schemas"]["ChatRequest"]
+    asked = []
+    for name, value in schema["properties"].items():
+        for branch in value.get("anyOf", [value]):
+            if branch.get("type") in ("number", "integer") and "maximum" in branch:
+                asked.append((name, branch["maximum"] + 1))
+                asked.append((name, branch["minimum"] - 1 if "minimum" in branch else branch["exclusiveMinimum"]))
+    assert len(asked) > 30
+    for name, value in asked:
+        body = {"model": "tiny", "messages": HI, name: value, "logprobs": True}
+        response = await gateway.http.post("/v1/chat/completions", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name), (name, value)
+
+
+async def test_fields_that_are_only_known_say_which_values_they_take(gateway: Any) -> None:
+    schema = DOCUMENT["components"]["schemas"]["ChatRequest"]
+    for name, values in {**openai_types.NEUTRAL, **openai_types.NEUTRAL_CHAT}.items():
+        assert schema["properties"][name]["enum"] == [None, *values]
+        for value in values:
+            body = {"model": "tiny", "messages": HI, name: value}
+            assert (await gateway.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_the_status_of_models_is_as_openvino_model_server_tells_it(gateway: Any) -> None:
+    version = {"version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": "OK"}}
+    assert (await gateway.http.get("/v1/config")).json() == {"tiny": {"model_version_status": [version]}}
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/v3"])
+@pytest.mark.parametrize("path", ["embeddings", "rerank"])
+async def test_what_no_model_offers_is_answered_with_what_it_does_offer(gateway: Any, prefix: str, path: str) -> None:
+    for body in ({"model": "tiny", "input": "a"}, {"query": "a", "documents": ["b"]}):
+        response = await gateway.http.post(f"{prefix}/{path}", json=body)
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("model", "not_found")
+        assert error["message"] == f"the model 'tiny' offers chat/completions and completions, not {path}"
+    response = await gateway.http.post(f"{prefix}/{path}", json={"model": "other"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
