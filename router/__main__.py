@@ -21,15 +21,15 @@ from typing import Any
 import click
 import uvloop
 
-from headrace.protos.logs import FORMATS, LEVELS, configure_logging
-from headrace.protos.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
-from headrace.protos.transport import Transport, TransportError
+from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
+from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
+from headrace.common.transport.channels import Transport, TransportError
 from headrace.router.admission import AdmissionConfig
 from headrace.router.fleet import Fleet, FleetConfig
 from headrace.router.forwarding import ForwardingConfig
 from headrace.router.leases import LeaseReader
 from headrace.router.metrics import RouterMetrics
-from headrace.router.registry import Registry
+from headrace.router.registry import MAX_WORKERS, Registry
 from headrace.router.service import RequestBounds, RouterServer
 
 log = logging.getLogger("headrace.router")
@@ -147,6 +147,7 @@ def wired(
     metrics = RouterMetrics()
     try:
         transport = Transport(options["tls_dir"], options["join_token_file"])
+        transport.refuse_strangers(options["listen"], options["insecure"])
     except TransportError as error:
         raise CannotDoAsAskedError(str(error)) from None
     fleet = Fleet(registry, fleet_config, transport=transport)
@@ -154,14 +155,16 @@ def wired(
     leases = None
     if options["redis_url"]:
         try:
-            leases = LeaseReader(options["redis_url"], fleet.leases_seen, fleet.leases_lost)
+            leases = LeaseReader(
+                options["redis_url"], fleet.leases_seen, fleet.leases_lost, max_workers=options["max_workers"]
+            )
         except ValueError as error:
             # Without the URL: it may have a password.
             raise CannotDoAsAskedError(f"--redis is no URL of Redis: {error}") from None
         metrics.observe_leases(leases)
     forwarding = ForwardingConfig(max_attempts=options["max_attempts"])
     bounds = RequestBounds(options["max_in_flight"], options["max_request_mb"] << 20)
-    server = RouterServer(fleet, metrics, forwarding, admission, bounds, transport)
+    server = RouterServer(fleet, metrics, forwarding, admission, bounds, transport, leases)
     return Router(server, metrics, leases, options["drain_timeout"], options["probe"])
 
 
@@ -190,6 +193,12 @@ def wired(
     metavar="FILE",
     help="Secret that every caller has to present as well.",
 )
+@click.option(
+    "--insecure",
+    is_flag=True,
+    envvar="HEADRACE_INSECURE",
+    help="Serve beyond this host without certificates and join token: who reaches the port may do everything.",
+)
 @click.option("--probe", metavar="HOST:PORT", help="Answer gRPC health here too, without TLS.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Least level of log lines.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines for people or for machines.")
@@ -205,13 +214,14 @@ def wired(
     "--capacity-wait",
     type=click.FloatRange(min=0),
     default=10.0,
-    help="Seconds a request waits for a worker to come back when none is ready.",
+    help="Seconds after which a request for which no worker is ready goes back to its gateway. The gateway asks again, "
+    "another router if there is one, while its client waits.",
 )
 @click.option(
     "--max-ttft",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
-    help="Seconds to the first token; requests for which more is predicted are refused.",
+    help="Longest that a request waits for others, here and at its worker, in seconds; else it is refused.",
 )
 @click.option(
     "--max-waiting", type=click.IntRange(min=0), default=1024, help="Requests that wait while all workers are full."
@@ -232,14 +242,25 @@ def wired(
     default=256,
     help="MiB of the requests in flight on the wire; the router keeps up to six times that of them.",
 )
+@click.option(
+    "--max-workers",
+    type=click.IntRange(min=1),
+    default=MAX_WORKERS,
+    help="Workers that this router takes; more are refused, those in Redis left out with a warning.",
+)
 @click.option("--max-sessions", type=click.IntRange(min=1), default=65_536, help="Sessions whose worker is remembered.")
 @click.option(
     "--max-index-entries",
     type=click.IntRange(min=1),
     default=4_000_000,
-    help="Bound of the prefix index: blocks known to be cached, summed over the workers (about 200 bytes each).",
+    help="Bound of the prefix index: blocks known to be cached, summed over the workers (up to 160 bytes each).",
 )
-def main(
+@click.option(
+    "--plain-grpc",
+    is_flag=True,
+    help="Call workers with one RPC for each request, for proxies that balance or observe RPCs.",
+)
+def command(
     listen: str,
     worker: tuple[str, ...],
     metrics: str | None,
@@ -249,6 +270,7 @@ def main(
     lease: float,
     max_index_entries: int,
     max_sessions: int,
+    plain_grpc: bool,
     tenant_weights: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -256,9 +278,9 @@ def main(
     configure_logging(log_level, log_format)
 
     async def run() -> None:
-        registry = Registry(worker, lease_s=lease)
-        bounds = FleetConfig(max_index_entries=max_index_entries, max_sessions=max_sessions)
-        router = wired(registry, bounds, admission, options)
+        registry = Registry(worker, lease_s=lease, max_workers=options["max_workers"])
+        bounds = FleetConfig(max_index_entries=max_index_entries, max_sessions=max_sessions, plain_grpc=plain_grpc)
+        router = wired(registry, bounds, admission, {**options, "listen": listen})
         await serve(listen, metrics, router)
 
     try:
@@ -269,7 +291,10 @@ def main(
             max_in_flight_per_tenant=options["max_in_flight_per_tenant"],
             tenant_weights=dict(map(weight_of, tenant_weights)),
         )
-        for address in worker:
+        if len(set(worker)) > options["max_workers"]:
+            problem = f"--worker names {len(set(worker))} workers, more than --max-workers ({options['max_workers']})"
+            raise CannotDoAsAskedError(f"{problem}: raise it or name fewer")
+        for address in (listen, *worker):
             if not address.startswith("unix:"):
                 split_host_port(address)
         start_tracing("router", otlp_endpoint)
@@ -279,6 +304,15 @@ def main(
         sys.exit(2)
     finally:
         stop_tracing(FLUSH_TRACES_S)
+
+
+def main() -> None:
+    """Run the command; exit status 2 and one sentence on standard error if what was asked cannot be done."""
+    try:
+        command.main(prog_name="headrace router", standalone_mode=False)
+    except click.ClickException as error:
+        click.echo(f"error: {error.format_message()}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
     arrival --> a worker of the model has room, and nobody waits: placed at once
             --> all are at their bound: waits its turn; placed when a report or an ended request shows room
-            --> the first token would come too late, the tenant has too many, the queue is full: refused
+            --> it would wait here for too long, the tenant has too many, the queue is full: refused
+
+Each queue is judged by who holds it, and by nobody else: this one here, that of a worker by the worker, which knows
+what goes before a request and what is cached. A worker is told how much of the request's time to wait is left.
 
 A request whose answer has begun, and one that a worker has failed, is never refused or queued here: somebody is reading
 its answer. Decisions are synchronous; what is awaited is only the turn.
@@ -12,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,15 +28,19 @@ from headrace.router.fleet import Fleet, PlacedRequest, RoutedRequest
 from headrace.router.policy import predicted_wait_ms
 from headrace.router.refusals import queue_full, tenant_full, too_late
 
+log = logging.getLogger(__name__)
+
 # How often a request that waits looks whether it has waited too long, besides when it is its turn.
 _LOOK_S = 0.5
 _CAPACITY_RETRY_S = 1.0
+# How often the log may say that there is no worker.
+_TELL_AGAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """Bounds; times in seconds. `max_ttft_s` is the longest predicted time to a first token that is taken in,
-    `capacity_wait_s` how long a request waits while no worker is ready at all."""
+    """Bounds; times in seconds. `max_ttft_s` is the longest that a request waits for others, here and at its worker;
+    `capacity_wait_s` is after how long a request is given back while no worker is ready at all."""
 
     max_ttft_s: float = 60.0
     max_waiting: int = 1024
@@ -40,14 +49,18 @@ class AdmissionConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """A request that waits. Its turn is a PlacedRequest, or the StatusError that ends it."""
 
     request: RoutedRequest
     card: worker_pb2.ModelCard
     ends_at_s: float
+    """When it has waited too long; later by as long as no worker was there."""
+    deadline_s: float
     turn: asyncio.Future[PlacedRequest]
+    alone_since_s: float | None = None
+    """Since when no worker of its model takes requests."""
 
 
 class Admission:
@@ -59,6 +72,7 @@ class Admission:
         self._clock = clock
         self._queues: dict[str, FairQueue[_Ticket]] = {}  # by model; none is empty
         self._num_of_tenant: dict[str, int] = {}
+        self._told_s = -math.inf
         fleet.on_room = self.dispatch
 
     @property
@@ -68,13 +82,18 @@ class Admission:
 
     @property
     def capacity_wait_s(self) -> float:
-        """How long a request waits while no worker is ready at all."""
+        """After how long a request is given back while no worker is ready at all."""
         return self._config.capacity_wait_s
 
     @property
     def max_waiting(self) -> int:
         """Bound of `num_waiting`."""
         return self._config.max_waiting
+
+    def max_wait_s(self, message: inference_pb2.GenerateRequest) -> float:
+        """How long a request may wait for others, here and at its worker together, if its deadline is later."""
+        own_s = message.max_wait_ms / 1000 if message.HasField("max_wait_ms") else math.inf
+        return min(self._config.max_ttft_s, own_s)
 
     @contextlib.contextmanager
     def counted(self, message: inference_pb2.GenerateRequest) -> Iterator[None]:
@@ -102,15 +121,17 @@ class Admission:
 
         `remaining_s` is the time to the request's deadline. Raises StatusError: QUEUE_FULL when the first token would
         come later than the request or the router allows, or too many wait; NO_CAPACITY when no worker is ready for too
-        long.
+        long; MODEL_CHANGED when none has the prompt's tokenizer.
         """
-        bound_s = self._config.max_ttft_s if remaining_s is None else min(self._config.max_ttft_s, remaining_s)
+        bound_s = self.max_wait_s(message)
+        if remaining_s is not None:
+            bound_s = min(bound_s, remaining_s)
         request.max_ttft_ms = bound_s * 1000
         if card.name not in self._queues and self._fleet.has_room(card):
-            placed = self._fleet.place(request, card, (), same_weights=False)
+            placed = self._fleet.place(request, card, ())
             if placed is not None:
                 return placed
-        queue, entry, ticket = self._queued(request, message, card, bound_s)
+        queue, entry, ticket = self._queued(request, message, card, bound_s, remaining_s)
         try:
             return await self._turn_of(ticket)
         except asyncio.CancelledError:
@@ -124,32 +145,38 @@ class Admission:
             queue.remove(entry)
             self._forget_if_empty(card.name)
 
-    def dispatch(self) -> None:
-        """There may be room: place those whose turn it is."""
-        for model in list(self._queues):
-            queue = self._queues[model]
-            while (ticket := queue.first()) is not None and self._fleet.has_room(ticket.card):
-                if not ticket.turn.done():
-                    ticket.request.max_ttft_ms = (ticket.ends_at_s - self._clock()) * 1000
-                    try:
-                        placed = self._fleet.place(ticket.request, ticket.card, (), same_weights=False)
-                    except StatusError as error:
-                        ticket.turn.set_exception(error)
-                    else:
-                        if placed is None:
-                            break
-                        ticket.turn.set_result(placed)
-                queue.pop()
-            self._forget_if_empty(model)
+    def dispatch(self, model: str) -> None:
+        """There may be room at a worker of this model: place those whose turn it is."""
+        queue = self._queues.get(model)
+        if queue is None:
+            return
+        while (entry := queue.first()) is not None and self._fleet.has_room(entry.item.card):
+            ticket = entry.item
+            if ticket.turn.done():  # its caller gave up and has not run since
+                queue.remove(entry)
+                continue
+            ticket.request.max_ttft_ms = self._left_s(ticket, is_alone=False) * 1000
+            try:
+                placed = self._fleet.place(ticket.request, ticket.card, ())
+            except StatusError as error:
+                ticket.turn.set_exception(error)
+                queue.remove(entry)
+                continue
+            if placed is None:
+                break
+            ticket.turn.set_result(placed)
+            queue.pop()
+        self._forget_if_empty(model)
 
     def drain(self) -> None:
         """The router stops: those that wait are sent elsewhere, with DRAINING."""
         for queue in self._queues.values():
-            while (ticket := queue.first()) is not None:
-                if not ticket.turn.done():
+            while (entry := queue.first()) is not None:
+                if not entry.item.turn.done():
                     problem = "the router is stopping; ask another one"
-                    ticket.turn.set_exception(StatusError(Reason.DRAINING, problem, retry_after_s=_CAPACITY_RETRY_S))
-                queue.pop()
+                    refusal = StatusError(Reason.DRAINING, problem, retry_after_s=_CAPACITY_RETRY_S)
+                    entry.item.turn.set_exception(refusal)
+                queue.remove(entry)
         self._queues.clear()
 
     def _queued(
@@ -158,7 +185,8 @@ class Admission:
         message: inference_pb2.GenerateRequest,
         card: worker_pb2.ModelCard,
         bound_s: float,
-    ) -> tuple[FairQueue[_Ticket], Entry, _Ticket]:
+        remaining_s: float | None,
+    ) -> tuple[FairQueue[_Ticket], Entry[_Ticket], _Ticket]:
         """Put a request into its model's queue. Raises StatusError (QUEUE_FULL)."""
         queue = self._queues.get(card.name)
         if queue is None:
@@ -171,7 +199,12 @@ class Admission:
             raise too_late(wait_s, bound_s)
         if self.num_waiting >= self._config.max_waiting:
             self._make_room(queue, tenant, priority, wait_s)
-        ticket = _Ticket(request, card, self._clock() + bound_s, asyncio.get_running_loop().create_future())
+        now_s = self._clock()
+        deadline_s = math.inf if remaining_s is None else now_s + remaining_s
+        ticket = _Ticket(request, card, now_s + bound_s, deadline_s, asyncio.get_running_loop().create_future())
+        if not candidates:
+            ticket.alone_since_s = now_s
+            self._tell_of_absence(card.name)
         entry = queue.push(ticket, tenant=tenant, priority=priority, charge=request.num_expected_tokens(priors))
         self._queues[card.name] = queue
         return queue, entry, ticket
@@ -181,9 +214,8 @@ class Admission:
         victim = queue.to_displace(tenant, priority)
         if victim is None:
             raise full
-        ticket = queue.item_of(victim)
-        if not ticket.turn.done():
-            ticket.turn.set_exception(full)
+        if not victim.item.turn.done():
+            victim.item.turn.set_exception(full)
         queue.remove(victim)
 
     async def _turn_of(self, ticket: _Ticket) -> PlacedRequest:
@@ -193,25 +225,46 @@ class Admission:
             now_s = self._clock()
             if ticket.turn.done():
                 break
-            candidates = self._fleet.candidates(ticket.card)
-            if not candidates:
+            is_served = self._fleet.is_served(ticket.card)
+            left_s = self._left_s(ticket, is_alone=not is_served)
+            if not is_served:
                 if now_s - waits_since_s >= self._config.capacity_wait_s:
                     raise self.no_capacity(ticket.card.name)
-            elif now_s >= ticket.ends_at_s:
+            elif left_s <= 0:
                 waited_s = now_s - waits_since_s
                 priors = self._fleet.answer_lengths.priors(ticket.card.name)
-                raise too_late(waited_s + predicted_wait_ms(0, candidates, priors) / 1000, waited_s)
+                more_s = predicted_wait_ms(0, self._fleet.candidates(ticket.card), priors) / 1000
+                raise too_late(waited_s + more_s, waited_s)
         return ticket.turn.result()
 
+    def _left_s(self, ticket: _Ticket, *, is_alone: bool) -> float:
+        """Seconds that a request may still wait for its turn. Time in which no worker was there does not count against
+        --max-ttft: requests that waited for a restart are not refused when it is over."""
+        now_s = self._clock()
+        if is_alone and ticket.alone_since_s is None:
+            ticket.alone_since_s = now_s
+        elif not is_alone and ticket.alone_since_s is not None:
+            ticket.ends_at_s += now_s - ticket.alone_since_s
+            ticket.alone_since_s = None
+        return min(ticket.ends_at_s, ticket.deadline_s) - now_s
+
     def no_capacity(self, model: str) -> StatusError:
-        """The refusal for want of any worker that takes requests."""
+        """The refusal for want of any worker that takes requests. A gateway asks again while its client waits."""
+        self._tell_of_absence(model)
+        which = f"model {model!r}" if model else "the model"
+        problem = f"nobody serves {which} at the moment; try again in a moment"
+        return StatusError(Reason.NO_CAPACITY, problem, retry_after_s=_CAPACITY_RETRY_S)
+
+    def _tell_of_absence(self, model: str) -> None:
+        """Tell the operator that requests wait for a worker of a model, not too often."""
+        now_s = self._clock()
+        if now_s - self._told_s < _TELL_AGAIN_S:
+            return
+        self._told_s = now_s
         if not self._fleet.links():
-            what = "this router knows no worker: start one with --router, or name one with --worker"
-        elif self._fleet.num_ready == 0:
-            what = "no worker takes requests at the moment"
+            log.warning("requests wait, but no worker is known: start one with --router, or name one with --worker")
         else:
-            what = f"no worker takes requests for model {model!r} at the moment"
-        return StatusError(Reason.NO_CAPACITY, what, retry_after_s=_CAPACITY_RETRY_S)
+            log.warning("requests for %s wait: none of its workers takes requests", model or "the only model")
 
     def _forget_if_empty(self, model: str) -> None:
         queue = self._queues.get(model)

@@ -1,23 +1,28 @@
 """What a router has placed on one worker and the worker's reports do not show yet.
 
 A placement counts as load of its worker from the moment of the decision. It is pending until the worker's reports show
-the request: when its first token arrives, or with a report that is young enough to have been made after it arrived.
+the request: when the worker says so by the placement's id, or at the latest when its first token arrives. Workers of
+earlier versions do not say so: then a report counts that is young enough to have been made after the request arrived.
 
 Pure: no I/O, no clock of its own. Times are seconds of any one monotonic clock.
 """
 
 from __future__ import annotations
 
-# A report may have been made before a request arrived that was placed this long before the report came in.
+from collections.abc import Iterable
+
+# A report of a worker that names no placements may have been made before a request arrived that was placed this long
+# before the report came in.
 BOOKING_GRACE_S = 0.05
 
 
 class Booking:
     """The load of one request that was placed on a worker, until it is released."""
 
-    __slots__ = ("at_s", "is_pending", "num_blocks", "num_tokens")
+    __slots__ = ("at_s", "is_pending", "num_blocks", "num_tokens", "placement_id")
 
-    def __init__(self, num_tokens: int, num_blocks: int, at_s: float) -> None:
+    def __init__(self, placement_id: int, num_tokens: int, num_blocks: int, at_s: float) -> None:
+        self.placement_id = placement_id
         self.num_tokens = num_tokens
         self.num_blocks = num_blocks
         self.at_s = at_s
@@ -31,13 +36,14 @@ class Bookings:
     are sums over those that are pending.
     """
 
-    __slots__ = ("_pending", "num_blocks", "num_in_flight", "num_tokens")
+    __slots__ = ("_last_id", "_pending", "num_blocks", "num_in_flight", "num_tokens")
 
     def __init__(self) -> None:
         self.num_in_flight = 0
         self.num_tokens = 0
         self.num_blocks = 0
-        self._pending: dict[Booking, None] = {}
+        self._last_id = 0
+        self._pending: dict[int, Booking] = {}  # by placement id, oldest first
 
     @property
     def num_pending(self) -> int:
@@ -46,9 +52,10 @@ class Bookings:
 
     def book(self, num_tokens: int, num_blocks: int, now_s: float) -> Booking:
         """Count a request's uncached tokens and its new blocks as load until reports show them."""
-        booking = Booking(num_tokens, num_blocks, now_s)
+        self._last_id += 1
+        booking = Booking(self._last_id, num_tokens, num_blocks, now_s)
         self.num_in_flight += 1
-        self._pending[booking] = None
+        self._pending[booking.placement_id] = booking
         self.num_tokens += num_tokens
         self.num_blocks += num_blocks
         return booking
@@ -58,16 +65,23 @@ class Bookings:
         if not booking.is_pending:
             return False
         booking.is_pending = False
-        del self._pending[booking]
+        del self._pending[booking.placement_id]
         self.num_tokens -= booking.num_tokens
         self.num_blocks -= booking.num_blocks
         return True
 
-    def settle_shown(self, now_s: float) -> None:
-        """A report came in now: settle what it must show."""
+    def settle_named(self, placement_ids: Iterable[int]) -> None:
+        """The worker's reports show these from now on. Ids that are not pending have no effect."""
+        for placement_id in placement_ids:
+            booking = self._pending.get(placement_id)
+            if booking is not None:
+                self.settle(booking)
+
+    def settle_until(self, at_s: float) -> None:
+        """The worker's reports show all that was booked until then."""
         shown = []
-        for booking in self._pending:  # oldest first
-            if booking.at_s > now_s - BOOKING_GRACE_S:
+        for booking in self._pending.values():
+            if booking.at_s > at_s:
                 break
             shown.append(booking)
         for booking in shown:
@@ -82,5 +96,5 @@ class Bookings:
     def check(self) -> None:
         """Assert that the sums are those of the bookings. For tests."""
         assert len(self._pending) <= self.num_in_flight
-        assert self.num_tokens == sum(booking.num_tokens for booking in self._pending)
-        assert self.num_blocks == sum(booking.num_blocks for booking in self._pending)
+        assert self.num_tokens == sum(booking.num_tokens for booking in self._pending.values())
+        assert self.num_blocks == sum(booking.num_blocks for booking in self._pending.values())

@@ -12,8 +12,11 @@ from array import array
 
 from google.protobuf.message import DecodeError
 
+from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import inference_pb2, worker_pb2
+from headrace.protos.answer_bounds import closing_message
 from headrace.protos.status import Reason, StatusError
+from headrace.router.prompt import Prompt
 
 
 class FencedError(Exception):
@@ -28,15 +31,44 @@ def parse(raw: bytes) -> inference_pb2.GenerateRequest:
         raise StatusError(Reason.INVALID_FIELD, "the body is not a GenerateRequest of headrace.v1") from None
 
 
+class _Digest:
+    """What a router needs of a shared part: its prompt, and its other fields without the text of a grammar."""
+
+    __slots__ = ("head", "prompt")
+
+    def __init__(self, raw: bytes) -> None:
+        message = parse(raw)
+        if message.resume_token_ids:
+            problem = "a part that requests share must not have resume_token_ids"
+            raise StatusError(Reason.INVALID_FIELD, problem, field="resume_token_ids")
+        self.prompt = Prompt(message.token_ids)
+        self.head = inference_pb2.GenerateRequest.FromString(raw)
+        self.head.ClearField("token_ids")
+        if self.head.sampling.HasField("constraint"):
+            self.head.sampling.constraint.Clear()
+            self.head.sampling.constraint.SetInParent()
+
+
 class Delivery:
     """The ledger of one request: what it asked for, which tokens went out, and whether a finish did.
 
     `max_tokens` bounds the ledger; a worker that sends more than the context holds is fenced.
     """
 
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
-        self.request = parse(raw)
+    def __init__(self, wire: WireRequest) -> None:
+        """Raises StatusError (INVALID_FIELD) for bytes that are no GenerateRequest."""
+        self._wire = wire
+        self._own = parse(wire.own)
+        digests = [part.kept(_Digest) for part in wire.shared]
+        self.request = self._own
+        """What was asked for. The prompt, and the text of a grammar, may be missing where others share them."""
+        if digests:
+            self.request = inference_pb2.GenerateRequest()
+            for message in (*(digest.head for digest in digests), self._own):
+                self.request.MergeFrom(message)
+        prompts = [digest.prompt for digest in digests if digest.prompt.num_tokens]
+        has_one = len(prompts) == 1 and not self._own.token_ids
+        self.prompt = prompts[0] if has_one else Prompt(*(p.tokens for p in prompts), self._own.token_ids)
         self.token_ids = array("I", self.request.resume_token_ids)
         self.max_tokens: int | None = None
         self.is_finished = False
@@ -47,13 +79,6 @@ class Delivery:
     def num_delivered(self) -> int:
         """Tokens that went out through this router."""
         return len(self.token_ids) - len(self.request.resume_token_ids)
-
-    @property
-    def prompt(self) -> array[int]:
-        """The prompt and all tokens that follow it so far: what the next worker has to have computed."""
-        tokens = array("I", self.request.token_ids)
-        tokens.extend(self.token_ids)
-        return tokens
 
     def accept(self, raw: bytes) -> None:
         """Enter a message that is about to go out.
@@ -76,47 +101,36 @@ class Delivery:
             self._num_cached_tokens = message.num_cached_tokens
         self.is_finished = message.HasField("finish")
 
-    def next_attempt(self) -> bytes:
-        """The request for the next worker: first the client's own bytes, then one that resumes what was delivered."""
+    def next_attempt(self, max_wait_ms: int, belief: inference_pb2.Belief) -> WireRequest:
+        """The request for the next worker, of which this is believed and where it may wait for others for so long:
+        first the client's own bytes, then one that resumes what was delivered."""
+        wire = self._next_attempt()
+        # What is appended to the bytes of a message replaces the field.
+        bound = inference_pb2.GenerateRequest(max_wait_ms=max_wait_ms, belief=belief).SerializeToString()
+        return WireRequest(wire.own + bound, wire.shared)
+
+    def given_back(self) -> None:
+        """The last attempt was none: the worker gave the request back before it looked at it."""
+        self._num_retries -= 1
+
+    def _next_attempt(self) -> WireRequest:
         if self._num_retries == 0:
             self._num_retries = 1
-            return self._raw
+            return self._wire
         again = inference_pb2.GenerateRequest()
-        again.CopyFrom(self.request)
+        again.CopyFrom(self._own)
         del again.resume_token_ids[:]
         again.resume_token_ids.extend(self.token_ids)
         again.attempt = self.request.attempt + self._num_retries
         self._num_retries += 1
-        return again.SerializeToString()
+        return WireRequest(again.SerializeToString(), self._wire.shared)
 
     def closing_message(self, card: worker_pb2.ModelCard) -> bytes | None:
-        """The message with the finish, if the tokens that were delivered already end the answer; else None.
-
-        So it is when a worker died between its last token and its finish: no worker could add anything.
-        """
-        if not self.token_ids:
+        """The message with the finish, if the tokens that were delivered are a complete answer already; else None."""
+        num_prompt_tokens = self.prompt.num_tokens
+        message = closing_message(self.request, num_prompt_tokens, self.token_ids, self._num_cached_tokens, card)
+        if message is None:
             return None
-        sampling = self.request.sampling
-        last, num_prompt = self.token_ids[-1], len(self.request.token_ids)
-        stops = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops.update(card.eos_token_ids)
-        limit = card.max_context_tokens - num_prompt
-        if sampling.HasField("max_tokens"):
-            limit = min(limit, sampling.max_tokens)
-        finish = inference_pb2.Finish(
-            num_prompt_tokens=num_prompt,
-            num_cached_tokens=self._num_cached_tokens,
-            num_generated_tokens=len(self.token_ids),
-        )
-        if last in stops and len(self.token_ids) > sampling.min_tokens:
-            finish.reason = inference_pb2.FINISH_REASON_STOP
-            finish.stop_token_id = last
-        elif len(self.token_ids) >= limit:
-            finish.reason = inference_pb2.FINISH_REASON_LENGTH
-        else:
-            return None
-        message = inference_pb2.GenerateResponse(start_pos=len(self.token_ids), finish=finish)
         if self.num_delivered == 0:
             message.num_cached_tokens = self._num_cached_tokens
         return message.SerializeToString()

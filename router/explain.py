@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-
 from headrace.protos import inference_pb2, router_pb2
+from headrace.protos.answer_bounds import check_context
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet import Fleet, RoutedRequest
 from headrace.router.links import WorkerLink
 from headrace.router.policy import CostTerms, PlacementReason
+from headrace.router.prompt import Prompt
 
 _REASONS = {
     PlacementReason.ONLY: router_pb2.PLACEMENT_REASON_ONLY,
@@ -18,11 +18,11 @@ _REASONS = {
 }
 
 
-def explain(fleet: Fleet, asked: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
+async def explain(fleet: Fleet, asked: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
     """Decide as a placement would, and book nothing.
 
-    Raises StatusError: INVALID_FIELD for an empty prompt, NO_CAPACITY while no worker of the model was ever reached,
-    and what `Fleet.resolve` raises.
+    Raises StatusError: INVALID_FIELD for an empty prompt, CONTEXT_TOO_LONG for one that leaves no room for an answer,
+    NO_CAPACITY while no worker of the model was ever reached, and what `Fleet.resolve` raises.
     """
     if not asked.token_ids:
         problem = "token_ids is empty: give the tokens of the prompt"
@@ -40,14 +40,17 @@ def explain(fleet: Fleet, asked: router_pb2.ExplainRequest) -> router_pb2.Explai
         cache_salt=asked.cache_salt,
         session_key=asked.session_key,
     )
-    request = RoutedRequest(message, array("I", asked.token_ids), 0)
+    check_context(len(asked.token_ids), 0, card.max_context_tokens)
+    request = RoutedRequest(message, Prompt(asked.token_ids))
+    await request.prepare(fleet.cards(card.name))
     placement = fleet.weigh(request, card)
     links = [link for link in fleet.links() if link.card is not None and link.card.name == card.name]
     response = router_pb2.ExplainResponse(num_prompt_tokens=len(asked.token_ids))
     costs: dict[str, CostTerms] = {}
     cached_tokens: dict[str, int] = {}
     if placement is not None:
-        costs, cached_tokens = placement.costs, placement.cached_tokens
+        costs = placement.costs
+        cached_tokens = {weighed.worker_id: weighed.num_cached_tokens for weighed in placement.weighed}
         response.reason = _REASONS[placement.reason]
         response.worker_id = next(link.worker_id for link in links if link.address == placement.worker_id)
         links.sort(key=lambda link: _rank(costs.get(link.address)))

@@ -1,40 +1,145 @@
 """Who goes next when requests wait: higher priority first, fair shares between tenants, first come first within.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996): each entry has a start tag, the virtual time at which its tenant's
-earlier entries would have been served if every tenant had a server of its own with its weight as speed. The entry with
-the least tag goes; its tag is the virtual time now. A tenant that floods the queue only moves its own tags away:
+Start-time fair queueing (Goyal, Vin, Cheng 1996), charged when an entry is served. Each tenant has a start tag: the
+work that was served to it, divided by its weight. The tenant with the least tag goes next, with its oldest entry; then
+its tag moves on by the entry's charge. An entry that is removed before its turn is never charged, so a tenant whose
+clients give up and try again keeps its share. A tenant that comes anew starts at the tag that was served last: it gets
+its share from then on and none for the past. A tenant that floods the queue only waits for itself:
 
     A (weight 1)  a0:0  a1:10  a2:20  a3:30 ...
-    B (weight 2)        b0:10  b1:15            came when virtual time was 10
+    B (weight 2)        b0:10  b1:15            came when tag 10 was served
     order         a0    a1 b0  b1  a2  a3 ...   equal tags in order of arrival
+
+Each priority is a queue of its own: it shares among its tenants what the priorities above leave.
 
 Pure. Not safe for threads.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import count
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 DEFAULT_WEIGHT = 1.0
+# Dead items in a heap, and tags of tenants that do not wait, beyond those of tenants that wait.
+_SLACK = 16
 
 
-class Entry(NamedTuple):
-    """What waits, and its place: entries compare in the order in which they go. `number` is unique."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry(Generic[T]):
+    """What waits. `charge` is its share of work; numbers grow in order of arrival."""
 
-    negative_priority: int
-    start: float
-    number: int
+    item: T
     tenant: str
+    priority: int
+    charge: float
+    number: int
 
-    @property
-    def priority(self) -> int:
-        """Higher goes first."""
-        return -self.negative_priority
+
+class _Level(Generic[T]):
+    """The entries of one priority, by tenant; no tenant is without entries.
+
+    The heap has at least one item for each tenant that waits: (tag, number of the oldest entry, tenant). Tags and
+    numbers only grow, so an item may be outdated but never too late; it is put right when it comes to the top.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.waiting: dict[str, OrderedDict[int, Entry[T]]] = {}
+        self.heap: list[tuple[float, int, str]] = []
+        self.tags: dict[str, float] = {}  # of all that wait, and of some that waited
+        self.now = 0.0  # the tag that was served last
+        self._weights = weights
+
+    def push(self, entry: Entry[T]) -> None:
+        tenant = entry.tenant
+        entries = self.waiting.get(tenant)
+        if entries is not None:
+            entries[entry.number] = entry
+            return
+        self.waiting[tenant] = OrderedDict({entry.number: entry})
+        self.tags[tenant] = tag = self.tag_of(tenant)
+        heapq.heappush(self.heap, (tag, entry.number, tenant))
+        self._compact()
+
+    def first(self) -> Entry[T]:
+        heap = self.heap
+        while True:
+            tag, number, tenant = heap[0]
+            entries = self.waiting.get(tenant)
+            if entries is None:
+                heapq.heappop(heap)
+                continue
+            entry = next(iter(entries.values()))
+            if (tag, number) == (self.tags[tenant], entry.number):
+                return entry
+            heapq.heapreplace(heap, (self.tags[tenant], entry.number, tenant))
+
+    def serve(self, entry: Entry[T]) -> None:
+        tag = self.tags[entry.tenant]
+        self.now = max(self.now, tag)
+        self.tags[entry.tenant] = tag + self.cost_of(entry)
+        self.remove(entry)
+
+    def remove(self, entry: Entry[T]) -> None:
+        entries = self.waiting[entry.tenant]
+        del entries[entry.number]
+        if not entries:
+            del self.waiting[entry.tenant]
+            self._compact()
+
+    def tag_of(self, tenant: str) -> float:
+        """The tag of the tenant's next entry."""
+        return max(self.now, self.tags.get(tenant, 0.0))
+
+    def cost_of(self, entry: Entry[T]) -> float:
+        """By how much serving an entry moves its tenant's tag on."""
+        return entry.charge / self._weights.get(entry.tenant, DEFAULT_WEIGHT)
+
+    def num_ahead(self, tenant: str) -> int:
+        """Entries that go before a new one of this tenant."""
+        own: Mapping[int, Entry[T]] = self.waiting.get(tenant, {})
+        until = sum(map(self.cost_of, own.values()), start=self.tag_of(tenant))
+        number = len(own)
+        for other, entries in self.waiting.items():
+            tag = self.tags[other]
+            for entry in entries.values() if other != tenant else ():
+                if tag > until:
+                    break
+                number += 1
+                tag += self.cost_of(entry)
+        return number
+
+    def _compact(self) -> None:
+        """Keep heap and tags within a constant factor of the tenants that wait."""
+        most = 2 * len(self.waiting) + _SLACK
+        if len(self.heap) > most:
+            self.heap = [(self.tags[name], next(iter(entries)), name) for name, entries in self.waiting.items()]
+            heapq.heapify(self.heap)
+        if len(self.tags) > most:
+            # Without loss first: who comes anew starts at `now`.
+            self.tags = {name: tag for name, tag in self.tags.items() if tag > self.now or name in self.waiting}
+        if len(self.tags) > most:
+            self.tags = {name: self.tags[name] for name in self.waiting}
+
+    def check(self) -> None:
+        assert self.waiting, "a priority nobody waits with is forgotten"
+        assert all(self.waiting.values()), "a tenant without entries is forgotten"
+        placed = {name for _, _, name in self.heap}
+        assert self.waiting.keys() <= placed, "what waits has a place"
+        assert self.waiting.keys() <= self.tags.keys(), "who waits has a tag"
+        most = 2 * len(self.waiting) + _SLACK
+        assert len(self.heap) <= most, "dead items go"
+        assert len(self.tags) <= most, "who does not wait is forgotten"
+        for tag, number, name in self.heap:
+            if name in self.waiting:
+                assert (tag, number) <= (self.tags[name], next(iter(self.waiting[name]))), "nothing comes too late"
 
 
 class FairQueue(Generic[T]):
@@ -44,90 +149,89 @@ class FairQueue(Generic[T]):
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         assert all(weight > 0 for weight in self._weights.values()), "a tenant without a share would wait for ever"
-        self._items: dict[Entry, T] = {}
-        self._heap: list[Entry] = []
-        self._finish: dict[str, float] = {}  # virtual time at which a tenant's entries so far are served
-        self._now = 0.0
+        self._levels: dict[int, _Level[T]] = {}
+        self._priorities: list[int] = []  # of the levels, ascending
+        self._num_entries = 0
         self._numbers = count()
 
     def __len__(self) -> int:
         """Number of entries."""
-        return len(self._items)
+        return self._num_entries
 
-    def push(self, item: T, *, tenant: str, priority: int, charge: float) -> Entry:
-        """Add an item. `charge` is its share of work, in any one unit."""
+    def push(self, item: T, *, tenant: str, priority: int, charge: float) -> Entry[T]:
+        """Add an item. `charge` is its share of work, in any one unit; `pop` charges it to the tenant."""
         assert charge > 0, "what costs nothing needs no share"
-        start = max(self._now, self._finish.get(tenant, 0.0))
-        self._finish[tenant] = start + charge / self._weights.get(tenant, DEFAULT_WEIGHT)
-        entry = Entry(-priority, start, next(self._numbers), tenant)
-        self._items[entry] = item
-        heapq.heappush(self._heap, entry)
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Level(self._weights)
+            bisect.insort(self._priorities, priority)
+        entry = Entry(item, tenant, priority, charge, next(self._numbers))
+        level.push(entry)
+        self._num_entries += 1
         return entry
 
-    def first(self) -> T | None:
-        """The item that goes next; None if there is none."""
-        self._drop_removed()
-        return self._items[self._heap[0]] if self._heap else None
+    def first(self) -> Entry[T] | None:
+        """The entry that goes next; None if there is none."""
+        return self._levels[self._priorities[-1]].first() if self._priorities else None
 
     def pop(self) -> T:
-        """Take the first item out. There is one."""
-        self._drop_removed()
-        entry = heapq.heappop(self._heap)
-        self._now = max(self._now, entry.start)
-        item = self._items.pop(entry)
-        self._forget_idle()
-        return item
+        """Take the first entry out and charge its tenant for it. There is one."""
+        entry = self.first()
+        assert entry is not None, "nobody waits"
+        self._levels[entry.priority].serve(entry)
+        self._took(entry)
+        return entry.item
 
-    def remove(self, entry: Entry) -> None:
-        """Take an entry out. No effect when it is out already."""
-        self._items.pop(entry, None)
-        self._forget_idle()
+    def remove(self, entry: Entry[T]) -> None:
+        """Take an entry out without its turn; its tenant is not charged. No effect when it is out already."""
+        if entry in self:
+            self._levels[entry.priority].remove(entry)
+            self._took(entry)
+
+    def __contains__(self, entry: Entry[T]) -> bool:
+        """Whether an entry of this queue still waits."""
+        level = self._levels.get(entry.priority)
+        return level is not None and entry.number in level.waiting.get(entry.tenant, ())
 
     def num_ahead(self, tenant: str, priority: int) -> int:
         """Entries that would go before a new one of this tenant and priority."""
-        start = max(self._now, self._finish.get(tenant, 0.0))
-        return sum((entry.negative_priority, entry.start) <= (-priority, start) for entry in self._items)
+        number = 0
+        for other in reversed(self._priorities):
+            level = self._levels[other]
+            if other > priority:
+                number += sum(map(len, level.waiting.values()))
+            elif other == priority:
+                number += level.num_ahead(tenant)
+        return number
 
-    def to_displace(self, tenant: str, priority: int) -> Entry | None:
+    def to_displace(self, tenant: str, priority: int) -> Entry[T] | None:
         """The entry that should give way to a new one when there is no room; None if the new one should stay out.
 
         It is the newest one of the tenant that has most waiting, of the lowest priority there is: if that is lower
         than the new one's, or else if that tenant would still have no less than this one.
         """
-        if not self._items:
+        if not self._priorities:
             return None
-        lowest = max(entry.negative_priority for entry in self._items)
-        counts: dict[str, int] = {}
-        newest: dict[str, Entry] = {}
-        for entry in self._items:  # in order of arrival
-            if entry.negative_priority == lowest:
-                counts[entry.tenant] = counts.get(entry.tenant, 0) + 1
-                newest[entry.tenant] = entry
-        greediest = max(counts, key=lambda name: counts[name])
-        if -lowest < priority or (-lowest == priority and counts[greediest] > counts.get(tenant, 0) + 1):
-            return newest[greediest]
+        lowest = self._priorities[0]
+        waiting = self._levels[lowest].waiting
+        greediest = max(waiting.values(), key=len)
+        own = waiting.get(tenant, ())
+        if lowest < priority or (lowest == priority and len(greediest) > len(own) + 1):
+            return greediest[next(reversed(greediest))]
         return None
 
     def check(self) -> None:
         """Assert that the parts agree. For tests."""
-        assert set(self._items) <= set(self._heap), "what waits has a place"
-        assert {entry.tenant for entry in self._items} <= set(self._finish), "who waits has a share"
-        assert len(self._finish) <= 2 * len(self._items) + 16, "who does not wait is forgotten"
+        assert self._priorities == sorted(self._levels), "each priority has its place"
+        assert self._num_entries == sum(
+            len(entries) for level in self._levels.values() for entries in level.waiting.values()
+        )
+        for level in self._levels.values():
+            level.check()
 
-    def item_of(self, entry: Entry) -> T:
-        """The item of an entry that is in the queue."""
-        return self._items[entry]
-
-    def _drop_removed(self) -> None:
-        while self._heap and self._heap[0] not in self._items:
-            heapq.heappop(self._heap)
-
-    def _forget_idle(self) -> None:
-        """Nobody waits: all tenants are equal again. Keeps the memory of tenants bounded by the entries."""
-        if not self._items:
-            self._heap.clear()
-            self._finish.clear()
-            self._now = 0.0
-        elif len(self._finish) > 2 * len(self._items) + 16:
-            waiting = {entry.tenant for entry in self._items}
-            self._finish = {name: at for name, at in self._finish.items() if name in waiting}
+    def _took(self, entry: Entry[T]) -> None:
+        """An entry left. Where nobody waits, all tenants are equal again."""
+        self._num_entries -= 1
+        if not self._levels[entry.priority].waiting:
+            del self._levels[entry.priority]
+            self._priorities.remove(entry.priority)

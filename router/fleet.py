@@ -13,34 +13,47 @@ import random
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
+import numpy as np
+
+from headrace.common.transport.channels import PLAIN, Transport
+from headrace.common.transport.session_client import MAX_UNREAD_BYTES
+from headrace.common.transport.silence import Silences
 from headrace.protos import inference_pb2, router_pb2, worker_pb2
-from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.protos.session_client import MAX_UNREAD_BYTES
+from headrace.protos.answer_bounds import max_request_bytes
+from headrace.protos.block_hash import root_hash
+from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.transport import PLAIN, Transport
 from headrace.router.answer_lengths import AnswerLengths
+from headrace.router.beliefs import belief_message
 from headrace.router.bookings import Booking
+from headrace.router.candidates import Candidates, CandidateTable
+from headrace.router.departed import Departed
 from headrace.router.links import HEARTBEAT_MS, LinkState, WorkerLink
-from headrace.router.policy import Candidate, Placement, Priors, RequestFacts, has_room, place
-from headrace.router.prefix_index import PrefixIndex
-from headrace.router.refusals import too_late
+from headrace.router.policy import Placement, Priors, RequestFacts, place
+from headrace.router.pools import NOBODY, Members, Pool
+from headrace.router.predictions import Run
+from headrace.router.prefix_index import Depths, PrefixIndex
+from headrace.router.prompt import Prompt
 from headrace.router.registry import Registry
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+# Reports a second of all workers together, about, and how far apart those of one may be for it.
+_REPORTS_PER_S = 3200
+_SHORTEST_INTERVAL_MS = 20
+_LONGEST_INTERVAL_MS = 250
 # Models whose workers are all gone are remembered, so that a restart of the last one is a wait and not a 404.
 _MAX_REMEMBERED_MODELS = 256
 _REMEMBER_MODEL_S = 600.0
+_MAX_DEPARTED = 4096
+# After so long gateways know of another tokenizer.
+_NEW_TOKENIZER_S = 2.0
 # A member that was not reached for so long since it became one counts no more when a model is said to be unknown.
 _SETTLE_S = 5.0
-
-
-_LinkAndCard: TypeAlias = tuple[WorkerLink, worker_pb2.ModelCard]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +65,34 @@ class FleetConfig:
     prediction_ttl_s: float = 30.0
     max_sessions: int = 65_536
     heartbeat_ms: int = HEARTBEAT_MS
+    plain_grpc: bool = False
+    """Whether each request to a worker is an RPC of its own, rather than one of many in a session."""
 
 
 class RoutedRequest:
     """What placement needs of a request; the hashes of its blocks are computed once for each fingerprint."""
 
-    def __init__(self, request: inference_pb2.GenerateRequest, tokens: array[int], num_generated: int) -> None:
-        """`tokens` are the prompt and the `num_generated` tokens behind it that were delivered."""
-        self.tokens = tokens
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        prompt: Prompt,
+        generated: Sequence[int] = (),
+        model_identity: str = "",
+    ) -> None:
+        """`generated` are the tokens behind the prompt that were delivered. `model_identity` is that of the worker they
+        come from; empty for an answer that has not begun. Of `request` the tokens are not read."""
+        self.num_tokens = prompt.num_tokens + len(generated)
+        self._prompt = prompt
+        self._generated = array("I", generated)
+        self.model_identity = model_identity
+        self.tokenizer_sha256 = request.tokenizer_sha256
         self.session_key = request.session_key
         self.max_ttft_ms = math.inf
+        self.num_described = 0
+        """How many of the workers its placement shall describe."""
         self.max_new_tokens: int | None = None
         if request.sampling.HasField("max_tokens"):
-            self.max_new_tokens = max(request.sampling.max_tokens - num_generated, 0)
+            self.max_new_tokens = max(request.sampling.max_tokens - len(generated), 0)
         self._adapter = request.adapter
         self._cache_salt = request.cache_salt
         self._hashes: dict[tuple[str, int], list[int]] = {}
@@ -72,15 +100,25 @@ class RoutedRequest:
     def num_expected_tokens(self, priors: Priors) -> int:
         """Tokens to be computed and generated, as far as can be known."""
         answer = priors.answer_tokens if self.max_new_tokens is None else min(self.max_new_tokens, priors.answer_tokens)
-        return len(self.tokens) + answer
+        return self.num_tokens + answer
+
+    def may_go_to(self, card: worker_pb2.ModelCard) -> bool:
+        """Whether workers with this card would continue the answer with the weights and the tokenizer it began with."""
+        return not self.model_identity or self.model_identity == model_identity(card)
+
+    async def prepare(self, cards: Iterable[worker_pb2.ModelCard]) -> None:
+        """Copy and hash the prompt for workers with these cards, without holding the event loop for long."""
+        await self._prompt.prepare({(self._root(card), card.block_size) for card in cards})
 
     def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
         """Hashes of the full blocks, as workers with this card compute them."""
         key = (card.fingerprint, card.block_size)
         if key not in self._hashes:
-            root = root_hash(card.fingerprint, self._adapter, self._cache_salt)
-            self._hashes[key] = block_hashes(root, self.tokens, card.block_size)
+            self._hashes[key] = self._prompt.hashes(self._root(card), card.block_size, self._generated)
         return self._hashes[key]
+
+    def _root(self, card: worker_pb2.ModelCard) -> int:
+        return root_hash(card.fingerprint, self._adapter, self._cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +130,20 @@ class PlacedRequest:
     booking: Booking
     placement: Placement
     decision_s: float
+    prediction: Run | None
+    """Of the request's blocks at the worker."""
+
+    def belief(self, *, may_be_given_back: bool) -> inference_pb2.Belief:
+        """What the worker is told. Only where other routers place requests there too can it know better."""
+        placement = self.placement
+        believed = placement.belief if may_be_given_back and self.link.num_routers > 1 else None
+        return belief_message(self.link.watcher_id, self.booking, placement.predicted_cached_tokens, believed)
+
+
+def report_interval_ms(num_workers: int) -> int:
+    """How far apart reports of each of so many workers shall be: of few as often as workers tell, of many a few times a
+    second. Bookings stand for what was placed meanwhile."""
+    return min(max(1000 * num_workers // _REPORTS_PER_S, _SHORTEST_INTERVAL_MS), _LONGEST_INTERVAL_MS)
 
 
 class Fleet:
@@ -106,8 +158,8 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         transport: Transport = PLAIN,
     ) -> None:
-        self.on_room: Callable[[], None] = lambda: None
-        """Called when a worker may have room that it had not; set by whoever has requests waiting for that."""
+        self.on_room: Callable[[str], None] = lambda _: None
+        """Called with a model when one of its workers has room; set by whoever has requests waiting for that."""
         self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
         self.answer_lengths = AnswerLengths()
         self._registry = registry
@@ -117,10 +169,16 @@ class Fleet:
         self._clock = clock
         self._started_at_s = clock()
         self._links: dict[str, WorkerLink] = {}
+        self._watcher_id = random.SystemRandom().randrange(1, 1 << 64)
+        self._table = CandidateTable()
+        self._pools: dict[str, Pool] = {}  # by model; workers that take requests
+        self._pool_of: dict[WorkerLink, str] = {}
         self._retiring: set[WorkerLink] = set()
         self._live: dict[str, worker_pb2.ModelCard] | None = None  # what `models` answers, until something changes
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._departed = Departed(_REMEMBER_MODEL_S, _MAX_DEPARTED)
         self._remembered: OrderedDict[str, tuple[worker_pb2.ModelCard, float]] = OrderedDict()
+        self._silences = Silences()
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -140,46 +198,70 @@ class Fleet:
 
     def register(self, worker_id: str, address: str) -> float:
         """Add a worker or renew its lease; seconds that the lease lasts. Raises StatusError, see Registry."""
-        self._registry.register(worker_id, address, self._clock())
-        self._sync()
+        if self._registry.register(worker_id, address, self._clock()) or address not in self._links:
+            self._sync()
         self._links[address].nudge()
         return self._registry.lease_s
 
     def deregister(self, worker_id: str, address: str) -> None:
         """A worker goes away: it gets no new requests, and those it has may end."""
-        self._registry.deregister(worker_id, address)
-        self._sync()
+        if self._registry.deregister(worker_id, address):
+            self._sync(gone=address)
 
     def leases_seen(self, addresses: Mapping[str, str]) -> None:
         """A store that routers share was read: worker id -> address."""
         self._registry.shared.seen(addresses, self._clock())
         self._sync()
 
+    def is_leased(self, address: str) -> bool:
+        """Whether the worker at an address is a member by the fixed list or by a lease, heard or not."""
+        return address in self._registry.members()
+
     def leases_lost(self) -> None:
         """The shared store could not be read: known workers stay."""
         self._registry.shared.lost()
 
-    def _sync(self) -> None:
+    def _sync(self, gone: str | None = None) -> None:
+        """Link new members, and let go of those that are none any more: the one that said that it goes, and those that
+        are not heard either. A lease that nobody renews says nothing about a worker that reports."""
         members = self._registry.members()
         for address, member in members.items():
             if address not in self._links:
-                link = WorkerLink(
-                    address,
-                    self.index,
-                    self._on_change,
-                    self._on_room,
-                    heartbeat_ms=self._config.heartbeat_ms,
-                    clock=self._clock,
-                    transport=self._transport,
-                )
-                self._links[address] = link
-                link.start()
+                self._link(address)
             self._links[address].registered_id = member.worker_id
+        known_ids = {member.worker_id for member in members.values()}
         for address in self._links.keys() - members.keys():
+            link = self._links[address]
+            if address != gone and not self._is_given_up(link, is_elsewhere=link.registered_id in known_ids):
+                continue
             self._live = None
             link = self._links.pop(address)
             link.retire()
             self._retiring.add(link)
+
+    def _is_given_up(self, link: WorkerLink, *, is_elsewhere: bool) -> bool:
+        """Whether a worker without a lease is forgotten: it is not heard, and has come back elsewhere or was silent for
+        as long as a lease lasts."""
+        if link.state is not LinkState.UNREACHABLE:
+            return False
+        return is_elsewhere or self._clock() - link.away_since_s >= self._registry.lease_s
+
+    def _link(self, address: str) -> None:
+        link = self._links[address] = WorkerLink(
+            address,
+            self.index,
+            self._on_change,
+            self._on_load,
+            self._on_room,
+            heartbeat_ms=self._config.heartbeat_ms,
+            watcher_id=self._watcher_id,
+            report_interval_ms=lambda: report_interval_ms(len(self._links)),
+            clock=self._clock,
+            transport=self._transport,
+            plain_grpc=self._config.plain_grpc,
+            silences=self._silences,
+        )
+        link.start()
 
     async def _tick(self) -> None:
         while True:
@@ -188,7 +270,7 @@ class Fleet:
             self._registry.expire(now_s)
             self._sync()
             self.index.expire(now_s)
-            self._remember()
+            self._remember_ready()
             for link in [link for link in self._retiring if link.num_in_flight == 0]:
                 self._retiring.discard(link)
                 await link.close()
@@ -275,10 +357,13 @@ class Fleet:
         raise StatusError(Reason.MODEL_NOT_FOUND, f"no model {model!r} here; there is {names}", field="model")
 
     def check(self) -> None:
-        """Assert the invariants of the index and of all bookings. For tests."""
+        """Assert the invariants of the index, of all bookings and of who takes requests. For tests."""
         self.index.check()
         for link in (*self._links.values(), *self._retiring):
             link.check()
+        for pool in self._pools.values():
+            pool.check(self._links.values())
+        assert sum(len(pool.members()) for pool in self._pools.values()) == self.num_ready
 
     def _is_settling(self, link: WorkerLink, now_s: float) -> bool:
         return link.card is None and now_s - link.created_at_s < _SETTLE_S
@@ -290,77 +375,114 @@ class Fleet:
         request: RoutedRequest,
         card: worker_pb2.ModelCard,
         excluded: Collection[WorkerLink],
-        *,
-        same_weights: bool,
     ) -> PlacedRequest | None:
         """Choose a ready worker of the card's model, book the request there and predict its blocks; None if none is.
 
-        With `same_weights` only workers with the card's very fingerprint count: others would continue an answer
-        differently. Raises StatusError (QUEUE_FULL) if the first token would come later than the request's
-        `max_ttft_ms` wherever it went.
+        A prompt goes only to workers with the tokenizer that made it, an answer that has begun only to workers of its
+        own identity. Whether a request has to wait there for too long is for the worker to say, which knows it exactly.
+
+        Raises StatusError (MODEL_CHANGED) if workers take requests, but none that has the prompt's tokenizer.
         """
         began_s = time.perf_counter()
-        links = {
-            link.address: (link, its_card)
-            for link, its_card in self._ready_links(card)
-            if (not same_weights or its_card.fingerprint == card.fingerprint) and link not in excluded
-        }
-        if not links:
+        members = self._members(card).of_tokenizer(request.tokenizer_sha256)
+        if not members and self.is_served(card) and not request.model_identity:
+            raise StatusError(
+                Reason.MODEL_CHANGED,
+                f"the prompt was made by a tokenizer that no worker of model {card.name!r} has any more; ask again",
+                field="tokenizer_sha256",
+                retry_after_s=_NEW_TOKENIZER_S,
+            )
+        if excluded or request.model_identity:
+            members = members.where(lambda link, its_card: link not in excluded and request.may_go_to(its_card))
+        if not members:
             return None
-        cached_blocks = self._cached_blocks(request, links)
-        placement = self._decide(request, card.name, links, cached_blocks, self._rng)
-        if placement.cost.ttft_ms > request.max_ttft_ms:
-            raise too_late(placement.cost.ttft_ms / 1000, request.max_ttft_ms / 1000)
-        link, its_card = links[placement.worker_id]
-        booking = self._settle_on(request, link, its_card, placement, cached_blocks[link.address])
-        return PlacedRequest(link, its_card, booking, placement, time.perf_counter() - began_s)
+        cached_blocks = self._cached_blocks(request, members)
+        placement = self._decide(request, card.name, members, cached_blocks, self._rng, request.num_described)
+        link, its_card = members.links[placement.number]
+        booking, prediction = self._settle_on(request, link, its_card, placement, int(cached_blocks[placement.number]))
+        return PlacedRequest(link, its_card, booking, placement, time.perf_counter() - began_s, prediction)
 
-    def candidates(self, card: worker_pb2.ModelCard) -> list[Candidate]:
+    def not_taken(self, placed: PlacedRequest) -> None:
+        """The worker did not take the request: its blocks will not come there."""
+        if placed.prediction is not None:
+            self.index.withdraw(placed.prediction)
+
+    def cards(self, model: str) -> list[worker_pb2.ModelCard]:
+        """The different cards, by fingerprint and block size, of workers of a model that take requests."""
+        pool = self._pools.get(model)
+        return [] if pool is None else [card for card, _ in pool.members().chains]
+
+    @property
+    def max_request_bytes(self) -> int | None:
+        """Bytes that no valid request has, for any of the models that are known. None while none is."""
+        remembered = [card for card, _ in self._remembered.values()]
+        return max((max_request_bytes(card) for card in (*self.models().values(), *remembered)), default=None)
+
+    def candidates(self, card: worker_pb2.ModelCard) -> Candidates:
         """The workers of this model that take requests, as the policy sees them."""
-        return [link.candidate() for link, _ in self._ready_links(card)]
+        return self._members(card).candidates(self._table)
+
+    def has_several_identities(self, model: str) -> bool:
+        """Whether the workers known to serve a model, reachable or not, differ in weights or tokenizer."""
+        cards = (link.card for link in self._links.values())
+        return len({model_identity(card) for card in cards if card is not None and card.name == model}) > 1
+
+    def may_come_back(self, identity: str) -> bool:
+        """Whether a worker with these weights and this tokenizer was lost not long ago: it may only be restarting."""
+        return self._departed.may_come_back(identity, self._clock())
+
+    def is_served(self, card: worker_pb2.ModelCard) -> bool:
+        """Whether a worker of this model takes requests."""
+        return card.name in self._pools
 
     def has_room(self, card: worker_pb2.ModelCard) -> bool:
         """Whether a worker of this model has room in its batch."""
-        return any(has_room(link.candidate()) for link, _ in self._ready_links(card))
+        pool = self._pools.get(card.name)
+        return pool is not None and pool.has_room
 
     def weigh(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> Placement | None:
-        """The decision that `place` would take now, with nothing booked; None if no worker of the model is ready."""
-        links = {link.address: (link, its_card) for link, its_card in self._ready_links(card)}
-        if not links:
+        """The decision that `place` would take now, with nothing booked and all workers described; None if no worker of
+        the model is ready."""
+        members = self._members(card)
+        if not members:
             return None
         # Ties are broken by random numbers of its own: asking must not change what comes next.
-        return self._decide(request, card.name, links, self._cached_blocks(request, links), random.Random(0))
+        cached_blocks = self._cached_blocks(request, members)
+        return self._decide(request, card.name, members, cached_blocks, random.Random(0), len(members))
 
-    def _ready_links(self, card: worker_pb2.ModelCard) -> Iterator[_LinkAndCard]:
-        """The workers of this model that take requests, with their cards."""
-        for link in self._links.values():
-            if link.is_ready and link.card is not None and link.card.name == card.name:
-                yield link, link.card
+    def _members(self, card: worker_pb2.ModelCard) -> Members:
+        """The workers of this model that take requests."""
+        pool = self._pools.get(card.name)
+        return NOBODY if pool is None else pool.members()
 
-    def _cached_blocks(self, request: RoutedRequest, links: Mapping[str, _LinkAndCard]) -> dict[str, int]:
+    def _cached_blocks(self, request: RoutedRequest, members: Members) -> Depths:
         """For each worker, the blocks from the start of the prompt that are found there."""
-        cached_blocks: dict[str, int] = {}
-        by_chain: dict[tuple[str, int], list[str]] = {}
-        for address, (_, its_card) in links.items():
-            by_chain.setdefault((its_card.fingerprint, its_card.block_size), []).append(address)
-        for addresses in by_chain.values():
-            cached_blocks |= self.index.match(request.hashes(links[addresses[0]][1]), addresses)
+        cached_blocks: Depths = np.zeros(len(members), np.intp)
+        for card, numbers in members.chains:
+            cached_blocks[numbers] = self.index.depths(request.hashes(card))[members.slots[numbers]]
         return cached_blocks
 
     def _decide(
         self,
         request: RoutedRequest,
         model: str,
-        links: Mapping[str, _LinkAndCard],
-        cached_blocks: Mapping[str, int],
+        members: Members,
+        cached_blocks: Depths,
         rng: random.Random,
+        num_described: int,
     ) -> Placement:
         session_worker = self._sessions.get((model, request.session_key)) if request.session_key else None
-        facts = RequestFacts(len(request.tokens), request.max_new_tokens, session_worker, request.max_ttft_ms)
-        candidates = [link.candidate() for link, _ in links.values()]
-        priors = self.answer_lengths.priors(model)
-        placement = place(facts, candidates, cached_blocks, self._clock(), rng, priors=priors)
-        assert placement is not None, "every one of them takes requests"
+        facts = RequestFacts(request.num_tokens, request.max_new_tokens, session_worker, request.max_ttft_ms)
+        placement = place(
+            facts,
+            members.candidates(self._table),
+            cached_blocks,
+            self._clock(),
+            rng,
+            num_described=num_described,
+            priors=self.answer_lengths.priors(model),
+        )
+        assert placement is not None, "there are candidates"
         return placement
 
     def _settle_on(
@@ -370,18 +492,18 @@ class Fleet:
         card: worker_pb2.ModelCard,
         placement: Placement,
         num_cached_blocks: int,
-    ) -> Booking:
-        num_tokens = len(request.tokens) - placement.predicted_cached_tokens
+    ) -> tuple[Booking, Run | None]:
+        num_tokens = request.num_tokens - placement.predicted_cached_tokens
         hashes = request.hashes(card)
         booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks)
-        self.index.predict(link.address, hashes, num_cached_blocks, self._clock())
+        prediction = self.index.predict(link.address, hashes, num_cached_blocks, self._clock())
         if request.session_key:
             session = (card.name, request.session_key)
             self._sessions[session] = link.address
             self._sessions.move_to_end(session)
             if len(self._sessions) > self._config.max_sessions:
                 self._sessions.popitem(last=False)
-        return booking
+        return booking, prediction
 
     # -- waiting for a change ---------------------------------------------------------------------------------------
 
@@ -392,21 +514,41 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
-    def _on_room(self) -> None:
-        self.on_room()
+    def _on_room(self, link: WorkerLink) -> None:
+        model = self._pool_of.get(link)
+        if model is not None and self._pools[model].has_room_at(link):
+            self.on_room(model)
 
-    def _on_change(self) -> None:
+    def _on_load(self, link: WorkerLink) -> None:
+        model = self._pool_of.get(link)
+        if model is not None:
+            self._pools[model].note(link)
+
+    def _on_change(self, link: WorkerLink) -> None:
         self._live = None
-        self.on_room()
-        self._remember()
+        model = self._pool_of.pop(link, None)
+        if model is not None:
+            self._pools[model].remove(link)
+            if not self._pools[model].members():
+                del self._pools[model]
+            if link.card is not None:
+                self._departed.went(link.worker_id, model_identity(link.card), self._clock())
+        if link.is_ready and link.card is not None:
+            model = self._pool_of[link] = link.card.name
+            self._departed.came(link.worker_id)
+            self._pools.setdefault(model, Pool(self._table)).add(link)
+            self._remember(model, link.card, self._clock())
+            self._on_room(link)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _remember(self) -> None:
+    def _remember_ready(self) -> None:
         now_s = self._clock()
-        for link in self._links.values():
-            if link.card is not None and link.is_ready:
-                self._remembered[link.card.name] = (link.card, now_s)
-                self._remembered.move_to_end(link.card.name)
+        for model, pool in self._pools.items():
+            self._remember(model, pool.members().links[-1][1], now_s)
+
+    def _remember(self, model: str, card: worker_pb2.ModelCard, now_s: float) -> None:
+        self._remembered[model] = (card, now_s)
+        self._remembered.move_to_end(model)
         while len(self._remembered) > _MAX_REMEMBERED_MODELS:
             self._remembered.popitem(last=False)

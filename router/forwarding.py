@@ -3,7 +3,9 @@
     next place -> attempt -> finish delivered: done
         ^            |
         |            +-- the worker was lost, refused, or sent what does not fit
-        +------------+   (tokens already delivered go along as resume)
+        |            |   (tokens already delivered go along as resume)
+        |            +-- it was busier than believed and gave the request back: place it again,
+        +------------+   knowing what that worker has
 
 Whatever the end, the booking is released and the call to the worker is over when `run` returns or raises.
 """
@@ -20,30 +22,36 @@ from typing import cast
 
 import grpc
 
+from headrace.common.telemetry.span import Span, SpanKind
+from headrace.common.telemetry.tracing import current_span
+from headrace.common.transport.sessions import Call
+from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import worker_pb2
-from headrace.protos.sessions import Call
-from headrace.protos.status import Reason, StatusError, error_of
-from headrace.protos.tracing import Span, SpanKind, current_span
+from headrace.protos.answer_bounds import check_context
+from headrace.protos.model_identity import model_identity
+from headrace.protos.status import Reason, StatusError, detail_of, details_of, error_of, is_peer_lost
 from headrace.router.admission import Admission, has_begun
+from headrace.router.beliefs import MAX_GIVEN_BACK
 from headrace.router.delivery import Delivery, FencedError
 from headrace.router.fleet import Fleet, PlacedRequest, RoutedRequest
 from headrace.router.links import WorkerLink
 from headrace.router.metrics import RouterMetrics
-from headrace.router.spans import describe_placement
+from headrace.router.spans import MAX_CANDIDATES, describe_placement
 
 log = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str | bytes]]
-_DETAILS_KEY = "grpc-status-details-bin"
 _RETRY_AFTER_S = 1.0
+# What the field for it holds.
+_MOST_WAIT_MS = (1 << 32) - 1
+# Workers that one request may use up in all.
+_MAX_LOST = 32
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
-# What the transport says by itself when a connection or a server goes away under a call.
-_TRANSPORT_MESSAGES = ("RST_STREAM", "Stream removed", "GOAWAY", "Socket closed", "Connection reset")
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardingConfig:
-    """`max_attempts` bounds the workers that one request may use up."""
+    """`max_attempts` bounds the workers that one request may use up in a row without a token from any."""
 
     max_attempts: int = 4
 
@@ -64,37 +72,40 @@ class Verdict(enum.Enum):
     LOST = enum.auto()  # the worker or the way to it failed: go elsewhere, and suspect it
     LOST_BEHIND = enum.auto()  # it says that something behind it failed: go elsewhere
     DRAINING = enum.auto()  # it takes no requests: go elsewhere
+    GIVEN_BACK = enum.auto()  # it has more work than was believed: place the request again, wherever that is
     FULL = enum.auto()  # it has no room: go elsewhere if there is an elsewhere
     FINAL = enum.auto()  # the answer to this request, wherever it is asked
 
 
 def verdict_of(error: grpc.aio.AioRpcError) -> Verdict:
     """Read a failed call. An error that carries our details was made by a worker, one without by the transport."""
-    code = error.code()
-    if any(key == _DETAILS_KEY for key, _ in cast("Metadata", tuple(error.trailing_metadata() or ()))):
-        reason = error_of(error).reason
-        by_reason = {
-            Reason.WORKER_LOST: Verdict.LOST_BEHIND,
-            Reason.DRAINING: Verdict.DRAINING,
-            Reason.QUEUE_FULL: Verdict.FULL,
-            Reason.NO_CAPACITY: Verdict.FULL,
-        }
-        return by_reason.get(reason, Verdict.FINAL)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+    if is_peer_lost(error):
         return Verdict.LOST
-    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and any(
-        words in (error.details() or "") for words in _TRANSPORT_MESSAGES
-    ):
-        return Verdict.LOST
-    return Verdict.FINAL
+    if details_of(error) is None:
+        return Verdict.FINAL
+    by_reason = {
+        Reason.WORKER_LOST: Verdict.LOST_BEHIND,
+        Reason.MODEL_CHANGED: Verdict.LOST_BEHIND,
+        Reason.DRAINING: Verdict.DRAINING,
+        Reason.GIVEN_BACK: Verdict.GIVEN_BACK,
+        Reason.QUEUE_FULL: Verdict.FULL,
+        Reason.NO_CAPACITY: Verdict.FULL,
+    }
+    return by_reason.get(error_of(error).reason, Verdict.FINAL)
 
 
 class _AttemptFailedError(Exception):
-    """This worker will not end the request; another one may. `passed_on` is its own error, for want of another."""
+    """This worker will not end the request; another one may. `refusal` is why the worker did not take it, `full` or
+    `draining`; empty when the worker was lost. `passed_on` is its own error, for want of another worker."""
 
-    def __init__(self, why: str, passed_on: UpstreamError | None = None) -> None:
+    def __init__(self, why: str, refusal: str = "", passed_on: UpstreamError | None = None) -> None:
         super().__init__(why)
+        self.refusal = refusal
         self.passed_on = passed_on
+
+
+class _GivenBackError(Exception):
+    """The worker has more work than was believed when the request was placed there."""
 
 
 class _Call:
@@ -119,12 +130,12 @@ class Forwarding:
         admission: Admission,
         metrics: RouterMetrics,
         config: ForwardingConfig,
-        raw: bytes,
+        wire: WireRequest,
         metadata: Metadata,
         write: Callable[[bytes], Awaitable[None]],
         remaining_s: Callable[[], float | None],
     ) -> None:
-        """Raises StatusError if `raw` is no GenerateRequest."""
+        """Raises StatusError if `wire` is no GenerateRequest."""
         self._fleet = fleet
         self._admission = admission
         self._metrics = metrics
@@ -132,8 +143,10 @@ class Forwarding:
         self._metadata = metadata
         self._write = write
         self._remaining_s = remaining_s
-        self._delivery = Delivery(raw)
+        self._delivery = Delivery(wire)
+        self._waits_until_s = time.monotonic() + admission.max_wait_s(self._delivery.request)
         self._card: worker_pb2.ModelCard | None = None  # of the worker whose tokens were delivered
+        self._num_given_back = 0
         self._failed: dict[WorkerLink, int] = {}  # workers that failed -> their incarnation at that time
 
     async def run(self) -> None:
@@ -146,33 +159,44 @@ class Forwarding:
                 self._fleet.answer_lengths.ended(self._card.name, len(self._delivery.token_ids))
 
     async def _deliver(self) -> None:
-        why = ""
-        for attempt in range(self._config.max_attempts):
-            if attempt:
-                self._metrics.resumes.inc()
-                log.info("request %r goes elsewhere: %s", self._delivery.request.request_id, why)
+        why, was_lost = "", False
+        num_lost = num_vain = 0
+        while num_vain < self._config.max_attempts and num_lost < _MAX_LOST:
+            num_before = self._delivery.num_delivered
             if self._card is not None and await self._close(self._card):
                 return
             placed = await self._next_place()
+            self._metrics.resumes.inc(was_lost)
             try:
                 if await self._close(placed.card):
                     return
                 await self._attempt(placed)
                 return
+            except _GivenBackError:
+                self._num_given_back += 1
+                self._metrics.given_back.inc()
+                self._delivery.given_back()
+                self._fleet.not_taken(placed)
             except _AttemptFailedError as failure:
                 self._failed[placed.link] = placed.link.incarnation
+                why, was_lost = str(failure), not failure.refusal
+                num_vain = num_vain + 1 if self._delivery.num_delivered == num_before else 1
+                num_lost += 1
+                if failure.refusal:
+                    self._fleet.not_taken(placed)
+                    self._metrics.worker_refusals[failure.refusal].inc()
                 if failure.passed_on is not None and not self._has_elsewhere(placed):
                     raise failure.passed_on from None
-                why = str(failure)
+                log.debug("request %r goes elsewhere: %s", self._delivery.request.request_id, why)
             finally:
                 placed.link.release(placed.booking)
         if self._card is not None and await self._close(self._card):
             return
-        raise StatusError(
-            Reason.WORKER_LOST,
-            f"{self._config.max_attempts} workers were lost over this request; the last one: {why}",
-            retry_after_s=_RETRY_AFTER_S,
+        log.warning(
+            "request %r is given up, %d workers failed it: %s", self._delivery.request.request_id, num_lost, why
         )
+        problem = f"{num_lost} attempts at this request failed, one after the other; try again"
+        raise StatusError(Reason.WORKER_LOST, problem, retry_after_s=_RETRY_AFTER_S)
 
     async def _close(self, card: worker_pb2.ModelCard) -> bool:
         """Deliver the finish from here if the tokens delivered already end the answer; whether they do."""
@@ -183,13 +207,18 @@ class Forwarding:
         await self._write(message)
         return True
 
+    @property
+    def _identity(self) -> str:
+        """Identity of the model that the delivered tokens come from, as far as it is known; empty before the first."""
+        return self._delivery.request.model_identity if self._card is None else model_identity(self._card)
+
     # -- placing ----------------------------------------------------------------------------------------------------
 
     async def _next_place(self) -> PlacedRequest:
         """Book a worker, if need be when one has room or comes back. Raises StatusError when none does in time."""
         arrived_s = time.monotonic()
         with current_span().child("place") as span:
-            placed = await self._await_place()
+            placed = await self._await_place(MAX_CANDIDATES if span.is_recording else 0)
             describe_placement(span, placed)
         self._metrics.queue_seconds.observe(time.monotonic() - arrived_s)
         self._metrics.decision_seconds.observe(placed.decision_s)
@@ -197,35 +226,75 @@ class Forwarding:
         log.debug("placed on %s: %s", placed.link.worker_id, placed.placement.reason.value)
         return placed
 
-    async def _await_place(self) -> PlacedRequest:
+    async def _await_place(self, num_described: int) -> PlacedRequest:
         wait_until_s = time.monotonic() + self._admission.capacity_wait_s
         delivery = self._delivery
-        is_new = not self._failed and not has_begun(delivery.request)
-        request = RoutedRequest(delivery.request, delivery.prompt, len(delivery.token_ids))
+        # One that was given back has had its turn.
+        is_new = not self._failed and not self._num_given_back and not has_begun(delivery.request)
+        identity = self._identity
+        request = RoutedRequest(delivery.request, delivery.prompt, delivery.token_ids, identity)
+        request.num_described = num_described
         while True:
-            card = self._card or self._fleet.resolve(delivery.request.model)
+            card = self._card or self._resolved(is_new)
+            if card is not None:
+                check_context(delivery.prompt.num_tokens, len(delivery.token_ids), card.max_context_tokens)
+                await request.prepare(self._fleet.cards(card.name))
             if card is not None and is_new:
-                return await self._admission.place(request, delivery.request, card, self._remaining_s())
-            placed = None if card is None else self._place_again(request, card)
-            if placed is not None:
+                placed = await self._admission.place(request, delivery.request, card, self._remaining_s())
+                self._waits_until_s = time.monotonic() + request.max_ttft_ms / 1000
                 return placed
+            if (
+                card is not None
+                and not identity
+                and delivery.token_ids
+                and self._fleet.has_several_identities(card.name)
+            ):
+                raise _model_changed("its workers have different model files, and the request does not name its own")
+            again = None if card is None else self._place_again(request, card)
+            if again is not None:
+                return again
             left_s = wait_until_s - time.monotonic()
             if left_s <= 0:
+                if self._is_changed(card, identity):
+                    raise _model_changed("no worker with the model files that began it is left")
                 raise self._admission.no_capacity(delivery.request.model)
             await self._fleet.changed(left_s)
 
+    def _is_changed(self, card: worker_pb2.ModelCard | None, identity: str) -> bool:
+        """Whether only other model files are served where the answer needs these, and a worker with them will not come
+        back. As long as it may, the answer waits as for the restart of a lone worker."""
+        if card is None or not identity or self._fleet.may_come_back(identity):
+            return False
+        return self._fleet.is_served(card)
+
+    def _resolved(self, is_new: bool) -> worker_pb2.ModelCard | None:
+        """The card of the model that is asked for, or None while that is open. Raises StatusError.
+
+        An answer that has begun had a worker: that none is known may only mean that this router is new.
+        """
+        try:
+            return self._fleet.resolve(self._delivery.request.model)
+        except StatusError as error:
+            if is_new or error.reason is not Reason.MODEL_NOT_FOUND:
+                raise
+            return None
+
     def _place_again(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> PlacedRequest | None:
         """Decide now. A worker that failed is asked again only if it came back since and there is no other."""
-        same_weights = self._card is not None
-        placed = self._fleet.place(request, card, self._failed.keys(), same_weights=same_weights)
+        placed = self._fleet.place(request, card, self._failed.keys())
         if placed is None and self._failed:
             still_failed = {link for link, incarnation in self._failed.items() if link.incarnation == incarnation}
-            placed = self._fleet.place(request, card, still_failed, same_weights=same_weights)
+            placed = self._fleet.place(request, card, still_failed)
         return placed
 
     def _has_elsewhere(self, placed: PlacedRequest) -> bool:
+        identity = self._identity
         return any(
-            link.is_ready and link not in self._failed and link.card is not None and link.card.name == placed.card.name
+            link.is_ready
+            and link not in self._failed
+            and link.card is not None
+            and link.card.name == placed.card.name
+            and identity in ("", model_identity(link.card))
             for link in self._fleet.links()
         )
 
@@ -240,8 +309,10 @@ class Forwarding:
             await self._try(placed, span)
 
     async def _try(self, placed: PlacedRequest, span: Span) -> None:
-        raw = self._delivery.next_attempt()
-        call = placed.link.generate(raw, timeout=self._remaining_s(), metadata=span.onto(self._metadata))
+        may_be_given_back = self._num_given_back < MAX_GIVEN_BACK
+        belief = placed.belief(may_be_given_back=may_be_given_back)
+        wire = self._delivery.next_attempt(self._max_wait_ms(), belief)
+        call = placed.link.generate(wire, timeout=self._remaining_s(), metadata=span.onto(self._metadata))
         running = _Call(call)
         try:
             with placed.link.running(running):
@@ -259,6 +330,11 @@ class Forwarding:
             raise _AttemptFailedError(f"worker {placed.link.worker_id} is fenced: {error}") from None
         finally:
             call.cancel()
+
+    def _max_wait_ms(self) -> int:
+        """What is left of the time for which the request may wait for others."""
+        left_s = max(self._waits_until_s - time.monotonic(), 0.0)
+        return min(round(1000 * left_s), _MOST_WAIT_MS)
 
     async def _pass_on(self, placed: PlacedRequest, call: Call) -> None:
         delivery, read, write = self._delivery, call.read, self._write
@@ -279,12 +355,27 @@ class Forwarding:
         if verdict is Verdict.FINAL:
             return UpstreamError(error)
         if verdict is Verdict.FULL:
-            return _AttemptFailedError(why, passed_on=UpstreamError(error))
+            return _AttemptFailedError(why, "full", UpstreamError(error))
+        if verdict is Verdict.GIVEN_BACK:
+            message = detail_of(error, worker_pb2.GivenBack)
+            if message is not None:
+                link.given_back(message)
+            # Not allowed to give it back any more, a worker refuses it.
+            is_allowed = self._num_given_back < MAX_GIVEN_BACK
+            return _GivenBackError(why) if is_allowed else _AttemptFailedError(why, "full")
         if verdict is Verdict.LOST:
             link.suspect(f"a call failed: {error.code().name}: {error.details()}")
         elif verdict is Verdict.DRAINING:
             link.draining()
+            return _AttemptFailedError(why, "draining")
         return _AttemptFailedError(why)
+
+
+def _model_changed(why: str) -> StatusError:
+    """The end of an answer that only other model files could continue."""
+    return StatusError(
+        Reason.MODEL_CHANGED, f"the answer cannot be continued: {why}; ask again", retry_after_s=_RETRY_AFTER_S
+    )
 
 
 def _is_cancelled_from_outside() -> bool:

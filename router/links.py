@@ -25,11 +25,12 @@ from typing import Protocol, TypeAlias
 
 import grpc
 
+from headrace.common.transport.channels import PLAIN, Transport, channel_options
+from headrace.common.transport.session_client import SessionClient
+from headrace.common.transport.silence import Peer, Silences
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
-from headrace.protos.session_client import SessionClient
-from headrace.protos.transport import PLAIN, Transport, channel_options
-from headrace.router.bookings import Booking, Bookings
-from headrace.router.policy import Candidate, LoadReport
+from headrace.router.bookings import BOOKING_GRACE_S, Booking, Bookings
+from headrace.router.candidates import Candidate, LoadReport
 from headrace.router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,6 @@ _LOST_HEARTBEATS = 5
 _CARD_TIMEOUT_S = 2.0
 _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
-# A timer that fires this late says that the router itself stood still, and nothing about the worker.
-_STALL_S = 0.25
 # Hashes applied in one go; the event loop runs in between.
 _SLICE = 4096
 # How long calls may go on over a channel whose certificates were replaced.
@@ -78,22 +77,38 @@ class _OutOfStepError(Exception):
 class WorkerLink:
     """What the router knows of one worker, and its connection.
 
-    Owns the worker's part of the index (under `address`). `on_change` is called whenever the state is another,
-    `on_room` when there may be room for a request that was not there before.
+    Owns the worker's part of the index (under `address`, at `slot`). `on_change` is called whenever the state is
+    another, `on_load` when load or bookings are, `on_room` after that where there may be more room than before.
+    `watcher_id` names the router to the worker, whose reports say how many routers there are (`num_routers`).
+    `report_interval_ms` is asked at each Watch how far apart reports shall be; 0 is the worker's own least.
     """
 
     def __init__(
         self,
         address: str,
         index: PrefixIndex,
-        on_change: Callable[[], None],
-        on_room: Callable[[], None] = lambda: None,
+        on_change: Callable[[WorkerLink], None] = lambda _: None,
+        on_load: Callable[[WorkerLink], None] = lambda _: None,
+        on_room: Callable[[WorkerLink], None] = lambda _: None,
         *,
         heartbeat_ms: int = HEARTBEAT_MS,
+        report_interval_ms: Callable[[], int] = lambda: 0,
+        watcher_id: int = 0,
         clock: Callable[[], float] = time.monotonic,
         transport: Transport = PLAIN,
+        plain_grpc: bool = False,
+        silences: Silences | None = None,
     ) -> None:
+        """`silences` are those of all links of a router."""
         self.address = address
+        self._silences = silences or Silences()
+        self._plain_grpc = plain_grpc
+        self._report_interval_ms = report_interval_ms
+        self.watcher_id = watcher_id
+        self.num_routers = 1
+        self._watched_since_s = 0.0
+        self._reported_at_s = 0.0
+        self._load_version = 0
         self.registered_id = ""
         self.card: worker_pb2.ModelCard | None = None
         self.epoch = 0
@@ -109,17 +124,16 @@ class WorkerLink:
         self._lost_after_s = _LOST_HEARTBEATS * heartbeat_ms / 1000
         self._index = index
         self._on_change = on_change
+        self._on_load = on_load
         self._on_room = on_room
         self._clock = clock
-        self._away_since_s = self.created_at_s
-        self._heard_at_s = self.created_at_s
+        self.away_since_s = self.created_at_s
         self._bookings = Bookings()
-        self._candidate: Candidate | None = None
         self._calls: dict[Abandonable, None] = {}  # in order of arrival, in which they go on elsewhere
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
-        index.add_worker(address)
+        self.slot = index.add_worker(address)
         self._transport = transport
         self._closing: set[asyncio.Task[None]] = set()
         self._open_channel()
@@ -129,7 +143,9 @@ class WorkerLink:
         self._version = self._transport.version
         self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
-        self.sessions = SessionClient(self._channel)
+        self.sessions = SessionClient(
+            self._channel, plain_grpc=self._plain_grpc, silences=self._silences, peer=self.address
+        )
         self.generate = self.sessions.generate
         # Without serializers, requests and responses are the bytes as they are on the wire.
         self.get_tokenizer: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
@@ -148,7 +164,7 @@ class WorkerLink:
 
     def info(self) -> router_pb2.WorkerInfo:
         """What ListWorkers says of this worker."""
-        age_ms = (self._clock() - self.load.received_at_s) * 1000 if self.load.received_at_s else 0
+        age_ms = (self._clock() - self._reported_at_s) * 1000 if self._reported_at_s else 0
         return router_pb2.WorkerInfo(
             worker_id=self.worker_id,
             address=self.address,
@@ -164,18 +180,8 @@ class WorkerLink:
 
     def candidate(self) -> Candidate:
         """This worker for the policy. It has a card."""
-        if self._candidate is None:
-            assert self.card is not None, "a worker without a card is no candidate"
-            self._candidate = Candidate(
-                worker_id=self.address,
-                load=self.load,
-                block_size=self.card.block_size,
-                takes_requests=self.is_ready,
-                num_booked_requests=self._bookings.num_pending,
-                num_booked_tokens=self._bookings.num_tokens,
-                num_booked_blocks=self._bookings.num_blocks,
-            )
-        return self._candidate
+        assert self.card is not None, "a worker without a card is no candidate"
+        return Candidate.of(self.address, self.load, self.card.block_size, self._bookings)
 
     # -- bookings ---------------------------------------------------------------------------------------------------
 
@@ -186,19 +192,20 @@ class WorkerLink:
 
     def book(self, num_tokens: int, num_blocks: int) -> Booking:
         """Count a request's uncached tokens and its new blocks as load of this worker, until reports show them."""
-        self._candidate = None
-        return self._bookings.book(num_tokens, num_blocks, self._clock())
+        booking = self._bookings.book(num_tokens, num_blocks, self._clock())
+        self._on_load(self)
+        return booking
 
     def settle(self, booking: Booking) -> None:
         """The worker's reports show this request from now on. No effect when they did before."""
         if self._bookings.settle(booking):
-            self._candidate = None
+            self._on_load(self)
 
     def release(self, booking: Booking) -> None:
         """The request is no longer there. Once for each booking."""
-        self._candidate = None
         self._bookings.release(booking)
-        self._on_room()
+        self._on_load(self)
+        self._on_room(self)
 
     def check(self) -> None:
         """Assert that the sums are those of the bookings."""
@@ -256,14 +263,14 @@ class WorkerLink:
         if state is self.state:
             return
         change = f"{self.state.name} -> {state.name}" + (f": {detail}" if detail else "")
-        log.info("worker %s at %s: %s", self.worker_id, self.address, change)
+        running = f"; {self.num_in_flight} requests are there" if self.num_in_flight else ""
+        log.info("worker %s at %s: %s%s", self.worker_id, self.address, change, running)
         if state is LinkState.UNREACHABLE:
-            self._away_since_s = self._clock()
+            self.away_since_s = self._clock()
         if state is LinkState.READY:
             self.incarnation += 1
         self.state = state
-        self._candidate = None
-        self._on_change()
+        self._on_change(self)
 
     # -- the watch --------------------------------------------------------------------------------------------------
 
@@ -275,7 +282,11 @@ class WorkerLink:
                 self._enter(LinkState.UNREACHABLE, f"{error.code().name}: {error.details()}")
             except _OutOfStepError as error:
                 self._enter(LinkState.UNREACHABLE, str(error))
-            pause_s = min(max((self._clock() - self._away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
+            except Exception as error:
+                # Without this the worker would stay what it was, and nobody would notice its silence.
+                log.exception("the link to worker %s failed; it is made anew", self.worker_id)
+                self._enter(LinkState.UNREACHABLE, f"the link to it failed: {type(error).__name__}")
+            pause_s = min(max((self._clock() - self.away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
@@ -293,17 +304,24 @@ class WorkerLink:
         if not (answer.card.name and answer.card.block_size and answer.card.max_context_tokens):
             raise _OutOfStepError("its model card lacks a name, a block size or a context length")
         self.card, self._own_id, self.epoch = answer.card, answer.worker_id, answer.epoch
-        self._candidate = None
+        self._load_version = 0
         while True:
-            watch = self._stub.Watch(worker_pb2.WatchRequest(heartbeat_ms=self._heartbeat_ms))
+            self._watched_since_s = self._clock()
+            watch = self._stub.Watch(
+                worker_pb2.WatchRequest(
+                    heartbeat_ms=self._heartbeat_ms,
+                    min_interval_ms=self._report_interval_ms(),
+                    watcher_id=self.watcher_id,
+                )
+            )
             silence = _SilenceTimer(self, watch)
             try:
-                await self._follow(watch)
+                await self._follow(watch, silence.peer)
             finally:
                 silence.stop()
                 watch.cancel()
 
-    async def _follow(self, watch: _Watch) -> None:
+    async def _follow(self, watch: _Watch, peer: Peer) -> None:
         """Apply one watch; return when it has a gap, and so should be started again."""
         expected = 0
         while True:
@@ -311,12 +329,12 @@ class WorkerLink:
                 message = await watch.read()
             except asyncio.CancelledError:
                 if self._gave_up:
-                    raise _OutOfStepError(f"silent for {self._lost_after_s:g} s") from None
+                    raise _OutOfStepError(f"silent for {peer.silent_s:.1f} s") from None
                 raise
             if message is grpc.aio.EOF:
                 raise _OutOfStepError("it ended the watch")
             assert isinstance(message, worker_pb2.WatchResponse)
-            self._heard_at_s = self._clock()
+            peer.heard()
             if message.epoch != self.epoch:
                 raise _OutOfStepError("it restarted")
             if message.sequence != expected:
@@ -335,7 +353,10 @@ class WorkerLink:
             self._index.reset(self.address)
         for change, hashes in ((self._index.evict, events.evicted), (self._index.store, events.stored)):
             await self._in_slices(change, hashes)
-        self._take_load(message.load)
+        self.num_routers = message.num_watchers or 1
+        if message.sequence == 0:  # it names only what came to it since
+            self._bookings.settle_until(self._watched_since_s)
+        self._take_load(message.load, message.placement_ids)
         if message.load.draining:
             self._enter(LinkState.DRAINING, "the worker drains")
         else:
@@ -347,8 +368,26 @@ class WorkerLink:
                 await asyncio.sleep(0)
             change(self.address, hashes[start : start + _SLICE])
 
-    def _take_load(self, load: worker_pb2.Load) -> None:
-        now_s = self._clock()
+    def given_back(self, message: worker_pb2.GivenBack) -> None:
+        """The worker gave a request back; `message` tells what it has."""
+        if message.epoch == self.epoch:
+            self._take_load(message.load, message.placement_ids)
+
+    def _take_load(self, load: worker_pb2.Load, placement_ids: Sequence[int]) -> None:
+        """Take in a load in which these placements of this router are. One that is older than what is known counts no
+        more."""
+        now_s = self._reported_at_s = self._clock()
+        if load.HasField("num_arrived"):
+            self._bookings.settle_named(placement_ids)
+        else:
+            self._bookings.settle_until(now_s - BOOKING_GRACE_S)
+        if load.version >= self._load_version:
+            self._load_version = load.version
+            self._know_load(load, now_s - load.age_ms / 1000)
+        self._on_load(self)
+        self._on_room(self)
+
+    def _know_load(self, load: worker_pb2.Load, as_of_s: float) -> None:
         self.load_message = load
         self.load = LoadReport(
             num_running=load.num_running,
@@ -360,21 +399,22 @@ class WorkerLink:
             prefill_tokens_per_s=_rate(load.prefill_tokens_per_s),
             decode_step_ms=_rate(load.decode_step_ms),
             max_num_seqs=load.max_num_seqs,
-            received_at_s=now_s,
+            as_of_s=as_of_s,
+            num_arrived=load.num_arrived,
+            arrived_tokens=load.arrived_tokens,
+            arrived_blocks=load.arrived_blocks,
         )
-        self._candidate = None
-        self._bookings.settle_shown(now_s)
-        self._on_room()
 
-    def _judge_silence(self) -> float | None:
+    def _judge_silence(self, peer: Peer) -> float | None:
         """Act on how long the worker has been silent; seconds until to look again, or None when it is given up."""
-        silent_s = self._clock() - self._heard_at_s
+        silent_s = peer.silent_s
         if silent_s < self._suspect_after_s:
             return self._suspect_after_s - silent_s
-        if silent_s < self._lost_after_s:
-            self.suspect(f"silent for {silent_s:.1f} s")
-            return self._lost_after_s - silent_s
         why = f"silent for {silent_s:.1f} s"
+        self.suspect(why)
+        again_s = peer.judge()
+        if again_s:
+            return again_s
         self._enter(LinkState.UNREACHABLE, why)
         for call in list(self._calls):
             call.abandon(f"worker {self.worker_id} is {why}")
@@ -390,21 +430,19 @@ class _SilenceTimer:
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         link._gave_up = False
-        link._heard_at_s = link._clock()
+        self.peer = link._silences.watch(link.address, link._lost_after_s)
         self._arm(link._suspect_after_s)
 
     def stop(self) -> None:
         """Look no more."""
         self._handle.cancel()
+        self.peer.close()
 
     def _arm(self, delay_s: float) -> None:
-        self._handle = self._loop.call_at(self._loop.time() + delay_s, self._look, self._loop.time() + delay_s)
+        self._handle = self._loop.call_later(delay_s, self._look)
 
-    def _look(self, due_s: float) -> None:
-        if self._loop.time() - due_s > _STALL_S:
-            self._arm(self._link._heartbeat_ms / 1000)  # what the worker said meanwhile is still unread
-            return
-        again_s = self._link._judge_silence()
+    def _look(self) -> None:
+        again_s = self._link._judge_silence(self.peer)
         if again_s is None:
             self._watch.cancel()
         else:

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
-from headrace.protos.session_server import MAX_SESSIONS, SessionServer
-from headrace.protos.sessions import MAX_UNSENT_BYTES
+from headrace.common.transport.session_server import MAX_SESSIONS, SessionServer
+from headrace.common.transport.sessions import MAX_UNSENT_BYTES
 from headrace.protos.status import Reason
 from headrace.router.admission import Admission
 from headrace.router.fleet import Fleet
@@ -61,7 +61,19 @@ class RouterMetrics:
         self.placements = {reason: placements.labels(reason.value) for reason in PlacementReason}
         self.resumes = Counter(
             "headrace_router_resumes",
-            "Attempts that followed a lost, draining or full worker, with or without tokens delivered",
+            "Requests that went on on another worker because theirs was lost, with or without tokens delivered",
+            registry=self.registry,
+        )
+        worker_refusals = Counter(
+            "headrace_router_worker_refusals",
+            "Attempts that a worker did not take: it was full, or draining",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.worker_refusals = {reason: worker_refusals.labels(reason) for reason in ("full", "draining")}
+        self.given_back = Counter(
+            "headrace_router_given_back",
+            "Placements that a worker gave back because other routers had given it more work than was believed",
             registry=self.registry,
         )
         self.decision_seconds = Histogram(
@@ -125,6 +137,7 @@ class RouterMetrics:
     def observe_leases(self, leases: LeaseReader) -> None:
         """Add a gauge that says whether Redis can be read. Once."""
         self._gauge("redis_up", "1 while the leases in Redis can be read", lambda: float(leases.is_connected))
+        self._gauge("redis_writable", "1 while Redis takes writes", lambda: float(leases.is_writable))
 
     def _gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
         Gauge(f"headrace_router_{name}", documentation, registry=self.registry).set_function(read)

@@ -16,6 +16,10 @@ taken to be as fast as the best of the others (it has to be tried to be learned)
 priors hold. Costs that differ by less than the noise are a tie, broken at random, so that several routers with the same
 picture do not run in step.
 
+Where several routers place on the same workers, each decides without knowing what the others place in the same moment.
+So a placement says what was believed of its worker, and by how much that may be wrong before another worker would have
+been better; a worker that is busier than that gives the request back (docs/decisions/0035).
+
 Pure: the same request, candidates, time and random numbers give the same Placement.
 """
 
@@ -24,10 +28,31 @@ from __future__ import annotations
 import enum
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.router.candidates import (
+    AS_OF_S,
+    BLOCK_SIZE,
+    BLOCKS,
+    BOOKED_BLOCKS,
+    BOOKED_REQUESTS,
+    BOOKED_TOKENS,
+    CACHED_BLOCKS,
+    FREE_BLOCKS,
+    MAX_NUM_SEQS,
+    OWN_SHARE,
+    PREFILL_RATE,
+    RUNNING,
+    STEP_MS,
+    UNCACHED_TOKENS,
+    WAITING,
+    Candidates,
+    Values,
+)
 
 
 class Priors(msgspec.Struct, frozen=True, gc=False):
@@ -49,37 +74,20 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
     session_slack_ms: float = 250.0
     # Costs that differ by less are equal.
     noise_ms: float = 1.0
+    # A placement holds although its worker turns out to be dearer than any other by this much.
+    give_back_ms: float = 50.0
 
 
-class LoadReport(msgspec.Struct, frozen=True, gc=False):
-    """A worker's latest report; units as in worker.proto. All zero before the first one."""
+class Belief(msgspec.Struct, frozen=True, gc=False):
+    """What a placement counted with of its worker: `num_requests` and `num_uncached_tokens` that are there, and what
+    more of each would cost the request. It holds unless more of them cost over `slack_ms`; infinite without another
+    worker."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_uncached_tokens: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_ms: float = 0.0
-    max_num_seqs: int = 0
-    received_at_s: float = 0.0
-
-
-class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A worker that serves the request's model, as this router sees it.
-
-    `num_booked_requests`, `num_booked_tokens` (uncached) and `num_booked_blocks` are of requests that this router
-    placed there and that the latest report does not show yet.
-    """
-
-    worker_id: str
-    load: LoadReport
-    block_size: int
-    takes_requests: bool = True
-    num_booked_requests: int = 0
-    num_booked_tokens: int = 0
-    num_booked_blocks: int = 0
+    num_requests: int
+    num_uncached_tokens: int
+    ms_per_request: float
+    ms_per_token: float
+    slack_ms: float
 
 
 class RequestFacts(msgspec.Struct, frozen=True, gc=False):
@@ -120,214 +128,258 @@ class PlacementReason(enum.Enum):
     SESSION = "session"  # the worker of the session, near enough to the cheapest
 
 
-# The fields of CostTerms, in their order: what is computed for every candidate of every request.
-_Terms: TypeAlias = tuple[float, float, float, float, float, float, float]
+# The terms at all candidates: a row for each field of CostTerms, in their order.
 _TOTAL = 6
-# Of what a worker has learned of its rates, how much counts beside the median of all.
-_OWN_SHARE = 0.1
+
+
+class Weighed(msgspec.Struct, frozen=True, gc=False):
+    """What a request would cost at a worker, and how many tokens of its prompt are cached there."""
+
+    worker_id: str
+    num_cached_tokens: int
+    cost: CostTerms
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """A decision with its grounds: `cost` is that of the chosen one; of all that were weighed, in one order,
-    `worker_ids`, `terms` of the cost and `num_cached_tokens`."""
+    """A decision with its grounds: `cost` is that of the chosen one, `number` its place among the candidates. `weighed`
+    has as many of the candidates as were asked for, cheapest first. `belief` is of the chosen one."""
 
     worker_id: str
+    number: int
     reason: PlacementReason
     predicted_cached_tokens: int
     cost: CostTerms
-    worker_ids: Sequence[str]
-    terms: Sequence[_Terms]
-    num_cached_tokens: Sequence[int]
+    num_candidates: int
+    weighed: Sequence[Weighed]
+    belief: Belief
 
     @property
     def costs(self) -> dict[str, CostTerms]:
-        """The cost at each that was weighed. Made when asked for."""
-        return {worker_id: CostTerms(*terms) for worker_id, terms in zip(self.worker_ids, self.terms, strict=True)}
-
-    @property
-    def cached_tokens(self) -> dict[str, int]:
-        """How many tokens of the prompt are cached at each that was weighed. Made when asked for."""
-        return dict(zip(self.worker_ids, self.num_cached_tokens, strict=True))
+        """The cost at each of `weighed`."""
+        return {weighed.worker_id: weighed.cost for weighed in self.weighed}
 
 
 def place(
     request: RequestFacts,
-    candidates: Sequence[Candidate],
-    cached_blocks: Mapping[str, int],
+    candidates: Candidates,
+    cached_blocks: npt.ArrayLike,
     now_s: float,
     rng: random.Random,
     *,
-    excluded: Collection[str] = (),
+    num_described: int = 0,
     priors: Priors = Priors(),  # noqa: B008  frozen
 ) -> Placement | None:
-    """Choose a worker, or None if no candidate takes requests and is not excluded.
+    """Choose a worker, or None if there is no candidate.
 
     `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found there.
-    `excluded` names the workers that failed for this request. Times are on the clock of `LoadReport.received_at_s`.
+    `num_described` is how many candidates the placement describes. Times are on the clock of
+    `LoadReport.as_of_s`.
     """
-    open_to = [c for c in candidates if c.takes_requests and c.worker_id not in excluded]
-    if not open_to:
+    if not len(candidates):
         return None
-    worker_ids = [candidate.worker_id for candidate in open_to]
     most_tokens = max(request.num_prompt_tokens - 1, 0)  # the last one is always computed, for its logits
-    cached_tokens = [cached_blocks[c.worker_id] * c.block_size for c in open_to]
-    if max(cached_tokens) > most_tokens:
-        cached_tokens = [min(cached, most_tokens) for cached in cached_tokens]
-    terms = _weighed(request, open_to, cached_tokens, now_s, priors)
-    chosen, reason = _choose(request, worker_ids, terms, cached_tokens, rng, priors)
-    cost = CostTerms(*terms[chosen])
-    return Placement(worker_ids[chosen], reason, cached_tokens[chosen], cost, worker_ids, terms, cached_tokens)
+    cached_tokens = np.minimum(np.asarray(cached_blocks) * candidates.values[BLOCK_SIZE], most_tokens)
+    rates = believed_rates(candidates.values, priors)
+    terms = _weighed(request, candidates.values, rates, cached_tokens, now_s, priors)
+    totals = _totals(request, terms)
+    chosen, reason = _choose(request, candidates, totals, cached_tokens, rng, priors)
+
+    def described(number: int) -> Weighed:
+        return Weighed(candidates.worker_ids[number], int(cached_tokens[number]), CostTerms(*terms[:, number].tolist()))
+
+    own = described(chosen)
+    cheapest = terms[_TOTAL].argsort(kind="stable")[:num_described].tolist() if num_described else ()
+    return Placement(
+        worker_id=own.worker_id,
+        number=chosen,
+        reason=reason,
+        predicted_cached_tokens=own.num_cached_tokens,
+        cost=own.cost,
+        num_candidates=len(candidates),
+        weighed=tuple(map(described, cheapest)),
+        belief=_belief(request, candidates.values[:, chosen], rates, totals, chosen, reason, priors),
+    )
+
+
+def _belief(
+    request: RequestFacts,
+    worker: Values,
+    rates: tuple[Values, Values],
+    totals: Values,
+    chosen: int,
+    reason: PlacementReason,
+    priors: Priors,
+) -> Belief:
+    """What is believed of the chosen worker, with its column, and by how much that may be wrong."""
+    others_ms = min(totals[:chosen].min(initial=math.inf), totals[chosen + 1 :].min(initial=math.inf))
+    slack_ms = others_ms - totals[chosen] + (priors.session_slack_ms if reason is PlacementReason.SESSION else 0.0)
+    batch = max(worker[RUNNING], 1.0) + priors.batch_for_double_step
+    return Belief(
+        num_requests=int(worker[RUNNING] + worker[WAITING] + worker[BOOKED_REQUESTS]),
+        num_uncached_tokens=int(worker[UNCACHED_TOKENS] + worker[BOOKED_TOKENS]),
+        ms_per_request=float(rates[1][chosen] * _answer_tokens(request, priors) / batch),
+        ms_per_token=float(1000.0 / rates[0][chosen]),
+        slack_ms=max(float(slack_ms), 0.0) + priors.give_back_ms,
+    )
+
+
+def _answer_tokens(request: RequestFacts, priors: Priors) -> int:
+    """Tokens of the answer that are weighed."""
+    most = request.max_new_tokens
+    return priors.weighed_tokens if most is None else min(most, priors.weighed_tokens)
 
 
 def _weighed(
-    request: RequestFacts, candidates: Sequence[Candidate], cached_tokens: Sequence[int], now_s: float, priors: Priors
-) -> list[_Terms]:
-    """What the request is expected to cost at each candidate, term by term.
+    request: RequestFacts,
+    values: Values,
+    rates: tuple[Values, Values],
+    cached_tokens: Values,
+    now_s: float,
+    priors: Priors,
+) -> Values:
+    """What the request is expected to cost at each candidate, term by term: rows as the fields of CostTerms."""
+    answer = _answer_tokens(request, priors)
+    double = priors.batch_for_double_step
+    running, uncached, max_num_seqs = values[RUNNING], values[UNCACHED_TOKENS], values[MAX_NUM_SEQS]
+    prefill_rate, decode_step_ms = rates
+    ms_per_token = 1000.0 / prefill_rate
+    terms = np.zeros((_TOTAL + 1, values.shape[1]))
+    queue_ms, backlog_ms, prefill_ms, decode_ms = terms[:4]
+    np.multiply(request.num_prompt_tokens - cached_tokens, ms_per_token, out=prefill_ms)
 
-    One loop over all, with what they have in common outside of it: a request pays for each line once for each worker.
-    """
-    answer = priors.weighed_tokens
-    if request.max_new_tokens is not None and request.max_new_tokens < answer:
-        answer = request.max_new_tokens
-    num_prompt_tokens, double = request.num_prompt_tokens, priors.batch_for_double_step
-    half_answer = priors.answer_tokens * 0.5
-    weighed: list[_Terms] = []
-    for candidate, cached, tokens_per_s, decode_step_ms in zip(
-        candidates, cached_tokens, *believed_rates(candidates, priors), strict=True
-    ):
-        load = candidate.load
-        max_num_seqs = load.max_num_seqs
-        ms_per_token = 1000.0 / tokens_per_s
-        miss = num_prompt_tokens - cached
+    # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
+    batch = running + values[BOOKED_REQUESTS]
+    step_ms = decode_step_ms * (batch + (double + 1.0)) / (np.maximum(running, 1.0) + double)
+    np.multiply(step_ms, answer, out=decode_ms)
 
-        # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
-        batch = load.num_running + candidate.num_booked_requests
-        step_ms = decode_step_ms * (double + batch + 1) / (double + (load.num_running or 1))
-        decode_ms = answer * step_ms
+    # Places come free as answers end; those in the batch are half through on average.
+    requests = batch + values[WAITING]
+    half_answer_ms = step_ms * (priors.answer_tokens * 0.5)
+    is_full = (requests >= max_num_seqs) & (max_num_seqs > 0.0)
+    if is_full.any():
+        np.divide((requests + 1.0 - max_num_seqs) * half_answer_ms, max_num_seqs, out=queue_ms, where=is_full)
 
-        # Places come free as answers end; those in the batch are half through on average.
-        requests = batch + load.num_waiting
-        queue_ms = 0.0
-        if max_num_seqs and requests >= max_num_seqs:
-            queue_ms = (requests + 1 - max_num_seqs) / max_num_seqs * (half_answer * step_ms)
+    # What was reported has been worked on since.
+    np.multiply(uncached, ms_per_token, out=backlog_ms)
+    backlog_ms -= (now_s - values[AS_OF_S]) * 1000.0
+    np.maximum(backlog_ms, 0.0, out=backlog_ms)
+    backlog_ms += values[BOOKED_TOKENS] * ms_per_token
 
-        # What was reported has been worked on since.
-        backlog_ms = load.num_uncached_tokens * ms_per_token - (now_s - load.received_at_s) * 1000.0
-        if backlog_ms < 0.0:
-            backlog_ms = 0.0
-        backlog_ms += candidate.num_booked_tokens * ms_per_token
+    # Workers compute the shortest rest first: each request there delays this one by at most what it takes itself.
+    ahead_ms = np.maximum(requests, 1.0) * prefill_ms
+    # What is behind it slows its answer down. By half, for it may be shorter than is supposed here, and what it waits
+    # for may be a prefix that it shares.
+    behind_ms = np.maximum(backlog_ms - ahead_ms, 0.0) * 0.5
+    decode_ms += np.minimum(behind_ms, ms_per_token * (answer * priors.prompt_tokens_per_step))
+    np.minimum(backlog_ms, ahead_ms, out=backlog_ms)
 
-        # Workers compute the shortest rest first: each request there delays this one by at most what it takes itself.
-        prefill_ms = miss * ms_per_token
-        ahead_ms = (requests or 1) * prefill_ms
-        if backlog_ms > ahead_ms:
-            # What is behind it slows its answer down. By half, for it may be shorter than is supposed here, and what it
-            # waits for may be a prefix that it shares.
-            behind_ms = 0.5 * (backlog_ms - ahead_ms)
-            decode_ms += min(behind_ms, answer * priors.prompt_tokens_per_step * ms_per_token)
-            backlog_ms = ahead_ms
-
-        eviction_ms = pressure_ms = 0.0
-        if load.num_blocks:
-            size = candidate.block_size
-            needed = (miss + answer + size - 1) // size
-            free = load.num_free_blocks - candidate.num_booked_blocks
-            empty = free - load.num_cached_blocks  # at least: cached blocks that are in use are not among the free
-            displaced = needed - empty if empty > 0 else needed
-            if displaced > 0:
-                eviction_ms = displaced * size * ms_per_token * priors.reuse_chance
-            short = needed - free if free > 0 else needed
-            if short > 0:
-                pressure_ms = short * size * ms_per_token + short / needed * priors.weighed_tokens * step_ms
-            # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.
-            missing = short + load.num_uncached_tokens // size
-            if missing > 0:
-                queue_ms = max(queue_ms, _wait_for_blocks_ms(missing - answer // size, load, half_answer * step_ms))
-        total_ms = queue_ms + backlog_ms + prefill_ms + decode_ms + eviction_ms + pressure_ms
-        weighed.append((queue_ms, backlog_ms, prefill_ms, decode_ms, eviction_ms, pressure_ms, total_ms))
-    return weighed
+    _weigh_blocks(
+        terms, request.num_prompt_tokens - cached_tokens + answer, answer, values, ms_per_token, step_ms, priors
+    )
+    terms[:_TOTAL].sum(axis=0, out=terms[_TOTAL])
+    return terms
 
 
-def _wait_for_blocks_ms(num_missing: int, load: LoadReport, half_answer_ms: float) -> float:
-    """How long until so many blocks come free, as the requests that hold the others end."""
-    held = load.num_blocks - load.num_free_blocks
-    return min(num_missing / held, 1.0) * half_answer_ms if num_missing > 0 and held > 0 else 0.0
+def _weigh_blocks(
+    terms: Values,
+    new_tokens: Values,
+    answer: int,
+    values: Values,
+    ms_per_token: Values,
+    step_ms: Values,
+    priors: Priors,
+) -> None:
+    """Add what it costs to make room for so many new tokens, of which `answer` are the answer's, in the KV cache."""
+    queue_ms, eviction_ms, pressure_ms = terms[0], terms[4], terms[5]
+    size, blocks = values[BLOCK_SIZE], values[BLOCKS]
+    ms_per_block = size * ms_per_token
+    needed = np.ceil(new_tokens / size)
+    free = values[FREE_BLOCKS] - values[BOOKED_BLOCKS]
+    # At least so many are empty: cached blocks that are in use are not among the free.
+    displaced = needed - np.maximum(free - values[CACHED_BLOCKS], 0.0)
+    is_known = blocks > 0.0
+    np.multiply(np.maximum(displaced, 0.0), ms_per_block * priors.reuse_chance, out=eviction_ms, where=is_known)
+    short = needed - np.maximum(free, 0.0)
+    # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.
+    missing = short + np.floor(values[UNCACHED_TOKENS] / size) - np.floor(answer / size)
+    is_short = (np.maximum(short, missing) > 0.0) & is_known
+    if not is_short.any():
+        return
+    lacking = np.where(is_short, np.maximum(short, 0.0), 0.0)
+    pressure_ms += lacking * ms_per_block + lacking / np.maximum(needed, 1.0) * priors.weighed_tokens * step_ms
+    # Blocks come free as the requests that hold the others end.
+    held = blocks - values[FREE_BLOCKS]
+    waits = is_short & (missing > 0.0) & (held > 0.0)
+    part = np.minimum(np.divide(missing, held, out=np.zeros_like(held), where=waits), 1.0)
+    np.maximum(queue_ms, part * step_ms * (priors.answer_tokens * 0.5), out=queue_ms)
 
 
-def has_room(candidate: Candidate) -> bool:
-    """Whether a worker takes a request into its batch, or into the short queue that keeps the batch full."""
-    load = candidate.load
-    if not load.max_num_seqs:
-        return True  # nothing is known of it yet
-    short_queue = 1 + load.max_num_seqs // 16
-    # What waits there although the batch has seats waits for KV blocks.
-    if load.num_waiting >= short_queue:
-        return False
-    return load.num_running + load.num_waiting + candidate.num_booked_requests < load.max_num_seqs + short_queue
-
-
-def predicted_wait_ms(num_ahead: int, candidates: Sequence[Candidate], priors: Priors) -> float:
+def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) -> float:
     """How long a request waits behind `num_ahead` others until one of these workers, all of them full, has room.
 
     Each ends max_num_seqs answers in the time of one; 0 when none of them says how many it takes.
     """
-    ended_per_ms = 0.0
-    for candidate, step_ms in zip(candidates, believed_rates(candidates, priors)[1], strict=True):
-        ended_per_ms += candidate.load.max_num_seqs / (priors.answer_tokens * step_ms)
+    if not len(candidates):
+        return 0.0
+    step_ms = believed_rates(candidates.values, priors)[1]
+    ended_per_ms = float((candidates.values[MAX_NUM_SEQS] / step_ms).sum()) / priors.answer_tokens
     return (num_ahead + 1) / ended_per_ms if ended_per_ms else 0.0
 
 
-def believed_rates(candidates: Sequence[Candidate], priors: Priors) -> tuple[list[float], list[float]]:
+def believed_rates(values: Values, priors: Priors) -> tuple[Values, Values]:
     """The rates to count with: of each candidate its prefill tokens a second, and its milliseconds of a decode step.
 
     What a worker has learned says more about the prompts that it happened to have than about its host: among equal
     hosts it differs fourfold. So on a scale of ratios a tenth of it counts, and nine tenths the median of all; who has
     learned nothing is taken for the best. (Compared in docs/simulation.md.)
     """
-    prefill = _drawn_to_median([c.load.prefill_tokens_per_s for c in candidates])
-    step_ms = _drawn_to_median([c.load.decode_step_ms for c in candidates])
-    if not all(prefill):
-        best = max(prefill) or priors.prefill_tokens_per_s
-        prefill = [rate or best for rate in prefill]
-    if not all(step_ms):
-        best = min(filter(None, step_ms), default=priors.decode_step_ms)
-        step_ms = [rate or best for rate in step_ms]
+    prefill = _drawn_to_median(values[PREFILL_RATE])
+    if not prefill.all():
+        prefill[prefill == 0.0] = prefill.max() or priors.prefill_tokens_per_s
+    step_ms = _drawn_to_median(values[STEP_MS])
+    if not step_ms.all():
+        is_known = step_ms > 0.0
+        step_ms[~is_known] = step_ms[is_known].min() if is_known.any() else priors.decode_step_ms
     return prefill, step_ms
 
 
-def _drawn_to_median(rates: Sequence[float]) -> list[float]:
-    """Each rate drawn to the median of those that are known; 0 stays 0."""
-    known = sorted(rates)
-    num_unknown = known.count(0.0)
-    if num_unknown == len(known):
-        return known
-    part_of_median = known[(num_unknown + len(known)) // 2] ** (1.0 - _OWN_SHARE)
-    return [rate**_OWN_SHARE * part_of_median for rate in rates]
+def _drawn_to_median(raised: Values) -> Values:
+    """Each rate drawn to the median of those that are known; 0 stays 0. They come raised to OWN_SHARE."""
+    ordered = np.sort(raised)
+    num_unknown = int(ordered.searchsorted(0.0, side="right"))
+    if num_unknown == len(ordered):
+        return np.zeros_like(raised)
+    part_of_median: float = ordered[(num_unknown + len(ordered)) // 2].item() ** (1.0 / OWN_SHARE - 1.0)
+    drawn: Values = raised * part_of_median
+    return drawn
+
+
+def _totals(request: RequestFacts, terms: Values) -> Values:
+    """The costs to choose by. Who keeps to the request's bound comes before all others."""
+    totals: Values = terms[_TOTAL]
+    if request.max_ttft_ms != math.inf:
+        is_in_time = terms[:3].sum(axis=0) <= request.max_ttft_ms
+        if is_in_time.any():
+            totals = np.where(is_in_time, totals, math.inf)
+    return totals
 
 
 def _choose(
     request: RequestFacts,
-    worker_ids: Sequence[str],
-    terms: Sequence[_Terms],
-    cached_tokens: Sequence[int],
+    candidates: Candidates,
+    totals: Values,
+    cached_tokens: Values,
     rng: random.Random,
     priors: Priors,
 ) -> tuple[int, PlacementReason]:
-    """The number of the chosen one. Who keeps to the request's bound comes before all others."""
-    eligible: Sequence[int] = range(len(terms))
-    if request.max_ttft_ms != math.inf:
-        in_time = [number for number in eligible if CostTerms(*terms[number]).ttft_ms <= request.max_ttft_ms]
-        eligible = in_time or eligible
-    if len(eligible) == 1:
-        return eligible[0], PlacementReason.ONLY
-    totals = [terms[number][_TOTAL] for number in eligible]
-    best_ms = min(totals)
-    if request.session_worker_id in worker_ids:
-        session = worker_ids.index(request.session_worker_id)
-        if session in eligible and terms[session][_TOTAL] <= best_ms + priors.session_slack_ms:
-            return session, PlacementReason.SESSION
-    most_ms = best_ms + priors.noise_ms
-    ties = [number for number, total_ms in zip(eligible, totals, strict=True) if total_ms <= most_ms]
-    chosen = ties[0] if len(ties) == 1 else rng.choice(ties)
-    is_longest = cached_tokens[chosen] == max(cached_tokens) > 0
+    """The number of the chosen one."""
+    if len(totals) == 1:
+        return 0, PlacementReason.ONLY
+    best_ms = totals.min()
+    session = candidates.numbers.get(request.session_worker_id or "")
+    if session is not None and totals[session] <= best_ms + priors.session_slack_ms:
+        return session, PlacementReason.SESSION
+    ties = (totals <= best_ms + priors.noise_ms).nonzero()[0]
+    chosen = int(ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))])
+    is_longest = cached_tokens[chosen] == cached_tokens.max() > 0
     return chosen, PlacementReason.PREFIX if is_longest else PlacementReason.LOAD

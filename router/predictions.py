@@ -24,7 +24,7 @@ from collections.abc import Sequence
 STRIDE = 16
 
 
-class _Run:
+class Run:
     """Blocks of a chain at the worker with this bit until `ends_at`, a time in seconds.
 
     `hashes` are those of the depths from `start` up to `end`; those before `first` were confirmed.
@@ -68,18 +68,19 @@ class Predictions:
         self.max_blocks = max_blocks
         self.num_blocks = 0
         """Blocks predicted and not yet expired, those confirmed meanwhile included."""
-        self.noted: dict[int, list[_Run]] = {}
+        self.noted: dict[int, list[Run]] = {}
         """Only hashes that are in it can be confirmed."""
         self._ttl_s = ttl_s
         # Every prediction is made for the same time, so the queue is in the order of expiry.
-        self._runs: deque[_Run] = deque()
+        self._runs: deque[Run] = deque()
 
-    def add(self, bit: int, chain: Sequence[int], start: int, now_s: float) -> None:
-        """Expect the blocks of this chain from depth `start` on at a worker. What finds no room is left out."""
+    def add(self, bit: int, chain: Sequence[int], start: int, now_s: float) -> Run | None:
+        """Expect the blocks of this chain from depth `start` on at a worker. What finds no room is left out; None if
+        that is all."""
         hashes = chain[start : start + self.max_blocks - self.num_blocks]
         if not hashes:
-            return
-        run = _Run(bit, hashes, start, now_s + self._ttl_s)
+            return None
+        run = Run(bit, hashes, start, now_s + self._ttl_s)
         noted = self.noted
         for block_hash in run.noted_hashes():
             if block_hash in noted:
@@ -88,6 +89,14 @@ class Predictions:
                 noted[block_hash] = [run]
         self.num_blocks += len(hashes)
         self._runs.append(run)
+        return run
+
+    def withdraw(self, run: Run) -> None:
+        """Expect the blocks of a prediction no longer. It counts for the bound until its time is over."""
+        for block_hash in run.noted_hashes():
+            if run in self.noted.get(block_hash, ()):  # not if it has ended
+                self._unnote(run, block_hash)
+        run.first = run.end
 
     def confirm(self, bit: int, block_hash: int) -> None:
         """A worker holds a block whose hash is noted."""
@@ -131,7 +140,7 @@ class Predictions:
 
     def check(self) -> None:
         """Assert that runs, notes and the count tell one story. For tests."""
-        noted: dict[int, list[_Run]] = {}
+        noted: dict[int, list[Run]] = {}
         for run in self._runs:
             assert run.start <= run.first <= run.end == run.start + len(run.hashes)
             for block_hash in run.noted_hashes():
@@ -149,12 +158,12 @@ class Predictions:
             bits |= run.bit
         return bits
 
-    def _end(self, run: _Run) -> None:
+    def _end(self, run: Run) -> None:
         for block_hash in run.noted_hashes():
             self._unnote(run, block_hash)
         self.num_blocks -= len(run.hashes)
 
-    def _unnote(self, run: _Run, block_hash: int) -> None:
+    def _unnote(self, run: Run, block_hash: int) -> None:
         runs = self.noted[block_hash]
         runs.remove(run)
         if not runs:

@@ -19,8 +19,8 @@ def too_late(predicted_s: float, bound_s: float) -> StatusError:
     """For a request whose first token would come after `predicted_s` where only `bound_s` is allowed."""
     return StatusError(
         Reason.QUEUE_FULL,
-        f"the first token would come after about {predicted_s:.1f} s, later than the request's deadline or --max-ttft "
-        f"of the router allows ({max(bound_s, 0.0):.1f} s); try again later",
+        f"the service is busy: the first token would come after about {predicted_s:.1f} s, later than the "
+        f"{max(bound_s, 0.0):.1f} s that this request may wait; try again later",
         retry_after_s=retry_after(predicted_s - bound_s),
     )
 
@@ -29,7 +29,7 @@ def queue_full(num_waiting: int, wait_s: float) -> StatusError:
     """For a request that finds no room to wait; `wait_s` is how long it would have waited."""
     return StatusError(
         Reason.QUEUE_FULL,
-        f"this router has {num_waiting} requests waiting for a worker, as many as it takes; try again later",
+        f"the service is busy: {num_waiting} requests wait already, as many as may; try again later",
         retry_after_s=retry_after(wait_s),
     )
 
@@ -38,7 +38,7 @@ def tenant_full(tenant: str, num_in_flight: int) -> StatusError:
     """For a request of a tenant that has as many in flight as it may."""
     return StatusError(
         Reason.QUOTA,
-        f"tenant {tenant[:100]!r} has {num_in_flight} requests in flight at this router, as many as one tenant may; "
+        f"tenant {tenant[:100]!r} has {num_in_flight} requests in flight, as many as one tenant may; "
         "wait until one has ended",
         retry_after_s=1.0,
     )

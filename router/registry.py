@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from headrace.protos.status import Reason, StatusError
 
+# Workers that one router takes if it is not told otherwise.
+MAX_WORKERS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -62,18 +65,22 @@ class SharedLeases:
 class Registry:
     """The members of the fleet.
 
-    `lease_s` is how long a registration lasts; `max_members` bounds the registered ones.
+    `lease_s` is how long a registration lasts; `max_workers` bounds those of the fixed list and the registered ones.
     """
 
-    def __init__(self, static_addresses: Iterable[str] = (), *, lease_s: float = 6.0, max_members: int = 1024) -> None:
+    def __init__(
+        self, static_addresses: Iterable[str] = (), *, lease_s: float = 6.0, max_workers: int = MAX_WORKERS
+    ) -> None:
         self.lease_s = lease_s
         self._static = tuple(dict.fromkeys(static_addresses))
-        self._max_members = max_members
+        self._max_workers = max_workers
         self._leases: dict[str, _Lease] = {}
+        self._holders: dict[str, str] = {}  # address -> the worker that has its lease
         self.shared = SharedLeases(lease_s)
 
-    def register(self, worker_id: str, address: str, now_s: float) -> None:
-        """Grant or renew the lease of a worker. The newest registration of a name or of an address holds.
+    def register(self, worker_id: str, address: str, now_s: float) -> bool:
+        """Grant or renew the lease of a worker; whether members are others than before. The newest registration of a
+        name or of an address holds.
 
         Raises StatusError: INVALID_FIELD for an empty name or address, QUEUE_FULL when there are too many members.
         """
@@ -81,28 +88,40 @@ class Registry:
             if not value:
                 problem = f"{field} is empty: name the worker and say where it listens"
                 raise StatusError(Reason.INVALID_FIELD, problem, field=field)
-        for other_id, lease in list(self._leases.items()):
-            if lease.address == address and other_id != worker_id:
-                del self._leases[other_id]
-        if worker_id not in self._leases and len(self._leases) >= self._max_members:
-            raise StatusError(
-                Reason.QUEUE_FULL,
-                f"this router has {self._max_members} workers, as many as it takes; register with another one",
-                retry_after_s=self.lease_s,
-            )
+        before = self._leases.get(worker_id)
+        is_renewal = before is not None and before.address == address
+        if not is_renewal:
+            self._end(self._holders.get(address, worker_id))
+            self._end(worker_id)
+            if len(self._static) + len(self._leases) >= self._max_workers:
+                raise StatusError(
+                    Reason.QUEUE_FULL,
+                    f"this router has {self._max_workers} workers, as many as its --max-workers allows; raise it, or "
+                    "register with another router",
+                    retry_after_s=self.lease_s,
+                )
         self._leases[worker_id] = _Lease(address, now_s + self.lease_s)
+        self._holders[address] = worker_id
+        return not is_renewal
 
-    def deregister(self, worker_id: str, address: str) -> None:
-        """End a lease, if it is still the one of this address."""
+    def deregister(self, worker_id: str, address: str) -> bool:
+        """End a lease, if it is still the one of this address; whether it was."""
         lease = self._leases.get(worker_id)
-        if lease is not None and lease.address == address:
-            del self._leases[worker_id]
+        if lease is None or lease.address != address:
+            return False
+        self._end(worker_id)
+        return True
 
     def expire(self, now_s: float) -> None:
         """End the leases that were not renewed in time."""
         for worker_id, lease in list(self._leases.items()):
             if lease.ends_at_s <= now_s:
-                del self._leases[worker_id]
+                self._end(worker_id)
+
+    def _end(self, worker_id: str) -> None:
+        lease = self._leases.pop(worker_id, None)
+        if lease is not None:
+            del self._holders[lease.address]
 
     def members(self) -> dict[str, Member]:
         """Address -> member, one for each address."""

@@ -16,30 +16,40 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from headrace.common.telemetry.logs import NO_REQUEST, request_id_of, request_id_var
+from headrace.common.telemetry.span import Span
+from headrace.common.telemetry.tracing import serving_span, traceparent_of
+from headrace.common.transport.channels import PLAIN, SERVER_OPTIONS, Transport
+from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
+from headrace.common.transport.session_server import SessionServer
+from headrace.common.transport.sessions import CallContext
+from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import router_pb2
-from headrace.protos.introspection import add_introspection, set_serving, start_probe
-from headrace.protos.logs import NO_REQUEST, request_id_of, request_id_var
-from headrace.protos.session_server import SessionServer
-from headrace.protos.sessions import CallContext
 from headrace.protos.status import Reason, StatusError, abort
-from headrace.protos.tracing import Span, serving_span, traceparent_of
-from headrace.protos.transport import PLAIN, SERVER_OPTIONS, Transport
 from headrace.router.admission import Admission, AdmissionConfig
 from headrace.router.explain import explain
 from headrace.router.fleet import Fleet
 from headrace.router.forwarding import Forwarding, ForwardingConfig, Metadata, UpstreamError, Verdict, verdict_of
+from headrace.router.leases import LeaseReader
 from headrace.router.links import LinkState
+from headrace.router.membership import check_target
 from headrace.router.metrics import RequestLoad, RouterMetrics
 
 log = logging.getLogger(__name__)
 
 INFERENCE = "headrace.v1.Inference"
 ROUTER = "headrace.v1.Router"
+REDIS = "redis"
+"""No service: what health tells of the Redis with the leases, where there is one."""
 GENERATE_SPAN = f"{INFERENCE}/Generate"
 PASSED_ON_METADATA = ("x-request-id", "traceparent")
 _HEALTH_POLL_S = 5.0
 # Calls at a time besides Generate; more are refused before their messages are kept.
 _OTHER_CALLS = 2048
+# Calls of Explain at a time.
+_MAX_EXPLAINING = 8
+# Requests of at most so many bytes are read before they are judged.
+_SMALL_BYTES = 1 << 20
 
 _Methods: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -60,6 +70,19 @@ def passed_on(context: _GenerateContext) -> Metadata:
     return tuple((key, value) for key, value in received if key in PASSED_ON_METADATA)
 
 
+def check_size(fleet: Fleet, num_bytes: int) -> None:
+    """Raise StatusError (CONTEXT_TOO_LONG) for a request that is too large for every model here. It is not read for
+    that: reading 16 MB holds the event loop for a tenth of a second."""
+    if num_bytes <= _SMALL_BYTES:
+        return
+    most = fleet.max_request_bytes
+    if most is not None and num_bytes > most:
+        problem = (
+            f"the request has {num_bytes} bytes; no request that fits into the context of a model here has over {most}"
+        )
+        raise StatusError(Reason.CONTEXT_TOO_LONG, problem, field="token_ids")
+
+
 class InferenceService:
     """Inference.Generate over the fleet. At most `max_in_flight` requests at a time, waiting ones included, of
     `max_request_bytes` on the wire together; what is kept of a request is a small multiple of that."""
@@ -77,20 +100,24 @@ class InferenceService:
         self._metrics = metrics
         self._config = config
         self.bounds = bounds
-        self.sessions = SessionServer(self.generate)
+        self.sessions = SessionServer(self.serve)
         self.num_in_flight = 0
         self.num_bytes = 0
 
     async def generate(self, raw: bytes, context: _GenerateContext) -> None:
+        """Serve one call of Generate."""
+        await self.serve(WireRequest(raw), context)
+
+    async def serve(self, wire: WireRequest, context: _GenerateContext) -> None:
         """Serve one call; its end is counted by status."""
         metadata = cast("Metadata", tuple(context.invocation_metadata() or ()))
         request_id_var.set(request_id_of(metadata) or NO_REQUEST)
         span = serving_span(GENERATE_SPAN, traceparent_of(metadata))
         code = grpc.StatusCode.CANCELLED
         self.num_in_flight += 1
-        self.num_bytes += len(raw)
+        self.num_bytes += wire.num_own_bytes
         try:
-            await self._forward(raw, context)
+            await self._forward(wire, context)
             code = grpc.StatusCode.OK
         except StatusError as error:
             code = error.row.grpc_code
@@ -108,11 +135,11 @@ class InferenceService:
             await abort(context, StatusError(Reason.INTERNAL, "the router failed; its log says where"))
         finally:
             self.num_in_flight -= 1
-            self.num_bytes -= len(raw)
+            self.num_bytes -= wire.num_own_bytes
             self._metrics.requests.labels(code.name).inc()
             _end(span, code)
 
-    async def _forward(self, raw: bytes, context: _GenerateContext) -> None:
+    async def _forward(self, wire: WireRequest, context: _GenerateContext) -> None:
         if self.sessions.is_ending:
             raise StatusError(Reason.DRAINING, "this router ends its work", retry_after_s=1.0)
         if self.num_in_flight > self.bounds.max_in_flight:
@@ -123,12 +150,13 @@ class InferenceService:
                 f"the requests in flight here have {self.bounds.max_request_bytes} bytes, as many as this router takes"
             )
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
+        check_size(self._fleet, wire.num_bytes)
         forwarding = Forwarding(
             self._fleet,
             self._admission,
             self._metrics,
             self._config,
-            raw,
+            wire,
             passed_on(context),
             context.write,
             context.time_remaining,
@@ -147,14 +175,18 @@ class InferenceService:
 class RouterService:
     """Router: who is there, and the tokenizer bundle of those who are."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, transport: Transport = PLAIN, leases: LeaseReader | None = None) -> None:
         self._fleet = fleet
+        self._transport = transport
+        self._leases = leases
+        self._num_explaining = 0
 
     async def list_models(
         self, request: router_pb2.ListModelsRequest, context: _Context
     ) -> router_pb2.ListModelsResponse:
-        """The models of live workers."""
-        return router_pb2.ListModelsResponse(models=self._fleet.models().values())
+        """The models of live workers, and how the Redis of their leases is."""
+        redis = router_pb2.REDIS_STATE_UNSPECIFIED if self._leases is None else self._leases.state
+        return router_pb2.ListModelsResponse(models=self._fleet.models().values(), redis=redis)
 
     async def list_workers(
         self, request: router_pb2.ListWorkersRequest, context: _Context
@@ -165,6 +197,8 @@ class RouterService:
     async def register(self, request: router_pb2.RegisterRequest, context: _Context) -> router_pb2.RegisterResponse:
         """Add a worker or renew its lease."""
         try:
+            if not self._transport.knows_callers:
+                check_target(request.address, context.peer())
             lease_s = self._fleet.register(request.worker_id, request.address)
         except StatusError as error:
             await abort(context, error)
@@ -177,12 +211,19 @@ class RouterService:
         self._fleet.deregister(request.worker_id, request.address)
         return router_pb2.DeregisterResponse()
 
-    async def explain(self, request: router_pb2.ExplainRequest, context: _Context) -> router_pb2.ExplainResponse:
-        """Where a request would go now."""
+    async def explain(self, raw: bytes, context: _Context) -> router_pb2.ExplainResponse:
+        """Where a request would go now. A few at a time: each costs as much as a placement."""
+        self._num_explaining += 1
         try:
-            return explain(self._fleet, request)
+            if self._num_explaining > _MAX_EXPLAINING:
+                problem = f"this router explains {_MAX_EXPLAINING} placements at a time; ask again in a moment"
+                raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=0.1)
+            check_size(self._fleet, len(raw))
+            return await explain(self._fleet, _explain_request(raw))
         except StatusError as error:
             await abort(context, error)
+        finally:
+            self._num_explaining -= 1
 
     async def get_tokenizer(self, raw: bytes, context: _Context) -> AsyncIterator[bytes]:
         """Pass on a bundle from a worker that has it. The messages of both services are the same on the wire."""
@@ -230,10 +271,17 @@ class RouterService:
             "ListWorkers": unary(self.list_workers, pb.ListWorkersRequest.FromString, serialize),
             "Register": unary(self.register, pb.RegisterRequest.FromString, serialize),
             "Deregister": unary(self.deregister, pb.DeregisterRequest.FromString, serialize),
-            "Explain": unary(self.explain, pb.ExplainRequest.FromString, serialize),
+            "Explain": unary(self.explain, None, serialize),
             "GetTokenizer": grpc.unary_stream_rpc_method_handler(self.get_tokenizer),
         }
         return grpc.method_handlers_generic_handler(ROUTER, methods)
+
+
+def _explain_request(raw: bytes) -> router_pb2.ExplainRequest:
+    try:
+        return router_pb2.ExplainRequest.FromString(raw)
+    except DecodeError:
+        raise StatusError(Reason.INVALID_FIELD, "the body is not an ExplainRequest of headrace.v1") from None
 
 
 def _end(span: Span, code: grpc.StatusCode) -> None:
@@ -251,7 +299,7 @@ class RouterServer:
     """A listening router: both services, health and reflection.
 
     `bind` and `start` in this order; `stop` ends it. Health of Inference follows the fleet: SERVING while at least one
-    worker is ready.
+    worker is ready. With leases there is one of `REDIS`, SERVING while they can be read and renewed.
     """
 
     def __init__(
@@ -262,8 +310,10 @@ class RouterServer:
         admission: AdmissionConfig,
         bounds: RequestBounds = RequestBounds(),
         transport: Transport = PLAIN,
+        leases: LeaseReader | None = None,
     ) -> None:
         self._fleet = fleet
+        self._leases = leases
         self._transport = transport
         self.admission = Admission(fleet, admission)
         self.inference = InferenceService(fleet, self.admission, metrics, forwarding, bounds)
@@ -273,7 +323,9 @@ class RouterServer:
         self._server = grpc.aio.server(
             interceptors=transport.interceptors(), options=SERVER_OPTIONS, maximum_concurrent_rpcs=most
         )
-        self._server.add_generic_rpc_handlers((self.inference.handler(), RouterService(fleet).handler()))
+        self._server.add_generic_rpc_handlers(
+            (self.inference.handler(), RouterService(fleet, transport, leases).handler())
+        )
         self._health = add_introspection(self._server, [INFERENCE, ROUTER])
         self._health_task: asyncio.Task[None] | None = None
         self._probe: grpc.aio.Server | None = None
@@ -320,4 +372,7 @@ class RouterServer:
         while True:
             status = health_pb2.HealthCheckResponse
             await self._health.set(INFERENCE, status.SERVING if self._fleet.num_ready else status.NOT_SERVING)
+            if self._leases is not None:
+                is_ok = self._leases.state == router_pb2.REDIS_STATE_OK
+                await self._health.set(REDIS, status.SERVING if is_ok else status.NOT_SERVING)
             await self._fleet.changed(_HEALTH_POLL_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.protos.tracing import Span
+from headrace.common.telemetry.span import Span
 from headrace.router.fleet import PlacedRequest
 from headrace.router.policy import CostTerms
 
@@ -20,16 +20,15 @@ def describe_placement(span: Span, placed: PlacedRequest) -> None:
             "headrace.placement.worker": placed.link.worker_id,
             "headrace.placement.reason": placement.reason.value,
             "headrace.placement.predicted_cached_tokens": placement.predicted_cached_tokens,
-            "headrace.placement.num_candidates": len(placement.worker_ids),
+            "headrace.placement.num_candidates": placement.num_candidates,
             "headrace.placement.decision_us": 1e6 * placed.decision_s,
             **_terms(placement.cost),
         }
     )
-    cached_tokens = placement.cached_tokens
-    cheapest = sorted(placement.costs.items(), key=lambda item: item[1].total_ms)
-    for address, cost in cheapest[:MAX_CANDIDATES]:
-        cached = cached_tokens[address]
-        span.event("candidate", {"server.address": address, "headrace.cached_tokens": cached, **_terms(cost)})
+    for weighed in placement.weighed:
+        cached = weighed.num_cached_tokens
+        attributes: dict[str, str | float] = {"server.address": weighed.worker_id, "headrace.cached_tokens": cached}
+        span.event("candidate", {**attributes, **_terms(weighed.cost)})
 
 
 def _terms(cost: CostTerms) -> dict[str, float]:

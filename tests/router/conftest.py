@@ -13,6 +13,7 @@ from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2_grpc
 from headrace.router.admission import AdmissionConfig
 from headrace.router.fleet import Fleet, FleetConfig
 from headrace.router.forwarding import ForwardingConfig
+from headrace.router.leases import LeaseReader
 from headrace.router.metrics import RouterMetrics
 from headrace.router.registry import Registry
 from headrace.router.service import RequestBounds, RouterServer
@@ -25,13 +26,22 @@ class RunningRouter:
     """A listening router with its insides open, and a client's channel to it."""
 
     def __init__(
-        self, workers: list[FakeWorker], *, lease_s: float, bounds: RequestBounds, admission: AdmissionConfig
+        self,
+        workers: list[FakeWorker],
+        *,
+        lease_s: float,
+        bounds: RequestBounds,
+        admission: AdmissionConfig,
+        plain_grpc: bool = False,
+        leases: LeaseReader | None = None,
     ) -> None:
         registry = Registry([worker.address for worker in workers], lease_s=lease_s)
-        self.fleet = Fleet(registry, FleetConfig(heartbeat_ms=HEARTBEAT_MS), rng=random.Random(1))
+        self.fleet = Fleet(
+            registry, FleetConfig(heartbeat_ms=HEARTBEAT_MS, plain_grpc=plain_grpc), rng=random.Random(1)
+        )
         self.metrics = RouterMetrics()
         self.metrics.observe(self.fleet)
-        self.server = RouterServer(self.fleet, self.metrics, ForwardingConfig(), admission, bounds)
+        self.server = RouterServer(self.fleet, self.metrics, ForwardingConfig(), admission, bounds, leases=leases)
         self.port = self.server.bind("127.0.0.1:0")
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
@@ -109,11 +119,15 @@ async def start_router() -> AsyncIterator[StartRouter]:
         capacity_wait_s: float = 5.0,
         max_in_flight: int = 1000,
         max_request_bytes: int = 1 << 26,
+        plain_grpc: bool = False,
+        leases: LeaseReader | None = None,
         **admission: Any,
     ) -> RunningRouter:
         bounds = RequestBounds(max_in_flight, max_request_bytes)
         config = AdmissionConfig(capacity_wait_s=capacity_wait_s, **admission)
-        router = RunningRouter(list(workers), lease_s=lease_s, bounds=bounds, admission=config)
+        router = RunningRouter(
+            list(workers), lease_s=lease_s, bounds=bounds, admission=config, plain_grpc=plain_grpc, leases=leases
+        )
         routers.append(router)
         await router.server.start()
         await router.until_ready(len(workers))

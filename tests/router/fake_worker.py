@@ -10,10 +10,11 @@ from typing import Any
 
 import grpc
 
+from headrace.common.transport.session_server import SessionServer, handler_of, whole
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.protos.session_server import SessionServer, handler_of
-from headrace.protos.status import StatusError, abort
+from headrace.protos.model_identity import model_identity
+from headrace.protos.status import Reason, StatusError, abort
 
 BLOCK_SIZE = 4
 EOS = 2
@@ -45,13 +46,15 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
     bound); at 0 a stream waits, so a test decides where exactly a death falls.
     """
 
-    def __init__(self, name: str = "w", *, model: str = "m", fingerprint: str = "f" * 64) -> None:
+    def __init__(
+        self, name: str = "w", *, model: str = "m", fingerprint: str = "f" * 64, tokenizer_sha256: str = "ab" * 32
+    ) -> None:
         self.name = name
         self.card = worker_pb2.ModelCard(
             name=model,
             fingerprint=fingerprint,
-            tokenizer_sha256="ab" * 32,
-            max_context_tokens=1000,
+            tokenizer_sha256=tokenizer_sha256,
+            max_context_tokens=4096,
             vocab_size=20_000,
             block_size=BLOCK_SIZE,
             eos_token_ids=[EOS],
@@ -64,6 +67,8 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.budget: int | None = None
         self.eos_at: int | None = None  # position at which EOS is generated
         self.error: StatusError | None = None  # answer of every Generate
+        self.gives_back: worker_pb2.GivenBack | None = None  # answer of every Generate that may be given back
+        self.num_watchers = 0  # as Watch tells it
         self.bare_error: tuple[grpc.StatusCode, str] | None = None
         self.start_pos_offset = 0
         self.withhold_finish = False
@@ -79,6 +84,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self._watchers: list[asyncio.Queue[worker_pb2.WatchResponse]] = []
         self.is_silent = False
         self.has_sessions = True
+        self.num_sessions = 0
         self.skip_sequence = False
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -133,7 +139,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         while True:
             while self.is_silent:
                 await asyncio.sleep(0.01)
-            report.epoch, report.sequence = self.epoch, sequence
+            report.epoch, report.sequence, report.num_watchers = self.epoch, sequence, self.num_watchers
             yield report
             sequence += 1
             if self.skip_sequence:
@@ -145,14 +151,16 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             except TimeoutError:
                 report = worker_pb2.WatchResponse(load=self.load)
 
-    def report(self, stored: Sequence[int] = (), evicted: Sequence[int] = (), **load: Any) -> None:
+    def report(
+        self, stored: Sequence[int] = (), evicted: Sequence[int] = (), placement_ids: Sequence[int] = (), **load: Any
+    ) -> None:
         """Say at once what changed."""
         self.cached = (self.cached - set(evicted)) | set(stored)
         for name, value in load.items():
             setattr(self.load, name, value)
         events = worker_pb2.KvEvents(stored=stored, evicted=evicted)
         for queue in self._watchers:
-            queue.put_nowait(worker_pb2.WatchResponse(kv_events=events, load=self.load))
+            queue.put_nowait(worker_pb2.WatchResponse(kv_events=events, load=self.load, placement_ids=placement_ids))
 
     def store(self, tokens: Sequence[int]) -> None:
         """Hold the blocks of this prompt, and say so."""
@@ -163,13 +171,17 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
     async def Session(self, request_iterator: Any, context: Any) -> None:
         if not self.has_sessions:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
-        await SessionServer(handler_of(self.Generate)).serve(request_iterator, context)
+        self.num_sessions += 1
+        await SessionServer(handler_of(self.Generate, whole)).serve(request_iterator, context)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Any:
         self.requests.append(request.SerializeToString())
         self.metadata.append(dict(context.invocation_metadata() or ()))
         if self.error is not None:
             await abort(context, self.error)
+        if self.gives_back is not None and request.belief.HasField("slack_ms"):
+            self.gives_back.epoch = self.epoch
+            await abort(context, StatusError(Reason.GIVEN_BACK, "it is busier", detail=self.gives_back))
         if self.bare_error is not None:
             await context.abort(*self.bare_error)
         self.num_running += 1
@@ -199,7 +211,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             token = EOS if position == self.eos_at else token_at(request.token_ids, position)
             message = inference_pb2.GenerateResponse(start_pos=position + self.start_pos_offset, token_ids=[token])
             if first:
-                message.num_cached_tokens, first = 0, False
+                message.num_cached_tokens, message.model_identity, first = 0, model_identity(self.card), False
             yield message
             position += 1
             if token == EOS:

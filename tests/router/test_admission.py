@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -60,6 +61,25 @@ async def test_a_request_waits_while_all_workers_are_full_and_goes_when_one_has_
     await router.until_idle()
 
 
+async def test_who_waits_is_told_that_the_tokenizer_of_its_prompt_is_gone(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    old, new = await start_worker("old"), await start_worker("new", tokenizer_sha256="cd" * 32)
+    router = await start_router(old, new)
+    old.report(num_running=16, **FULL)
+    await until_full(router, new)
+    gone = asyncio.create_task(failure_of(router.call([*PROMPT, 1], tokenizer_sha256="cd" * 32)))
+    await until(lambda: router.server.admission.num_waiting == 1)
+    waiting = await asked(router, 2, tokenizer_sha256="ab" * 32)
+    await new.kill()
+    await router.until_ready(1)
+    old.report(**ROOM)
+    assert (await gone).reason is Reason.MODEL_CHANGED
+    assert (await waiting)[0] == answer([*PROMPT, 2], 20), "it does not wait behind the other"
+    assert len(old.requests) == 1
+    await router.until_idle()
+
+
 async def test_one_worker_with_room_is_enough_not_to_wait(start_router: StartRouter, start_worker: StartWorker) -> None:
     full, free = [await start_worker(name) for name in "ab"]
     router = await start_router(full, free)
@@ -113,32 +133,52 @@ async def test_those_that_wait_go_by_priority_and_in_turn_between_tenants(
     assert prompts_of(worker) == [8, 1, 4, 7, 5, 2, 6, 3]
 
 
-async def test_a_deadline_that_cannot_be_met_is_refused_with_the_time_to_come_back(
+async def test_a_tenant_whose_clients_give_up_and_ask_again_keeps_its_share(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
     worker = await start_worker()
+    worker.load.max_num_seqs = 1
     router = await start_router(worker)
-    # At 1000 tokens/s; each of the nine delays the prompt by no more than it takes itself.
-    worker.report(num_running=9, num_uncached_tokens=10_000)
-    await until(lambda: router.fleet.links()[0].load.num_uncached_tokens)
-    request = inference_pb2.GenerateRequest(token_ids=LONG_PROMPT)
-    error = await failure_of(router.inference.Generate(request, timeout=3))
-    assert error.reason is Reason.QUEUE_FULL
-    assert error.retry_after_s is not None
-    assert 6 < error.retry_after_s <= 7.1
-    assert not worker.requests
-    assert await collected(router.inference.Generate(request, timeout=30))
+    await until_full(router, worker)
+    tasks = [await asked(router, number, tenant="patient") for number in (1, 2, 3)]
+    for _ in range(5):
+        gives_up = router.call([*PROMPT, 4], tenant="impatient")
+        await until(lambda: router.server.admission.num_waiting == 4)
+        gives_up.cancel()
+        await until(lambda: router.server.admission.num_waiting == 3)
+    tasks.append(await asked(router, 4, tenant="impatient"))
+    worker.report(**ROOM)
+    for task in tasks:
+        await task
+    assert prompts_of(worker) == [1, 4, 2, 3]
 
 
-async def test_nobody_waits_longer_than_the_router_lets_anyone_wait(
+async def test_a_worker_is_told_how_long_a_request_may_still_wait_and_judges_it(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
     worker = await start_worker()
     router = await start_router(worker, max_ttft_s=5.0)
-    worker.report(num_running=7, num_uncached_tokens=10_000)
+    # At 1000 tokens/s the prompt comes after what the router allows. Only the worker knows what of that is waiting.
+    worker.report(num_running=9, num_uncached_tokens=100_000)
     await until(lambda: router.fleet.links()[0].load.num_uncached_tokens)
-    error = await failure_of(router.call(LONG_PROMPT))
-    assert (error.reason, "--max-ttft" in error.message) == (Reason.QUEUE_FULL, True)
+    await collected(router.call(LONG_PROMPT))
+    await collected(router.call(LONG_PROMPT, max_wait_ms=300))
+    await collected(router.call(LONG_PROMPT, max_wait_ms=9000))
+    told = [inference_pb2.GenerateRequest.FromString(raw).max_wait_ms for raw in worker.requests]
+    assert [0 < ms <= most for ms, most in zip(told, (5000, 300, 5000), strict=True)] == [True] * 3
+
+
+async def test_a_refusal_of_all_workers_is_passed_on_with_its_time_to_come_back(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in ("a", "b")]
+    for worker in workers:
+        worker.error = StatusError(Reason.QUEUE_FULL, "it would wait for too long", retry_after_s=7.0)
+    router = await start_router(*workers)
+    error = await failure_of(router.call(PROMPT))
+    assert (error.reason, error.retry_after_s) == (Reason.QUEUE_FULL, 7.0)
+    assert [len(worker.requests) for worker in workers] == [1, 1]
+    await router.until_idle()
 
 
 async def test_a_slower_worker_in_time_is_better_than_a_cheaper_one_too_late(
@@ -308,3 +348,32 @@ async def test_what_waits_and_what_was_refused_is_counted(start_router: StartRou
     worker.report(**ROOM)
     await waiting
     assert value("requests_waiting") == 0
+
+
+async def test_a_restart_of_the_only_worker_does_not_count_as_waiting_for_room(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_ttft_s=3.0, capacity_wait_s=1000.0)
+    await worker.kill()
+    await until(lambda: router.fleet.num_ready == 0)
+    waiting = await asked(router, 1)
+    router.server.admission._clock = lambda: time.monotonic() + 9.0
+    await worker.restart()
+    tokens, _ = await waiting
+    assert tokens == answer([*PROMPT, 1], 20)
+
+
+async def test_that_requests_wait_for_a_worker_is_told_to_the_operator_once(
+    start_router: StartRouter, start_worker: StartWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, capacity_wait_s=0.1)
+    await worker.kill()
+    await until(lambda: router.fleet.num_ready == 0)
+    for _ in range(3):
+        error = await failure_of(router.call(PROMPT, model="m"))
+        assert error.reason is Reason.NO_CAPACITY
+        assert "try again" in error.message
+    told = [one.getMessage() for one in caplog.records if "wait" in one.getMessage()]
+    assert told == ["requests for m wait: none of its workers takes requests"]

@@ -7,6 +7,7 @@ import pytest
 
 from headrace.protos import router_pb2
 from headrace.protos.status import Reason, error_of
+from headrace.router import service
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, until
 
@@ -91,3 +92,24 @@ async def test_what_cannot_be_explained_is_refused_with_the_field(
         await router.router.Explain(asked)
     error = error_of(caught.value)
     assert (error.reason, error.field) == (reason, field)
+
+
+async def test_only_a_few_placements_are_explained_at_a_time(
+    start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_MAX_EXPLAINING", 0)
+    router = await start_router(await start_worker())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.router.Explain(router_pb2.ExplainRequest(token_ids=PROMPT))
+    assert error_of(caught.value).reason is Reason.QUEUE_FULL
+
+
+async def test_a_prompt_that_no_context_holds_is_not_explained(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    for size in (worker.card.max_context_tokens, 5_000_000):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.router.Explain(router_pb2.ExplainRequest(token_ids=[5] * size))
+        assert error_of(caught.value).reason is Reason.CONTEXT_TOO_LONG

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.router.fair_queue import FairQueue
+from headrace.router.fair_queue import Entry, FairQueue
 
 
 def drained(queue: FairQueue[str]) -> list[str]:
@@ -80,12 +81,12 @@ def test_the_greediest_of_the_lowest_priority_gives_way() -> None:
     queue.push("vip", tenant="v", priority=9, charge=1)
     newest = queue.to_displace("b", 0)
     assert newest is not None
-    assert queue.item_of(newest) == "a2"
+    assert newest.item == "a2"
     assert queue.to_displace("a", 0) is None
     assert queue.to_displace("b", -1) is None
     urgent = queue.to_displace("a", 1)
     assert urgent is not None
-    assert queue.item_of(urgent) == "a2"
+    assert urgent.item == "a2"
 
 
 def test_equals_do_not_displace_each_other_in_turn() -> None:
@@ -106,7 +107,7 @@ Operation = st.one_of(
 @given(st.lists(Operation, max_size=80))
 def test_whatever_happens_each_item_leaves_once_and_tenants_stay_in_order(operations: list[tuple[object, ...]]) -> None:
     queue: FairQueue[int] = FairQueue({"a": 2.0})
-    inside: dict[int, object] = {}
+    inside: dict[int, Entry[int]] = {}
     for number, (what, *rest) in enumerate(operations):
         if what == "push":
             tenant, priority, charge = rest
@@ -115,15 +116,86 @@ def test_whatever_happens_each_item_leaves_once_and_tenants_stay_in_order(operat
             entry = queue.push(number, tenant=str(tenant), priority=int(str(priority)), charge=float(str(charge)))
             inside[number] = entry
         elif what == "pop" and inside:
-            item = queue.pop()
-            entry = inside.pop(item)
-            assert entry == min([entry, *inside.values()])  # type: ignore[type-var]
+            taken = inside.pop(queue.pop())
+            for entry in inside.values():
+                assert entry.priority <= taken.priority
+                if (entry.priority, entry.tenant) == (taken.priority, taken.tenant):
+                    assert entry.number > taken.number
         elif what == "remove" and inside:
             victim = list(inside)[int(str(rest[0])) % len(inside)]
-            queue.remove(inside.pop(victim))  # type: ignore[arg-type]
+            queue.remove(inside.pop(victim))
         queue.check()
         assert len(queue) == len(inside)
-    order = []
-    while queue.first() is not None:
-        order.append(queue.pop())
-    assert sorted(order) == sorted(inside)
+    assert sorted(drained(queue)) == sorted(inside)
+
+
+@given(st.lists(Operation, max_size=40), st.sampled_from("abcd"), st.integers(-1, 1))
+def test_the_number_ahead_is_the_number_that_goes_before(
+    operations: list[tuple[object, ...]], tenant: str, priority: int
+) -> None:
+    queue: FairQueue[int] = FairQueue({"a": 2.0, "b": 0.3})
+    entries: list[Entry[int]] = []
+    for what, *rest in operations:
+        if what == "push":
+            charge = float(str(rest[2]))
+            entries.append(queue.push(0, tenant=str(rest[0]), priority=int(str(rest[1])), charge=charge))
+        elif what == "pop" and len(queue):
+            queue.pop()
+        elif what == "remove" and entries:
+            queue.remove(entries[int(str(rest[0])) % len(entries)])
+    ahead = queue.num_ahead(tenant, priority)
+    queue.push(1, tenant=tenant, priority=priority, charge=1)
+    assert drained(queue).index(1) == ahead
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 30), st.floats(1, 50)), min_size=2, max_size=4),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=30, deadline=None)
+def test_shares_follow_weights_however_many_give_up_and_try_again(
+    tenants: list[tuple[int, int, float]], seed: int
+) -> None:
+    """Each tenant keeps some requests waiting; one that is not served in so many turns gives up, and another comes."""
+    weights = {str(number): float(weight) for number, (weight, _, _) in enumerate(tenants)}
+    queue: FairQueue[str] = FairQueue(weights)
+    rng = random.Random(seed)
+    waiting: dict[str, list[tuple[int, Entry[str]]]] = {name: [] for name in weights}
+    served = dict.fromkeys(weights, 0.0)
+    for turn in range(150):
+        for (name, entries), (_, patience, charge) in zip(waiting.items(), tenants, strict=True):
+            for until, entry in entries:
+                if until <= turn:
+                    queue.remove(entry)
+            entries[:] = [(until, entry) for until, entry in entries if until > turn and entry in queue]
+            while len(entries) < 4:
+                entry = queue.push(name, tenant=name, priority=0, charge=rng.uniform(0.5, 1.0) * charge)
+                entries.append((turn + patience, entry))
+        entry = queue.first()
+        assert entry is not None
+        served[queue.pop()] += entry.charge / weights[entry.tenant]
+        queue.check()
+    # The bound of start-time fair queueing, at any moment: one entry of each.
+    slack = max(charge / weight for weight, _, charge in tenants)
+    assert max(served.values()) - min(served.values()) <= 2 * slack + 1e-6
+
+
+def test_entries_that_gave_up_leave_nothing_behind() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("patient", tenant="a", priority=1, charge=1)
+    for number in range(1000):
+        queue.remove(queue.push("impatient", tenant=f"b{number % 50}", priority=0, charge=100))
+        queue.remove(queue.push("impatient", tenant=f"b{number % 50}", priority=1, charge=100))
+        queue.check()
+    assert len(queue) == 1
+
+
+def test_work_of_a_higher_priority_does_not_put_newcomers_of_a_lower_one_back() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(4):
+        queue.push("old", tenant="old", priority=0, charge=10)
+    for _ in range(100):
+        queue.push("vip", tenant="vip", priority=1, charge=10)
+        queue.pop()
+    queue.push("new", tenant="new", priority=0, charge=10)
+    assert drained(queue)[:2] == ["old", "new"]

@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.protos import inference_pb2
+from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError, error_of
+from headrace.router.beliefs import MAX_GIVEN_BACK
 from tests.router.conftest import StartRouter, StartWorker, collected
 from tests.router.fake_worker import BLOCK_SIZE, EOS, FakeWorker, answer, until
 
@@ -36,7 +37,12 @@ async def test_bytes_pass_unchanged_in_both_directions(start_router: StartRouter
     # An unknown field, as a newer client would send it, has to arrive too.
     raw = request.SerializeToString() + b"\xfa\x01\x03new"
     received = [message async for message in router.channel.unary_stream("/headrace.v1.Inference/Generate")(raw)]
-    assert worker.requests == [raw]
+    (arrived,) = map(inference_pb2.GenerateRequest.FromString, worker.requests)
+    assert arrived.max_wait_ms > 0, "the router's own word"
+    assert arrived.belief.placement_id > 0, "and what it is known by"
+    arrived.ClearField("max_wait_ms")
+    arrived.ClearField("belief")
+    assert arrived.SerializeToString() == raw
     assert received == worker.sent
     assert len(received) == 6
 
@@ -97,6 +103,66 @@ async def test_a_burst_of_cold_siblings_stays_together_and_strangers_spread(
     assert [len(worker.requests) for worker in workers] == [2, 2]
     for call in calls:
         call.cancel()
+
+
+async def test_a_request_that_is_given_back_is_placed_again_with_what_its_worker_has(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    warm, other = [await start_worker(name) for name in ("warm", "other")]
+    for worker in (warm, other):
+        worker.num_watchers = 2
+    router = await start_router(warm, other)
+    warm.store(PROMPT)
+    await until(lambda: len(router.fleet.index) == 2)
+    busy = worker_pb2.Load(num_arrived=3, arrived_tokens=100_000, version=9)
+    busy.MergeFrom(warm.load)
+    warm.gives_back = worker_pb2.GivenBack(load=busy)
+    prompt = [*PROMPT, *range(100, 140)]
+    tokens, _ = await router.generate(prompt)
+    assert tokens == answer(prompt, 20)
+    (first,), (second,) = requests_of(warm), requests_of(other)
+    assert (first.belief.num_requests, first.belief.num_uncached_tokens) == (0, 0)
+    assert first.belief.slack_ms > 0
+    assert first.belief.num_cached_tokens == 2 * BLOCK_SIZE
+    assert second.belief.num_cached_tokens == 0
+    assert (second.attempt, list(second.token_ids)) == (0, prompt), "nobody has taken it before"
+    assert router.metrics.given_back._value.get() == 1
+    assert router.metrics.resumes._value.get() == 0
+    assert all(counter._value.get() == 0 for counter in router.metrics.worker_refusals.values())
+    loads = {link.worker_id: link.load for link in router.fleet.links()}
+    assert (loads["warm"].num_arrived, loads["warm"].arrived_tokens) == (3, 100_000)
+    await router.generate(prompt)
+    assert len(other.requests) == 2, "the blocks are expected where the request went"
+    warm.report()  # older than what is known
+    warm.report(stored=[1])
+    await until(lambda: len(router.fleet.index) == 3)
+    assert {link.worker_id: link.load for link in router.fleet.links()}["warm"].num_arrived == 3
+    warm.report(version=10)
+    await until(lambda: not any(link.load.num_arrived for link in router.fleet.links()))
+    await router.until_idle()
+
+
+async def test_a_request_is_not_given_back_for_ever(start_router: StartRouter, start_worker: StartWorker) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    for worker in workers:
+        worker.num_watchers = 2
+        worker.gives_back = worker_pb2.GivenBack(load=worker.load)
+    router = await start_router(*workers)
+    assert (await router.generate(PROMPT))[0] == answer(PROMPT, 20)
+    assert sum(len(worker.requests) for worker in workers) == MAX_GIVEN_BACK + 1
+    await router.until_idle()
+
+
+async def test_a_router_that_is_alone_allows_nothing_to_be_given_back(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    for worker in workers:
+        worker.num_watchers = 1
+        worker.gives_back = worker_pb2.GivenBack(load=worker.load)
+    router = await start_router(*workers)
+    await router.generate(PROMPT)
+    assert sum(len(worker.requests) for worker in workers) == 1
 
 
 async def test_a_session_stays_on_its_worker(start_router: StartRouter, start_worker: StartWorker) -> None:
@@ -166,11 +232,12 @@ async def test_a_resumption_counts_on_from_what_the_client_resumed(
     assert requests_of(other)[0].attempt == 4
 
 
+@pytest.mark.parametrize("plain_grpc", [False, True])
 async def test_a_hanging_worker_is_given_up_and_the_answer_goes_on_elsewhere(
-    start_router: StartRouter, start_worker: StartWorker
+    start_router: StartRouter, start_worker: StartWorker, plain_grpc: bool
 ) -> None:
     workers = [await start_worker(name) for name in "ab"]
-    router = await start_router(*workers)
+    router = await start_router(*workers, plain_grpc=plain_grpc)
     for worker in workers:
         worker.budget = 5
     answered = asyncio.create_task(router.generate(PROMPT))
@@ -182,6 +249,7 @@ async def test_a_hanging_worker_is_given_up_and_the_answer_goes_on_elsewhere(
     assert tokens == answer(PROMPT, 20)
     await until(lambda: victim.num_running == 0)
     await router.until_idle()
+    assert (victim.num_sessions, other.num_sessions) == ((0, 0) if plain_grpc else (1, 1))
 
 
 async def test_a_lost_finish_is_made_up_for_when_the_last_token_ends_the_answer(
@@ -261,7 +329,7 @@ async def test_no_capacity_is_said_with_a_time_to_retry(start_router: StartRoute
     empty = await start_router(capacity_wait_s=0.1)
     error = await failure_of(empty.call(PROMPT))
     assert error.reason is Reason.NO_CAPACITY
-    assert "--worker" in error.message
+    assert "--" not in error.message, "flags are for operators"
     await router.until_idle()
 
 
@@ -274,6 +342,41 @@ async def test_workers_that_keep_dying_end_in_worker_lost(start_router: StartRou
     assert error.reason is Reason.WORKER_LOST
     assert sum(len(worker.requests) for worker in workers) == 4
     await router.until_idle()
+
+
+async def test_a_lone_worker_may_be_lost_often_while_it_brings_tokens(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.budget = 2
+    answered = asyncio.create_task(router.generate(PROMPT))
+    for _ in range(6):
+        await until(lambda: worker.is_stuck)
+        await worker.kill()
+        await until(lambda: router.fleet.num_ready == 0)
+        worker.budget = 2
+        await worker.restart()
+    worker.budget = None
+    assert (await answered)[0] == answer(PROMPT, 20)
+    await router.until_idle()
+
+
+async def test_a_new_router_takes_an_answer_that_has_begun_for_one_whose_worker_comes_back(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker("a", model="x")
+    tokens, identity = await begun(await start_router(worker), PROMPT)
+    other = await start_worker("b", model="y")
+    router = await start_router(other)
+    resumed = {"resume_token_ids": tokens, "attempt": 1, "model_identity": identity}
+    waiting = asyncio.create_task(router.generate(PROMPT, model="x", **resumed))
+    new = await failure_of(router.call(PROMPT, model="x"))
+    assert new.reason is Reason.MODEL_NOT_FOUND
+    assert not waiting.done()
+    router.fleet.register("a", worker.address)
+    rest, _ = await waiting
+    assert tokens + rest == answer(PROMPT, 20)
 
 
 async def test_an_unknown_model_is_named_with_those_there_are(
@@ -296,6 +399,28 @@ async def test_each_request_goes_to_a_worker_of_its_model(start_router: StartRou
     assert (len(x.requests), len(y.requests)) == (2, 1)
 
 
+async def test_a_prompt_goes_to_workers_with_the_tokenizer_that_made_it(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    old, new = await start_worker("old"), await start_worker("new", tokenizer_sha256="cd" * 32)
+    router = await start_router(old, new)
+    for i in range(6):
+        await router.generate([*PROMPT, i], tokenizer_sha256="cd" * 32)
+    assert (len(old.requests), len(new.requests)) == (0, 6)
+    new.store(PROMPT * 20)
+    await router.generate(PROMPT * 20, tokenizer_sha256="ab" * 32)
+    assert len(old.requests) == 1, "although the other has it cached"
+    failure = await failure_of(router.call(PROMPT, tokenizer_sha256="ef" * 32))
+    assert (failure.reason, failure.field, failure.retry_after_s) == (Reason.MODEL_CHANGED, "tokenizer_sha256", 2.0)
+    assert "a tokenizer that no worker of model 'm' has any more; ask again" in failure.message
+    await new.kill()
+    await router.until_ready(1)
+    failure = await failure_of(router.call(PROMPT, tokenizer_sha256="cd" * 32))
+    assert failure.reason is Reason.MODEL_CHANGED
+    assert (len(old.requests), len(new.requests)) == (1, 6)
+    await router.until_idle()
+
+
 async def test_an_answer_is_not_resumed_on_other_weights(start_router: StartRouter, start_worker: StartWorker) -> None:
     first = await start_worker("a")
     router = await start_router(first, capacity_wait_s=0.5)
@@ -306,8 +431,90 @@ async def test_an_answer_is_not_resumed_on_other_weights(start_router: StartRout
     router.fleet.register("b", other.address)
     await router.until_ready(2)
     await first.kill()
-    assert (await answered).reason is Reason.NO_CAPACITY
+    first.card.fingerprint = "d" * 64
+    await first.restart()
+    assert (await answered).reason is Reason.MODEL_CHANGED
     assert other.requests == []
+    assert len(first.requests) == 1
+
+
+async def test_an_answer_waits_for_its_own_worker_as_for_a_lone_one(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    first = await start_worker("a")
+    other = await start_worker("b", model="m", fingerprint="e" * 64)
+    router = await start_router(first, capacity_wait_s=0.3)
+    tokens, identity = await begun(router, PROMPT)
+    router.fleet.register("b", other.address)
+    await router.until_ready(2)
+    await first.kill()
+    await router.until_ready(1)
+
+    def again() -> Any:
+        return router.call(PROMPT, resume_token_ids=tokens, attempt=1, model_identity=identity)
+
+    assert (await failure_of(again())).reason is Reason.NO_CAPACITY, "a gateway asks again while its client waits"
+    await first.restart()
+    await router.until_ready(2)
+    rest, _ = await collected(again(), len(tokens))
+    assert tokens + rest == answer(PROMPT, 20)
+    assert other.requests == []
+
+
+async def begun(router: Any, prompt: list[int]) -> tuple[list[int], str]:
+    """The first three tokens of an answer and the identity that came with them, as a gateway knows them."""
+    call = router.call(prompt)
+    tokens: list[int] = []
+    identity = ""
+    async for message in call:
+        tokens.extend(message.token_ids)
+        identity = message.model_identity or identity
+        if len(tokens) == 3:
+            break
+    call.cancel()
+    return tokens, identity
+
+
+@pytest.mark.parametrize("changed", ["fingerprint", "tokenizer_sha256"])
+async def test_another_router_resumes_an_answer_with_the_model_that_began_it(
+    start_router: StartRouter, start_worker: StartWorker, changed: str
+) -> None:
+    old, new = await start_worker("old"), await start_worker("new", **{changed: "e" * 64})
+    first, second = await start_router(old), await start_router(old, new)
+    for i in range(20):
+        prompt = [*PROMPT, i]
+        tokens, identity = await begun(first, prompt)
+        rest, _ = await second.generate(prompt, resume_token_ids=tokens, attempt=1, model_identity=identity)
+        assert tokens + rest == answer(prompt, 20)
+    assert (len(old.requests), len(new.requests)) == (40, 0)
+
+
+async def test_an_answer_whose_model_is_gone_ends_with_what_to_do(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    old, new = await start_worker("old"), await start_worker("new", fingerprint="e" * 64)
+    first = await start_router(old)
+    tokens, identity = await begun(first, PROMPT)
+    second = await start_router(new, capacity_wait_s=0.2)
+    failure = await failure_of(second.call(PROMPT, resume_token_ids=tokens, attempt=1, model_identity=identity))
+    assert (failure.reason, new.requests) == (Reason.MODEL_CHANGED, [])
+    assert failure.retry_after_s
+    assert "ask again" in failure.message
+
+
+async def test_tokens_of_unknown_weights_are_not_continued_where_workers_differ(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    one = await start_worker("one")
+    router = await start_router(one)
+    rest, _ = await router.generate(PROMPT, resume_token_ids=answer(PROMPT, 3), attempt=1)
+    assert rest == answer(PROMPT, 20)[3:]
+    other = await start_worker("other", fingerprint="e" * 64)
+    router.fleet.register("other", other.address)
+    await router.until_ready(2)
+    failure = await failure_of(router.call(PROMPT, resume_token_ids=answer(PROMPT, 3), attempt=1))
+    assert failure.reason is Reason.MODEL_CHANGED
+    assert (len(one.requests), other.requests) == (1, [])
 
 
 @pytest.mark.parametrize("reason", [Reason.INVALID_FIELD, Reason.CONTEXT_TOO_LONG, Reason.INTERNAL, Reason.QUEUE_FULL])

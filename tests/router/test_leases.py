@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
+from headrace.router.fleet import Fleet, FleetConfig
 from headrace.router.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, parse_lease
 from headrace.router.registry import Registry, SharedLeases
 from tests.redis_server import RedisServer, RedisWithSentinel
+from tests.router.conftest import StartWorker
 from tests.router.fake_worker import until
 
 
@@ -33,7 +36,7 @@ class Reading:
     def __init__(self, url: str) -> None:
         self.leases: dict[str, str] = {}
         self.num_reads = self.num_lost = 0
-        self.reader = LeaseReader(url, self._seen, self._lost)
+        self.reader = LeaseReader(url, self._seen, self._lost, max_workers=3)
         self.reader.start()
 
     def _seen(self, leases: dict[str, str]) -> None:
@@ -49,6 +52,17 @@ async def reading(server: RedisServer) -> AsyncIterator[Reading]:
     made = Reading(server.url)
     yield made
     await made.reader.close()
+
+
+async def test_workers_beyond_the_bound_are_left_out_and_the_log_says_so(
+    server: RedisServer, reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(5):
+        publish(server, f"w{number}", f"10.0.0.{number}:1")
+    await until(
+        lambda: len(reading.leases) == 3 and any("--max-workers" in record.message for record in caplog.records)
+    )
+    assert "Redis has 5 workers and this router takes 3: 2 get no requests from it" in caplog.text
 
 
 async def test_leases_are_seen_as_they_come_and_go(server: RedisServer, reading: Reading) -> None:
@@ -135,3 +149,56 @@ def test_shared_and_direct_registrations_make_one_fleet() -> None:
         "y:1": "a",
         "x:2": "b",
     }
+
+
+async def test_a_full_redis_takes_no_worker_away_that_is_heard(tmp_path: Path, start_worker: StartWorker) -> None:
+    full = RedisServer(tmp_path, "--maxmemory-policy", "noeviction").start()
+    heard, gone = await start_worker("heard"), await start_worker("gone")
+    fleet = Fleet(Registry(lease_s=0.5), FleetConfig(heartbeat_ms=100))
+    reader = LeaseReader(full.url, fleet.leases_seen, fleet.leases_lost)
+    try:
+        for worker in (heard, gone):
+            publish(full, worker.name, worker.address)
+        await fleet.start()
+        reader.start()
+        await until(lambda: fleet.num_ready == 2)
+        assert reader.is_writable
+        full.client().config_set("maxmemory", 1)  # as others leave it who have filled it
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            publish(full, "heard", heard.address)
+        for worker in (heard, gone):
+            full.client().delete(WORKER_KEY + worker.name)  # as it ends when nobody can renew it
+        await until(lambda: not fleet.is_leased(heard.address))
+        await until(lambda: not reader.is_writable, 20)
+        assert [link.is_ready for link in fleet.links()] == [True, True]
+        # Who is heard no more is forgotten, as ever.
+        await gone.kill()
+        await until(lambda: [link.address for link in fleet.links()] == [heard.address])
+        assert fleet.num_ready == 1
+        full.client().config_set("maxmemory", 0)
+        await until(lambda: reader.is_writable, 20)
+    finally:
+        await reader.close()
+        await fleet.close()
+        full.kill()
+
+
+async def test_workers_that_alone_lose_redis_stay(start_worker: StartWorker, server: RedisServer) -> None:
+    worker = await start_worker("w")
+    fleet = Fleet(Registry(lease_s=0.5), FleetConfig(heartbeat_ms=100))
+    reader = LeaseReader(server.url, fleet.leases_seen, fleet.leases_lost)
+    try:
+        publish(server, "w", worker.address)
+        await fleet.start()
+        reader.start()
+        await until(lambda: fleet.num_ready == 1)
+        server.client().delete(WORKER_KEY + "w")
+        await until(lambda: not fleet.is_leased(worker.address))
+        assert fleet.num_ready == 1
+        # Its lease is there again: nothing happens.
+        publish(server, "w", worker.address)
+        await until(lambda: fleet.is_leased(worker.address))
+        assert [link.incarnation for link in fleet.links()] == [1]
+    finally:
+        await reader.close()
+        await fleet.close()

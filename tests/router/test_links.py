@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
 from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.router.bookings import BOOKING_GRACE_S
+from headrace.router.fleet import report_interval_ms
 from headrace.router.links import LinkState, WorkerLink
 from headrace.router.prefix_index import PrefixIndex
 from tests.router.conftest import HEARTBEAT_MS, StartWorker
@@ -26,7 +29,7 @@ async def linked() -> AsyncIterator[Linked]:
 
     async def link_to(worker: FakeWorker) -> tuple[WorkerLink, PrefixIndex]:
         index = PrefixIndex(1000, 1000, 30.0)
-        link = WorkerLink(worker.address, index, lambda: None, heartbeat_ms=HEARTBEAT_MS)
+        link = WorkerLink(worker.address, index, heartbeat_ms=HEARTBEAT_MS)
         links.append(link)
         link.start()
         await until(lambda: link.is_ready)
@@ -35,6 +38,10 @@ async def linked() -> AsyncIterator[Linked]:
     yield link_to
     for link in links:
         await link.close()
+
+
+def test_many_workers_report_less_often_each() -> None:
+    assert [report_interval_ms(number) for number in (1, 64, 512, 4096)] == [20, 20, 160, 250]
 
 
 def num_matched(index: PrefixIndex, link: WorkerLink) -> int:
@@ -63,6 +70,26 @@ async def test_a_gap_is_followed_by_a_new_watch_with_a_snapshot(start_worker: St
     await until(lambda: worker.num_watches == 3)
     await until(lambda: num_matched(index, link) == 3)
     assert link.incarnation == 1, "a gap takes no worker out of service"
+
+
+async def test_a_link_that_fails_is_made_anew(
+    start_worker: StartWorker, linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await start_worker()
+    link, index = await linked(worker)
+    failures = [ZeroDivisionError("a spoiled index")]
+    store = index.store
+
+    def store_or_fail(address: str, hashes: Sequence[int]) -> None:
+        if failures and hashes:
+            raise failures.pop()
+        store(address, hashes)
+
+    monkeypatch.setattr(index, "store", store_or_fail)
+    worker.store(PROMPT)
+    await until(lambda: not failures)
+    await until(lambda: link.is_ready and num_matched(index, link) == 3)
+    assert link.incarnation == 2
 
 
 async def test_a_restart_on_the_same_address_is_seen_and_voids_the_index(
@@ -96,7 +123,7 @@ async def test_silence_makes_a_worker_suspect_then_lost_and_its_voice_makes_it_r
     with link.running(call):
         worker.is_silent = True
         await until(lambda: link.state is LinkState.SUSPECT)
-        assert (call.why, link.candidate().takes_requests) == ("", False)
+        assert (call.why, link.is_ready) == ("", False)
         await until(lambda: link.state is LinkState.UNREACHABLE)
         assert "silent" in call.why
     worker.is_silent = False
@@ -138,6 +165,46 @@ async def test_a_booking_counts_until_reports_show_it_and_is_in_flight_until_rel
     assert link.num_in_flight == 0
 
 
+async def test_a_booking_is_settled_by_its_name_where_the_worker_tells_names(
+    start_worker: StartWorker, linked: Linked
+) -> None:
+    worker = await start_worker()
+    worker.load.num_arrived = 0
+    link, _ = await linked(worker)
+    first, second, third = link.book(100, 7), link.book(10, 1), link.book(1, 1)
+    worker.report(num_running=1)  # of a step that began before they came
+    await asyncio.sleep(3 * BOOKING_GRACE_S)
+    await until(lambda: link.load.num_running == 1)
+    assert link.candidate().num_booked_requests == 3
+    worker.report(placement_ids=[second.placement_id, 99], num_arrived=1, arrived_tokens=10, arrived_blocks=1)
+    await until(lambda: not second.is_pending)
+    assert (first.is_pending, third.is_pending) == (True, True)
+    assert link.candidate().num_booked_tokens == 111, "two that are booked, and one that has arrived"
+    assert (link.candidate().num_booked_requests, link.candidate().num_booked_blocks) == (3, 9)
+    for booking in (first, second, third):
+        link.release(booking)
+    link.check()
+
+
+async def test_a_new_watch_shows_what_was_booked_before_it(start_worker: StartWorker, linked: Linked) -> None:
+    worker = await start_worker()
+    worker.load.num_arrived = 0
+    link, _ = await linked(worker)
+    booking = link.book(100, 7)
+    worker.skip_sequence = True
+    await until(lambda: worker.num_watches == 2)
+    await until(lambda: not booking.is_pending)
+
+
+async def test_the_backlog_is_as_old_as_the_worker_says(start_worker: StartWorker, linked: Linked) -> None:
+    worker = await start_worker()
+    link, _ = await linked(worker)
+    worker.report(age_ms=5000, num_running=2)
+    await until(lambda: link.load.num_running == 2)
+    assert 5.0 <= time.monotonic() - link.load.as_of_s < 10.0
+    assert link.info().report_age_ms < 5000, "the report itself is new"
+
+
 async def test_rates_that_are_no_numbers_count_as_unknown(start_worker: StartWorker, linked: Linked) -> None:
     worker = await start_worker()
     link, _ = await linked(worker)
@@ -156,7 +223,7 @@ async def test_a_large_snapshot_is_applied_whole(start_worker: StartWorker, link
 
 
 async def test_a_link_to_nobody_says_why_and_can_be_closed() -> None:
-    link = WorkerLink("127.0.0.1:1", PrefixIndex(10, 10, 1.0), lambda: None)
+    link = WorkerLink("127.0.0.1:1", PrefixIndex(10, 10, 1.0))
     link.start()
     await until(lambda: "UNAVAILABLE" in link.detail)
     assert link.state is LinkState.UNREACHABLE

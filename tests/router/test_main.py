@@ -53,6 +53,11 @@ def test_a_router_listens_answers_and_ends_with_status_0(
         assert process.wait(timeout=20) == 0
 
 
+def test_more_workers_than_it_takes_are_refused_in_one_sentence() -> None:
+    said = refused("--listen", "127.0.0.1:0", "--max-workers", "1", "--worker", "a:1", "--worker", "b:1")
+    assert said == "error: --worker names 2 workers, more than --max-workers (1): raise it or name fewer\n"
+
+
 def test_an_address_in_use_is_refused_in_one_sentence(taken: str) -> None:
     said = refused("--listen", taken)
     assert said == f"error: cannot listen on {taken} (Address already in use): choose another address with --listen\n"
@@ -85,3 +90,10 @@ def test_what_is_no_address_is_refused_with_the_form_it_has(args: tuple[str, ...
 
 def test_a_missing_flag_is_refused() -> None:
     assert "--listen" in refused()
+
+
+def test_an_open_address_without_secrets_is_refused_with_the_remedies() -> None:
+    said = refused("--listen", "0.0.0.0:0")
+    assert said.count("\n") == 1
+    for remedy in ("--join-token-file", "--tls-dir", "--insecure"):
+        assert remedy in said

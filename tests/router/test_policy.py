@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.router.policy import Candidate, LoadReport, Placement, PlacementReason, Priors, RequestFacts, place
+from headrace.router.candidates import Candidate, Candidates, LoadReport
+from headrace.router.policy import Placement, PlacementReason, Priors, RequestFacts, place
 
 IDLE = LoadReport(
     num_blocks=1000, num_free_blocks=1000, prefill_tokens_per_s=1000.0, decode_step_ms=20.0, max_num_seqs=8
@@ -27,9 +29,9 @@ def candidate(worker_id: str, report: LoadReport = IDLE, **changes: Any) -> Cand
 def placed(
     *candidates: Candidate, request: RequestFacts | None = None, seed: int = 0, **cached_blocks: int
 ) -> Placement:
-    blocks = {c.worker_id: cached_blocks.get(c.worker_id, 0) for c in candidates}
+    blocks = [cached_blocks.get(c.worker_id, 0) for c in candidates]
     facts = request or RequestFacts(num_prompt_tokens=320, max_new_tokens=16)
-    placement = place(facts, candidates, blocks, 0.0, random.Random(seed))
+    placement = place(facts, Candidates.of(candidates), blocks, 0.0, random.Random(seed), num_described=99)
     assert placement is not None
     return placement
 
@@ -111,6 +113,31 @@ def test_ties_are_broken_at_random() -> None:
     assert winners == {"a", "b", "c"}
 
 
+def test_a_placement_says_what_was_believed_and_how_wrong_that_may_be() -> None:
+    booked = {"num_booked_requests": 1, "num_booked_tokens": 50}
+    warm = candidate("warm", load(num_running=2, num_waiting=1, num_uncached_tokens=100), **booked)
+    placement = placed(warm, candidate("cold", load(num_uncached_tokens=900)), candidate("slow"), warm=19)
+    belief = placement.belief
+    assert placement.worker_id == "warm"
+    assert (belief.num_requests, belief.num_uncached_tokens) == (4, 150)
+    assert belief.ms_per_token == pytest.approx(1.0)
+    assert belief.ms_per_request == pytest.approx(20.0 * 16 / (2 + 32)), "slower steps for each token of the answer"
+    second_ms = sorted(cost.total_ms for cost in placement.costs.values())[1]
+    assert belief.slack_ms == pytest.approx(second_ms - placement.cost.total_ms + Priors().give_back_ms)
+
+
+def test_nothing_makes_the_only_worker_a_wrong_choice() -> None:
+    assert placed(candidate("a", load(num_uncached_tokens=10_000))).belief.slack_ms == math.inf
+
+
+def test_a_session_allows_its_worker_to_be_dearer() -> None:
+    workers = candidate("a", load(num_uncached_tokens=100)), candidate("b")
+    placement = placed(*workers, request=RequestFacts(320, 16, session_worker_id="a"))
+    ahead_ms = placement.cost.total_ms - placement.costs["b"].total_ms
+    slack_ms = Priors().session_slack_ms + Priors().give_back_ms - ahead_ms
+    assert placement.belief.slack_ms == pytest.approx(slack_ms)
+
+
 def test_a_session_stays_with_its_worker_while_load_allows() -> None:
     request = RequestFacts(320, 16, session_worker_id="a")
     near = placed(candidate("a", load(num_uncached_tokens=100)), candidate("b"), request=request)
@@ -123,7 +150,7 @@ def test_a_session_stays_with_its_worker_while_load_allows() -> None:
 
 def test_reported_backlog_is_worked_off_as_time_passes() -> None:
     report = load(num_uncached_tokens=1000)
-    later = place(RequestFacts(2000, 16), [candidate("a", report)], {"a": 0}, 0.4, random.Random(0))
+    later = place(RequestFacts(2000, 16), Candidates.of([candidate("a", report)]), [0], 0.4, random.Random(0))
     assert later is not None
     assert later.cost.backlog_ms == pytest.approx(600.0)
 
@@ -134,16 +161,18 @@ def test_a_short_prompt_does_not_wait_for_all_of_the_long_ones_before_it() -> No
     assert placement.cost.backlog_ms == pytest.approx(3 * placement.cost.prefill_ms)
 
 
-def test_workers_that_take_no_requests_or_failed_are_left_out() -> None:
-    closed, failed, last = candidate("a", takes_requests=False), candidate("b"), candidate("c")
-    blocks = {"a": 20, "b": 20, "c": 0}
-    facts = RequestFacts(320, 16)
-    placement = place(facts, [closed, failed, last], blocks, 0.0, random.Random(0), excluded={"b"})
+def test_the_only_one_is_chosen_and_of_none_nobody() -> None:
+    assert placed(candidate("c")).reason is PlacementReason.ONLY
+    assert place(RequestFacts(320, 16), Candidates.of([]), [], 0.0, random.Random(0)) is None
+
+
+def test_so_many_are_described_as_were_asked_for_cheapest_first() -> None:
+    fleet = Candidates.of([candidate(str(number), load(num_uncached_tokens=900 - number)) for number in range(9)])
+    placement = place(RequestFacts(320, 16), fleet, range(9), 0.0, random.Random(0), num_described=3)
     assert placement is not None
-    assert (placement.worker_id, placement.reason) == ("c", PlacementReason.ONLY)
-    assert placement.costs.keys() == {"c"}
-    assert place(facts, [closed, failed], blocks, 0.0, random.Random(0), excluded={"b"}) is None
-    assert place(facts, [], {}, 0.0, random.Random(0)) is None
+    assert [weighed.worker_id for weighed in placement.weighed] == ["8", "7", "6"]
+    assert [weighed.num_cached_tokens for weighed in placement.weighed] == [128, 112, 96]
+    assert (placement.num_candidates, placement.weighed[0].cost) == (9, placement.cost)
 
 
 def test_a_prompt_waits_for_blocks_where_the_cache_is_full_of_running_requests() -> None:
@@ -205,12 +234,12 @@ LOADS = st.builds(
 def test_the_chosen_one_is_the_cheapest_up_to_noise_and_terms_add_up(
     fleet: list[tuple[LoadReport, int]], num_prompt_tokens: int, max_new_tokens: int | None, seed: int
 ) -> None:
-    candidates = [candidate(str(number), report) for number, (report, _) in enumerate(fleet)]
-    blocks = {str(number): cached for number, (_, cached) in enumerate(fleet)}
+    candidates = Candidates.of([candidate(str(number), report) for number, (report, _) in enumerate(fleet)])
+    blocks = [cached for _, cached in fleet]
     facts = RequestFacts(num_prompt_tokens, max_new_tokens)
-    placement = place(facts, candidates, blocks, 0.0, random.Random(seed))
+    placement, again = (place(facts, candidates, blocks, 0.0, random.Random(seed), num_described=9) for _ in "12")
     assert placement is not None
-    assert placement == place(facts, candidates, blocks, 0.0, random.Random(seed))
+    assert placement == again
     best = min(terms.total_ms for terms in placement.costs.values())
     assert placement.cost.total_ms <= best + Priors().noise_ms
     for terms in placement.costs.values():

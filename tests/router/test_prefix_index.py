@@ -146,6 +146,19 @@ def test_a_small_worker_takes_room_from_the_newest_of_the_largest() -> None:
     assert (len(index), index.num_dropped) == (4, 1)
 
 
+def test_a_prediction_that_was_withdrawn_counts_no_more_and_one_that_has_ended_may_be() -> None:
+    index = index_of({"a": [1], "b": []})
+    withdrawn = index.predict("a", [1, 2, 3], 1, now_s=0)
+    index.predict("b", [1, 2, 3], 0, now_s=0)
+    assert withdrawn is not None
+    index.withdraw(withdrawn)
+    assert index.match([1, 2, 3], ["a", "b"]) == {"a": 1, "b": 3}
+    index.expire(TTL_S + 1)
+    index.withdraw(withdrawn)
+    assert index.num_predicted == 0
+    index.check()
+
+
 def test_predictions_have_a_bound_of_their_own() -> None:
     index = index_of({"a": [1, 2], "b": []}, max_entries=2, max_predicted=3)
     index.predict("a", [1, 2, 3, 4, 5, 6], 2, now_s=0)
@@ -171,6 +184,7 @@ class Expected:
     ends_at: float
     hashes: list[int]
     num_blocks: int
+    made: predictions.Run | None
 
 
 class AgainstTheNaiveModel(RuleBasedStateMachine):
@@ -237,9 +251,17 @@ class AgainstTheNaiveModel(RuleBasedStateMachine):
             if start is None:  # as a router does
                 start = self.index.match(hashes, [worker_id])[worker_id]
             room = self.index.max_predicted - sum(run.num_blocks for run in self.expected)
-            self.index.predict(worker_id, hashes, start, self.now_s)
+            made = self.index.predict(worker_id, hashes, start, self.now_s)
             expected = hashes[start:][:room]
-            self.expected.append(Expected(worker_id, self.now_s + TTL_S, expected, len(expected)))
+            assert (made is None) == (not expected)
+            self.expected.append(Expected(worker_id, self.now_s + TTL_S, expected, len(expected), made))
+            self.match([prompt])
+
+    @rule(number=st.integers(0, 9), prompt=PROMPTS)
+    def withdraw(self, number: int, prompt: str) -> None:
+        if number < len(self.expected) and (made := self.expected[number].made) is not None:
+            self.index.withdraw(made)
+            self.expected[number].hashes = []
             self.match([prompt])
 
     @rule(elapsed_s=st.floats(0, 2 * TTL_S))
@@ -255,7 +277,7 @@ class AgainstTheNaiveModel(RuleBasedStateMachine):
             matched = self.index.match(hashes, list(self.confirmed))
             for worker_id, depth in matched.items():
                 predicted = {h for run in self.expected if run.worker_id == worker_id for h in run.hashes}
-                held = predicted.union(self.index._holdings[worker_id].hashes)
+                held = predicted | self.index.hashes_of(worker_id)
                 assert depth == next((depth for depth, h in enumerate(hashes) if h not in held), len(hashes))
 
     @invariant()
@@ -264,12 +286,12 @@ class AgainstTheNaiveModel(RuleBasedStateMachine):
             self.index.check()
             if self.index.max_entries == 10_000:
                 for worker_id, hashes in self.confirmed.items():
-                    assert self.index._holdings[worker_id].hashes.keys() == hashes
+                    assert self.index.hashes_of(worker_id) == hashes
             assert self.index.num_predicted == sum(run.num_blocks for run in self.expected)
 
 
 TestAgainstTheNaiveModel = AgainstTheNaiveModel.TestCase
-TestAgainstTheNaiveModel.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestAgainstTheNaiveModel.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), HASHES, st.sampled_from(["store", "evict", "predict"]))))

@@ -54,9 +54,22 @@ def test_an_empty_name_or_address_is_refused(worker_id: str, address: str, field
 
 
 def test_the_number_of_members_is_bounded_but_renewals_pass() -> None:
-    registry = Registry(max_members=1)
+    registry = Registry(max_workers=1)
     registry.register("w", "d:1", now_s=0)
     registry.register("w", "d:1", now_s=1)
     with pytest.raises(StatusError) as caught:
         registry.register("v", "d:2", now_s=1)
     assert caught.value.reason is Reason.QUEUE_FULL
+    assert "--max-workers" in caught.value.message
+    registry.register("v", "d:1", now_s=2)  # in the place of the one before it
+    registry.register("v", "d:2", now_s=2)
+    assert list(registry.members()) == ["d:2"]
+
+
+def test_a_registration_says_whether_members_are_others() -> None:
+    registry = Registry()
+    assert registry.register("w", "d:1", now_s=0)
+    assert not registry.register("w", "d:1", now_s=1)
+    assert registry.register("w", "d:2", now_s=1)
+    registry.expire(now_s=100)
+    assert registry.register("w", "d:2", now_s=100)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,8 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import generate_latest
 
-from headrace.protos import router_pb2
-from headrace.protos.status import Reason, error_of
+from headrace.protos import inference_pb2, router_pb2
+from headrace.protos.status import Reason, StatusError, error_of
+from headrace.router import delivery, leases, service
+from headrace.router.prompt import Prompt
+from tests.redis_server import RedisServer
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
 from tests.router.fake_worker import BUNDLE, answer, until
 
@@ -80,7 +86,7 @@ async def test_requests_in_flight_are_listed(start_router: StartRouter, start_wo
     call.cancel()
 
 
-async def test_a_registered_worker_serves_until_its_lease_ends(
+async def test_a_registered_worker_serves_while_it_is_heard_or_its_lease_lasts(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
     worker = await start_worker("w")
@@ -88,6 +94,9 @@ async def test_a_registered_worker_serves_until_its_lease_ends(
     request = router_pb2.RegisterRequest(worker_id="w", address=worker.address)
     assert (await router.router.Register(request)).lease_ms == 1000
     assert (await router.generate([1, 2, 3]))[0] == answer([1, 2, 3], 20)
+    await until(lambda: not router.fleet.is_leased(worker.address))
+    assert (await router.generate([1, 2, 3]))[0] == answer([1, 2, 3], 20)
+    await worker.kill()
     await until(lambda: not router.fleet.links())
     assert len(router.fleet.index) == 0
 
@@ -134,6 +143,45 @@ async def test_a_tokenizer_that_nobody_has_is_refused(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await bundle_of(router, sha256)
     assert error_of(caught.value).reason is reason
+
+
+async def test_health_tells_of_a_redis_that_takes_no_writes_and_all_else_goes_on(
+    start_router: StartRouter, start_worker: StartWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_HEALTH_POLL_S", 0.05)
+    monkeypatch.setattr(leases, "READ_INTERVAL_S", 0.05)
+    redis = RedisServer(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction").start()
+    reader = leases.LeaseReader(redis.url, lambda _: None, lambda: None)
+    reader.start()
+    router = await start_router(await start_worker(), leases=reader)
+
+    async def until_redis_is(state: router_pb2.RedisState, status: str) -> None:
+        async with asyncio.timeout(20):
+            while (await router.router.ListModels(router_pb2.ListModelsRequest())).redis != state:
+                await asyncio.sleep(0.02)
+            while await health_of(router, "redis") != status:
+                await asyncio.sleep(0.02)
+        for other in ("", "headrace.v1.Router", "headrace.v1.Inference"):
+            assert await health_of(router, other) == "SERVING"
+
+    try:
+        await until_redis_is(router_pb2.REDIS_STATE_UNWRITABLE, "NOT_SERVING")
+        redis.client().config_set("maxmemory", 0)
+        await until_redis_is(router_pb2.REDIS_STATE_OK, "SERVING")
+        redis.kill()
+        await until_redis_is(router_pb2.REDIS_STATE_UNREACHABLE, "NOT_SERVING")
+    finally:
+        await reader.close()
+        redis.kill()
+
+
+async def test_a_router_without_redis_tells_of_none(start_router: StartRouter) -> None:
+    router = await start_router()
+    answer = await router.router.ListModels(router_pb2.ListModelsRequest())
+    assert answer.redis == router_pb2.REDIS_STATE_UNSPECIFIED
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await health_of(router, "redis")
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_health_of_inference_follows_the_workers_and_that_of_the_router_does_not(
@@ -194,6 +242,27 @@ async def test_metrics_count_placements_resumes_and_ends(start_router: StartRout
         assert line in page
 
 
+@pytest.mark.parametrize(("reason", "label"), [(Reason.QUEUE_FULL, "full"), (Reason.DRAINING, "draining")])
+async def test_a_worker_that_takes_no_request_is_not_counted_as_lost(
+    start_router: StartRouter,
+    start_worker: StartWorker,
+    caplog: pytest.LogCaptureFixture,
+    reason: Reason,
+    label: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    caplog.clear()
+    workers[0].error = StatusError(reason, "not now", retry_after_s=1.0)
+    while not workers[0].requests:
+        await router.generate([1, 2, 3])
+    page = generate_latest(router.metrics.registry).decode()
+    assert "headrace_router_resumes_total 0.0" in page
+    assert f'headrace_router_worker_refusals_total{{reason="{label}"}} 1.0' in page
+    assert not [one for one in caplog.records if one.name.endswith("forwarding")], "a line for each request"
+
+
 async def test_a_stopping_router_lets_running_streams_end_and_takes_no_new_ones(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
@@ -209,4 +278,34 @@ async def test_a_stopping_router_lets_running_streams_end_and_takes_no_new_ones(
     worker.budget = None
     assert (await answered)[0] == answer([1, 2, 3], 20)
     await stopping
+    await router.until_idle()
+
+
+async def test_a_request_that_no_context_holds_is_refused_before_it_is_read_or_copied(
+    start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    parsed: list[int] = []
+    copied: list[Prompt] = []
+    parse, copy = delivery.parse, Prompt._copy
+
+    def parsing(raw: bytes) -> inference_pb2.GenerateRequest:
+        parsed.append(len(raw))
+        return parse(raw)
+
+    def copying(self: Prompt) -> Iterator[None]:
+        copied.append(self)
+        return copy(self)
+
+    monkeypatch.setattr(delivery, "parse", parsing)
+    monkeypatch.setattr(Prompt, "_copy", copying)
+    too_long = [5] * worker.card.max_context_tokens
+    for tokens, num_read in ((too_long, 1), ([5] * 10_000_000, 0)):
+        parsed.clear()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.generate(tokens)
+        assert error_of(caught.value).reason is Reason.CONTEXT_TOO_LONG
+        assert (len(parsed), copied) == (num_read, [])
+    assert not worker.requests
     await router.until_idle()

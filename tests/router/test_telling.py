@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.protos.logs import request_id_var
+from headrace.common.telemetry.logs import request_id_var
+from headrace.common.telemetry.tracing import start_tracing, stop_tracing
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.tracing import start_tracing, stop_tracing
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver
 from tests.router.conftest import StartRouter, StartWorker, collected
 from tests.router.fake_worker import answer, until

@@ -1,0 +1,37 @@
+"""Which models workers served that are gone, so that an answer waits for its own worker while that may come back.
+
+Pure: no I/O, no clock of its own. Times are seconds of any one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class Departed:
+    """Workers by name that take requests no longer, each with the identity of the model that it served. A worker is
+    forgotten when it takes requests again, with whatever model, and after `remember_s`; the oldest, if there are more
+    than `max_workers`."""
+
+    def __init__(self, remember_s: float, max_workers: int) -> None:
+        self._remember_s = remember_s
+        self._max_workers = max_workers
+        self._workers: OrderedDict[str, tuple[str, float]] = OrderedDict()  # in the order in which they went
+
+    def went(self, worker_id: str, model_identity: str, now_s: float) -> None:
+        """A worker takes requests no longer."""
+        self._workers[worker_id] = (model_identity, now_s)
+        self._workers.move_to_end(worker_id)
+        if len(self._workers) > self._max_workers:
+            self._workers.popitem(last=False)
+
+    def came(self, worker_id: str) -> None:
+        """A worker takes requests."""
+        self._workers.pop(worker_id, None)
+
+    def may_come_back(self, model_identity: str, now_s: float) -> bool:
+        """Whether a worker that served this went not long ago and has not come back with another model."""
+        return any(
+            identity == model_identity and now_s - went_s < self._remember_s
+            for identity, went_s in self._workers.values()
+        )

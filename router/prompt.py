@@ -1,0 +1,86 @@
+"""A prompt as placement needs it: its tokens, and the hashes of its blocks.
+
+Both are made once, however many requests share the prompt. For a long prompt they take tens of milliseconds: `prepare`
+makes them in slices and lets the event loop run in between. Who asks without having prepared waits for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+from headrace.protos.block_hash import block_hashes
+
+# Tokens that are copied or hashed in one go: about a millisecond.
+_SLICE_TOKENS = 16_384
+
+
+class Prompt:
+    """The tokens of a prompt, in one or more parts."""
+
+    def __init__(self, *parts: Sequence[int]) -> None:
+        self._parts = parts
+        self.num_tokens = sum(len(part) for part in parts)
+        self._tokens: array[int] | None = None
+        self._hashes: dict[tuple[int, int], list[int]] = {}
+        self._lock = asyncio.Lock()
+        self.num_copied_tokens = 0
+        """Tokens that were copied so far, over all requests that share the prompt."""
+
+    async def prepare(self, chains: Iterable[tuple[int, int]]) -> None:
+        """Make tokens and hashes, without holding the event loop for long. A chain is a root hash and a block size."""
+        async with self._lock:
+            for _ in self._copy():
+                await asyncio.sleep(0)
+            for root, block_size in chains:
+                for _ in self._hash(root, block_size):
+                    await asyncio.sleep(0)
+
+    @property
+    def tokens(self) -> array[int]:
+        """All tokens. Not to be changed."""
+        _exhaust(self._copy())
+        assert self._tokens is not None
+        return self._tokens
+
+    def hashes(self, root: int, block_size: int, behind: Sequence[int] = ()) -> list[int]:
+        """Hashes of the full blocks of the prompt and of the tokens `behind` it. Not to be changed."""
+        _exhaust(self._hash(root, block_size))
+        hashes = self._hashes[root, block_size]
+        if not behind:
+            return hashes
+        rest = self.tokens[len(hashes) * block_size :]
+        rest.extend(behind)
+        return hashes + block_hashes(hashes[-1] if hashes else root, rest, block_size)
+
+    def _copy(self) -> Iterator[None]:
+        """Make the tokens; yields between slices."""
+        if self._tokens is not None:
+            return
+        tokens = array("I")
+        for part in self._parts:
+            for start in range(0, len(part), _SLICE_TOKENS):
+                if tokens:
+                    yield
+                tokens.extend(part[start : start + _SLICE_TOKENS])
+        self.num_copied_tokens += len(tokens)
+        self._tokens, self._parts = tokens, ()
+
+    def _hash(self, root: int, block_size: int) -> Iterator[None]:
+        """Make the hashes of one chain; yields between slices."""
+        if (root, block_size) in self._hashes:
+            return
+        tokens = self.tokens
+        hashes: list[int] = []
+        stride = max(_SLICE_TOKENS // block_size, 1) * block_size
+        for start in range(0, len(tokens), stride):
+            if hashes:
+                yield
+            hashes += block_hashes(hashes[-1] if hashes else root, tokens[start : start + stride], block_size)
+        self._hashes[root, block_size] = hashes
+
+
+def _exhaust(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass

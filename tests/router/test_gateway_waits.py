@@ -1,0 +1,50 @@
+"""A gateway's client through a real router: the only worker dies, stays away, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from headrace.gateway.upstream.routers import Upstream
+from headrace.protos import inference_pb2
+from headrace.protos.status import Reason
+from tests.router.conftest import StartRouter, StartWorker
+from tests.router.fake_worker import answer, until
+
+PROMPT = [7, 8, 9]
+
+
+async def tokens_of(upstream: Upstream, prompt: list[int]) -> list[int]:
+    """All tokens of a generation, in the order in which they were delivered."""
+    sampling = inference_pb2.SamplingParams(max_tokens=20)
+    request = inference_pb2.GenerateRequest(model="m", token_ids=prompt, sampling=sampling)
+    tokens: list[int] = []
+    async for message in upstream.generate(request):
+        assert not message.token_ids or message.start_pos == len(tokens)
+        tokens.extend(message.token_ids)
+    return tokens
+
+
+async def test_streams_and_new_requests_wait_for_the_only_worker(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, capacity_wait_s=0.02)
+    upstream = Upstream([f"127.0.0.1:{router.port}"])
+    given_back: list[Any] = []
+    upstream.on_retry = given_back.append
+    worker.budget = 4
+    stream = asyncio.create_task(tokens_of(upstream, PROMPT))
+    await until(lambda: worker.is_stuck)
+    await worker.kill()
+    await until(lambda: router.fleet.num_ready == 0)
+    new = asyncio.create_task(tokens_of(upstream, [*PROMPT, 10]))
+    # Before, three times ended a stream, and the first one a new request.
+    await until(lambda: given_back.count(Reason.NO_CAPACITY) >= 16, 30.0)
+    assert not stream.done()
+    assert not new.done()
+    worker.budget = None
+    await worker.restart()
+    assert await stream == answer(PROMPT, 20)
+    assert await new == answer([*PROMPT, 10], 20)
+    await upstream.close()
