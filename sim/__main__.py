@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,7 +47,6 @@ class Answer(msgspec.Struct, frozen=True):
 
     num_requests: int
     num_workers: int
-    num_routers: int
     capacity_per_s: float
     rate_per_s: float
     seed: int
@@ -76,6 +75,11 @@ class _Runs:
         task = self._progress.add_task(title, total=len(jobs))
         return Simulation(jobs, POLICIES[policy], fleet, lambda: self._progress.advance(task)).run()
 
+    def compared(self, policy: str, num_routers: int, jobs: Sequence[Job], fleet: FleetSettings) -> Outcome:
+        """One policy with so many routers."""
+        title = policy if num_routers == 1 else f"{policy}, {num_routers}"
+        return self.run(title, policy, jobs, dataclasses.replace(fleet, num_routers=num_routers))
+
     def capacity_per_s(self, jobs: Sequence[Job], fleet: FleetSettings) -> float:
         """Requests a second that the fleet takes up under the oracle while enough are always in flight."""
         concurrency = _CAPACITY_CONCURRENCY * fleet.num_workers
@@ -99,6 +103,23 @@ def read_step_cost(path: Path | None) -> step_cost.StepCost:
         return step_cost.read(path)
     except (OSError, ValueError) as error:
         raise CannotDoAsAskedError(f"cannot read --step-cost: {error}; benchmarks/step_cost.py makes one") from None
+
+
+def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
+    """The made trace that the flags describe."""
+    try:
+        return trace.Generated(
+            num_requests=options["requests"],
+            num_system_prompts=options["system_prompts"],
+            system_prompt_tokens=options["system_prompt_tokens"],
+            prompt_median=options["prompt_median"],
+            output_mean=options["output_mean"],
+            turns=options["turns"],
+            num_conversations=options["conversations"],
+            burst=options["burst"],
+        )
+    except ValueError as error:
+        raise CannotDoAsAskedError(f"{error}: give more --conversations, or a smaller --burst") from None
 
 
 def read_jobs(path: Path | None, limit: int | None, generated: trace.Generated, seed: int) -> list[Job]:
@@ -130,12 +151,12 @@ def print_table(answer: Answer) -> None:
     capacity = f", {answer.rate_per_s / answer.capacity_per_s:.0%} of capacity" if answer.capacity_per_s else ""
     cost = answer.step_cost
     table = Table(
-        title=f"{answer.num_requests} requests, {answer.num_workers} workers, routers: {answer.num_routers}, "
-        f"{answer.rate_per_s:.3g}/s{capacity}",
+        title=f"{answer.num_requests} requests, {answer.num_workers} workers, {answer.rate_per_s:.3g}/s{capacity}",
         caption=f"{kept}. Steps cost as {cost.model or 'given'} on {cost.machine or 'a machine unknown'} "
         f"(error {cost.median_error:.0%} median, {cost.p90_error:.0%} p90).",
     )
     table.add_column("policy")
+    table.add_column("routers", justify="right")
     headers = ("TTFT p50", "p95", "p99 ms", "TPOT p50", "p95", "p99 ms", "hits", "load cv", "goodput", "busy")
     for header in headers:
         table.add_column(header, justify="right")
@@ -143,7 +164,7 @@ def print_table(answer: Answer) -> None:
         ttft, tpot = report.ttft_ms, report.tpot_ms
         times = [f"{value:,.0f}" for value in (ttft.p50, ttft.p95, ttft.p99, tpot.p50, tpot.p95, tpot.p99)]
         shares = [f"{report.hit_share:.1%}", f"{report.load_cv:.3f}", f"{report.goodput:.1%}"]
-        table.add_row(report.policy, *times, *shares, f"{report.utilization:.0%}")
+        table.add_row(report.policy, str(report.num_routers), *times, *shares, f"{report.utilization:.0%}")
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
@@ -158,16 +179,19 @@ def print_table(answer: Answer) -> None:
 @click.option("--system-prompt-tokens", type=click.IntRange(1), default=1024, help="Made trace: length of each.")
 @click.option("--prompt-median", type=click.FloatRange(1), default=400.0, help="Made trace: tokens of a prompt's rest.")
 @click.option("--output-mean", type=click.FloatRange(1), default=128.0, help="Made trace: tokens of an answer.")
+@click.option("--turns", type=click.FloatRange(1), default=1.0, help="Made trace: mean turns of a conversation.")
+@click.option("--conversations", type=click.IntRange(1), default=200, help="Made trace: how many are open at a time.")
+@click.option("--burst", type=click.IntRange(1), default=1, help="Made trace: mean requests that arrive together.")
 @click.option("--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), help="By default all.")
 @click.option("--workers", type=click.IntRange(1), default=16)
-@click.option("--routers", type=click.IntRange(1), default=1)
+@click.option("--routers", multiple=True, type=click.IntRange(1), default=(1,), help="Several: one run for each.")
 @click.option("--load", type=click.FloatRange(0, min_open=True), default=0.7, help="Arrivals, as a part of capacity.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals a second, instead of --load.")
 @click.option("--kv-tokens", type=click.IntRange(1), default=600_000, help="KV cache of each worker.")
 @click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a KV block.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128)
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
-@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="By default 256, or more for large batches.")
+@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="By default the same.")
 @click.option("--report-delay-ms", type=click.FloatRange(0), default=20.0, help="How late reports reach routers.")
 @click.option("--step-cost", "cost_file", type=click.Path(path_type=Path), help="Made by benchmarks/step_cost.py.")
 @click.option("--ttft-ms", type=click.FloatRange(0), default=10_000.0, help="Objective: time to the first token.")
@@ -176,13 +200,7 @@ def print_table(answer: Answer) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Compare routing policies over a trace, on the real scheduler, prefix index and policy in virtual time."""
-    generated = trace.Generated(
-        num_requests=options["requests"],
-        num_system_prompts=options["system_prompts"],
-        system_prompt_tokens=options["system_prompt_tokens"],
-        prompt_median=options["prompt_median"],
-        output_mean=options["output_mean"],
-    )
+    generated = generated_trace(options)
     worker = WorkerSettings(
         cost=read_step_cost(options["cost_file"]),
         kv_tokens=options["kv_tokens"],
@@ -192,7 +210,7 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
         max_num_mixed_tokens=options["max_num_mixed_tokens"],
     )
     fleet = FleetSettings(
-        worker, options["workers"], options["routers"], options["report_delay_ms"] / 1000, options["seed"]
+        worker, options["workers"], report_delay_s=options["report_delay_ms"] / 1000, seed=options["seed"]
     )
     jobs = prepared(read_jobs(trace_file, options["limit"], generated, options["seed"]), worker)
     objective = Objective(options["ttft_ms"], options["tpot_ms"])
@@ -201,11 +219,11 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
         rate = options["rate"] or options["load"] * capacity
         timed = trace.at_rate(jobs, rate)
         reports = [
-            report_of(policy, runs.run(policy, policy, timed, fleet), objective) for policy in policies or POLICIES
+            report_of(policy, num_routers, runs.compared(policy, num_routers, timed, fleet), objective)
+            for policy in policies or POLICIES
+            for num_routers in ((1,) if POLICIES[policy].is_exact else options["routers"])
         ]
-    answer = Answer(
-        len(jobs), fleet.num_workers, fleet.num_routers, capacity, rate, fleet.seed, objective, worker.cost, reports
-    )
+    answer = Answer(len(jobs), fleet.num_workers, capacity, rate, fleet.seed, objective, worker.cost, reports)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2))
     else:

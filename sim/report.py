@@ -51,6 +51,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
     arrival, which is at `span_s`."""
 
     policy: str
+    num_routers: int
     num_requests: int
     ttft_ms: Centiles
     tpot_ms: Centiles
@@ -64,7 +65,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
     span_s: float
 
 
-def report_of(policy: str, outcome: Outcome, objective: Objective) -> PolicyReport:
+def report_of(policy: str, num_routers: int, outcome: Outcome, objective: Objective) -> PolicyReport:
     """All figures of a simulation."""
     records = outcome.records
     ttfts = [_ttft_ms(record) for record in records]
@@ -78,6 +79,7 @@ def report_of(policy: str, outcome: Outcome, objective: Objective) -> PolicyRepo
     )
     return PolicyReport(
         policy=policy,
+        num_routers=num_routers,
         num_requests=len(records),
         ttft_ms=Centiles.of(ttfts),
         tpot_ms=Centiles.of(tpots),

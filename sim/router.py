@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
+from headrace.protos.inference_pb2 import Belief
 from headrace.router.answer_lengths import AnswerLengths
+from headrace.router.beliefs import belief_message
 from headrace.router.bookings import Booking, Bookings
-from headrace.router.policy import Candidate, LoadReport, RequestFacts, place
+from headrace.router.candidates import Candidate, Candidates, CandidateTable, LoadReport
+from headrace.router.policy import Placement, RequestFacts, place
+from headrace.router.predictions import Run
 from headrace.router.prefix_index import PrefixIndex
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report
@@ -34,11 +38,14 @@ _RING_POINTS = 100
 
 
 class Choice(NamedTuple):
-    """A worker and how many tokens and blocks of the prompt are taken to be cached there."""
+    """A worker and how many tokens and blocks of the prompt are taken to be cached there. `prediction` is that of the
+    prompt's blocks; `placement` is the policy's own account of it, if it gives one."""
 
     worker: int
     cached_tokens: int = 0
     cached_blocks: int = 0
+    prediction: Run | None = None
+    placement: Placement | None = None
 
 
 class FleetView:
@@ -48,32 +55,26 @@ class FleetView:
         self.block_size = block_size
         self.loads = [LoadReport()] * num_workers
         self.bookings = [Bookings() for _ in range(num_workers)]
-        self._candidates: list[Candidate | None] = [None] * num_workers
+        self._worker_ids = [str(worker) for worker in range(num_workers)]
+        self._numbers = {worker_id: number for number, worker_id in enumerate(self._worker_ids)}
+        self._all = np.arange(num_workers)
+        self._table = CandidateTable()
+        for worker in range(num_workers):
+            self.changed(worker)
 
     def changed(self, worker: int) -> None:
         """Load or bookings of this worker are not what they were."""
-        self._candidates[worker] = None
+        load, bookings = self.loads[worker], self.bookings[worker]
+        self._table.put(worker, Candidate.of(self._worker_ids[worker], load, self.block_size, bookings))
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> Candidates:
         """All workers for the policy."""
-        return [known or self._made(worker) for worker, known in enumerate(self._candidates)]
+        return Candidates(self._worker_ids, self._numbers, self._table.at(self._all))
 
     def num_requests(self, worker: int) -> int:
         """Requests there as far as known."""
         load = self.loads[worker]
-        return load.num_running + load.num_waiting + self.bookings[worker].num_pending
-
-    def _made(self, worker: int) -> Candidate:
-        bookings = self.bookings[worker]
-        candidate = self._candidates[worker] = Candidate(
-            worker_id=str(worker),
-            load=self.loads[worker],
-            block_size=self.block_size,
-            num_booked_requests=bookings.num_pending,
-            num_booked_tokens=bookings.num_tokens,
-            num_booked_blocks=bookings.num_blocks,
-        )
-        return candidate
+        return load.num_running + load.num_waiting + load.num_arrived + self.bookings[worker].num_pending
 
 
 class Policy(Protocol):
@@ -91,6 +92,10 @@ class Policy(Protocol):
         """A request ended."""
         ...
 
+    def not_taken(self, choice: Choice) -> None:
+        """The worker gave the request back."""
+        ...
+
 
 class _Blind:
     """A policy that does not look at blocks."""
@@ -99,6 +104,9 @@ class _Blind:
         """Nothing to note."""
 
     def ended(self, job: Job) -> None:
+        """Nothing to note."""
+
+    def not_taken(self, choice: Choice) -> None:
         """Nothing to note."""
 
 
@@ -179,9 +187,14 @@ class _Indexed:
         self.index.evict(self._names[worker], report.evicted)
         self.index.store(self._names[worker], report.stored)
 
+    def not_taken(self, choice: Choice) -> None:
+        """Its blocks will not come."""
+        if choice.prediction is not None:
+            self.index.withdraw(choice.prediction)
+
     def _chosen(self, job: Job, worker_id: str, cached_tokens: int, cached_blocks: int, now_s: float) -> Choice:
-        self.index.predict(worker_id, job.hashes, cached_blocks, now_s)
-        return Choice(int(worker_id), cached_tokens, cached_blocks)
+        prediction = self.index.predict(worker_id, job.hashes, cached_blocks, now_s)
+        return Choice(int(worker_id), cached_tokens, cached_blocks, prediction)
 
 
 class HeadracePolicy(_Indexed):
@@ -190,13 +203,14 @@ class HeadracePolicy(_Indexed):
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
         self.index.expire(now_s)
-        matched = self.index.match(job.hashes, self._names)
+        matched = self.index.depths(job.hashes)[: len(self._names)]  # slots are given in order
         facts = RequestFacts(job.num_prompt_tokens)  # how long the answer will be is known to nobody
         priors = self._answer_lengths.priors("")
         placement = place(facts, view.candidates(), matched, now_s, self._rng, priors=priors)
         assert placement is not None, "every worker takes requests"
-        worker_id = placement.worker_id
-        return self._chosen(job, worker_id, placement.predicted_cached_tokens, matched[worker_id], now_s)
+        num_blocks = int(matched[placement.number])
+        choice = self._chosen(job, placement.worker_id, placement.predicted_cached_tokens, num_blocks, now_s)
+        return choice._replace(placement=placement)
 
 
 class LongestPrefixPolicy(_Indexed):
@@ -244,17 +258,18 @@ class PlacedJob(NamedTuple):
     job: Job
     worker: int
     booking: Booking
+    choice: Choice
 
 
 class SimulatedRouter:
-    """One router: a view, a policy and bookings. An exact one is alone in front of the fleet and told all at once."""
+    """One router: a view, a policy and bookings. `rank` is its number among `num_routers`."""
 
-    def __init__(self, policy: Policy, num_workers: int, block_size: int, *, is_exact: bool) -> None:
+    def __init__(self, policy: Policy, num_workers: int, block_size: int, rank: int, num_routers: int) -> None:
         self.view = FleetView(num_workers, block_size)
         self._policy = policy
-        self._is_exact = is_exact
-        self._not_taken: list[deque[Booking]] = [deque() for _ in range(num_workers)]
-        self._num_taken = [0] * num_workers
+        self._rank = rank
+        self._num_routers = num_routers
+        self._versions = [0] * num_workers
 
     def place(self, job: Job, now_s: float) -> PlacedJob:
         """Choose and book, as Fleet.place does."""
@@ -263,26 +278,35 @@ class SimulatedRouter:
         bookings = self.view.bookings[choice.worker]
         booking = bookings.book(num_tokens, len(job.hashes) + 1 - choice.cached_blocks, now_s)
         self.view.changed(choice.worker)
-        if self._is_exact:
-            self._not_taken[choice.worker].append(booking)
-        return PlacedJob(job, choice.worker, booking)
+        return PlacedJob(job, choice.worker, booking, choice)
 
-    def observe(self, worker: int, reports: Sequence[Report], now_s: float) -> None:
-        """A message of a worker's Watch came in."""
+    def belief(self, placed: PlacedJob, *, may_be_given_back: bool) -> Belief:
+        """What the worker is told, as PlacedRequest.belief."""
+        cached_tokens, placement = placed.choice.cached_tokens, placed.choice.placement
+        may_be_given_back = may_be_given_back and self._num_routers > 1 and placement is not None
+        believed = placement.belief if may_be_given_back and placement is not None else None
+        return belief_message(self._rank + 1, placed.booking, cached_tokens, believed)
+
+    def observe(self, worker: int, reports: Sequence[Report], delay_s: float) -> None:
+        """A message of a worker's Watch came in, of which nobody knows that it took so long."""
         for report in reports:
             self._policy.observe(worker, report)
-        self.view.loads[worker] = msgspec.structs.replace(reports[-1].load, received_at_s=now_s)
-        if self._is_exact:
-            self._settle_taken(worker, reports[-1].taken)
-        else:
-            self.view.bookings[worker].settle_shown(now_s)
+            self._learn(worker, report, delay_s)
         self.view.changed(worker)
 
-    def _settle_taken(self, worker: int, taken: int) -> None:
-        """The report shows the first `taken` requests that were ever placed there."""
-        while self._num_taken[worker] < taken:
-            self.view.bookings[worker].settle(self._not_taken[worker].popleft())
-            self._num_taken[worker] += 1
+    def given_back(self, placed: PlacedJob, report: Report) -> None:
+        """A worker gave a request back, with what it has."""
+        self._policy.not_taken(placed.choice)
+        self.view.bookings[placed.worker].release(placed.booking)
+        self._learn(placed.worker, report, 0.0)
+        self.view.changed(placed.worker)
+
+    def _learn(self, worker: int, report: Report, delay_s: float) -> None:
+        ids = [placed.placement_id for placed in report.placed if placed.router == self._rank]
+        self.view.bookings[worker].settle_named(ids)
+        if report.version >= self._versions[worker]:
+            self._versions[worker] = report.version
+            self.view.loads[worker] = msgspec.structs.replace(report.load, as_of_s=report.load.as_of_s + delay_s)
 
     def first_token(self, placed: PlacedJob) -> None:
         """The first token of a request passed."""

@@ -1,10 +1,12 @@
 """The discrete events: arrivals at routers, steps of workers, reports on their way.
 
     arrival -> router.place -> worker.take -> step ... step -> first token -> ... -> last token
-                   ^                           |
+                   ^   ^           |           |
+                   |   +-- 2 ms ---+ given back: the worker has more work than the router believed
                    +----- report_delay --------+   at most one message every 20 ms from each worker
 
-Routers share nothing. A message between processes takes no time but for reports, which take `report_delay_s`.
+Routers share nothing. A message between processes takes no time but for reports, which take `report_delay_s`, and for
+requests that are given back.
 Everything random is drawn from one seed.
 """
 
@@ -15,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.router.beliefs import MAX_GIVEN_BACK
 from headrace.sim.clock import VirtualClock
 from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.trace import Job
@@ -22,6 +25,8 @@ from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
 
 # As worker.watch: a worker sends a watcher at most one message in this time.
 WATCH_INTERVAL_S = 0.02
+# How long it takes until a request that is given back is placed again.
+GIVEN_BACK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class JobRecord:
     ended_s: float = -1.0
     cached_tokens: int = 0
     num_tokens: int = 0
+    num_given_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +111,22 @@ class Simulation:
         self._settings = settings
         self._on_end = on_end
         self._rng = rng
+        self._is_exact = exact
         self._delay_s = 0.0 if exact else settings.report_delay_s
         self.clock = VirtualClock()
         self.workers = [
             SimulatedWorker(settings.worker, lambda: self.clock.now_s, reports_every_step=exact) for _ in range(count)
         ]
+        num_routers = 1 if exact else settings.num_routers
         self.routers = [
             SimulatedRouter(
-                kind.make(count, random.Random(rng.random())), count, settings.worker.block_size, is_exact=exact
+                kind.make(count, random.Random(rng.random())),
+                count,
+                settings.worker.block_size,
+                rank,
+                num_routers,
             )
-            for _ in range(1 if exact else settings.num_routers)
+            for rank in range(num_routers)
         ]
         self._outboxes = [self._outbox(worker, 0.0 if exact else WATCH_INTERVAL_S) for worker in range(count)]
         self._records: list[JobRecord] = []
@@ -150,14 +162,27 @@ class Simulation:
     def _arrive(self, job: Job) -> None:
         now_s = self.clock.now_s
         router = self._rng.choice(self.routers)
-        placed = router.place(job, now_s)
-        record = JobRecord(job, placed.worker, now_s)
+        record = JobRecord(job, -1, now_s)
         self._records.append(record)
         self._busy_s = [worker.busy_s for worker in self.workers]
-        request = job.request(now_s)
-        self._in_flight[request.request_id] = (record, placed, router)
+        self._place(record, router)
+
+    def _place(self, record: JobRecord, router: SimulatedRouter) -> None:
+        """Place a request, until a worker takes it."""
+        job, now_s = record.job, self.clock.now_s
+        placed = router.place(job, now_s)
+        belief = router.belief(placed, may_be_given_back=record.num_given_back < MAX_GIVEN_BACK)
         worker = self.workers[placed.worker]
-        worker.take(request, job)
+        report = worker.contradiction(belief)
+        if report is not None:
+            record.num_given_back += 1
+            router.given_back(placed, report)
+            self.clock.at(now_s + GIVEN_BACK_S, lambda: self._place(record, router))
+            return
+        record.worker = placed.worker
+        request = job.request(record.arrived_s)
+        self._in_flight[request.request_id] = (record, placed, router)
+        self._outboxes[placed.worker].put(worker.take(request, job, belief))
         if not worker.is_stepping:
             self._step(placed.worker)
 
@@ -193,7 +218,7 @@ class Simulation:
     def _outbox(self, number: int, interval_s: float) -> _Outbox:
         def deliver(reports: list[Report]) -> None:
             for router in self.routers:
-                router.observe(number, reports, self.clock.now_s)
+                router.observe(number, reports, self._delay_s)
 
         def send(reports: list[Report]) -> None:
             if self._delay_s:

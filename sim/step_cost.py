@@ -5,13 +5,10 @@
 
     base       a line through what some numbers of tokens cost, the knots: products with the weights. It is no straight
                line: the first tokens of a step cost more than later ones
-    tokens     new tokens of the step, padding included
-    attended   positions that the new tokens of prompts look at,       attention's arithmetic: a chunk of n behind p
-               summed over the tokens                                  costs n * p + n * (n + 1) / 2
-    reread     positions that those prompts have computed before       reading the cache once for each chunk
-    context    positions of the sequences that compute one token       reading the cache for each of them
-    sequences  sequences in the step                                   sampling, projection onto the vocabulary
-    changed    1 if the step before had another number of tokens       preparing the model (docs/decisions/0025)
+    changed    1 if the step before had another number of tokens: preparing the model anew (docs/decisions/0025)
+
+The other quantities are those of `headrace.worker.engine.step_cost.StepShape`. The model that a worker learns while it
+runs is simpler: `base` is a straight line in it, and one coefficient serves `reread` and `context`.
 
 Fitted by benchmarks/step_cost.py on a worker's own model runner; `default()` is the committed fit. Pure.
 """
@@ -19,38 +16,13 @@ Fitted by benchmarks/step_cost.py on a worker's own model runner; `default()` is
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
+from headrace.worker.engine.step_cost import StepShape
+
 DEFAULT_FILE = Path(__file__).with_name("step_cost.json")
-
-
-class StepShape(NamedTuple):
-    """The shape of a step; see the module."""
-
-    tokens: int
-    attended: int
-    reread: int
-    context: int
-    sequences: int
-    changed: bool = False
-
-    @classmethod
-    def of(cls, step: Iterable[tuple[int, int]], *, padding: int = 0, changed: bool = False) -> StepShape:
-        """The shape of a step that gives for each sequence its computed tokens and those that the step computes."""
-        tokens, attended, reread, context, sequences = padding, 0, 0, 0, 0
-        for past, new in step:
-            tokens += new
-            sequences += 1
-            if new == 1:
-                context += past + 1
-            else:
-                attended += new * past + new * (new + 1) // 2
-                reread += past
-        return cls(tokens, attended, reread, context, sequences, changed)
 
 
 class StepCost(msgspec.Struct, frozen=True):
@@ -72,11 +44,6 @@ class StepCost(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.knots) < 2 or len(self.knots) != len(self.base) or list(self.knots) != sorted(set(self.knots)):
             raise ValueError(f"knots {self.knots} must ascend, two at least, with a base for each, not {self.base}")
-
-    @property
-    def per_padding(self) -> float:
-        """What a further token costs, without attention, where the line is longest."""
-        return (self.base[-1] - self.base[0]) / (self.knots[-1] - self.knots[0])
 
     def milliseconds(self, shape: StepShape) -> float:
         """Time of a step of this shape."""

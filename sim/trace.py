@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.protos.block_hash import block_hashes
-from headrace.worker.request import Request, SamplingParams
+from headrace.worker.engine.request import Request, SamplingParams
 
 ROOT_HASH = 0
 # Token ids of answers are from here, of prompts below.
@@ -117,7 +117,13 @@ def _job_of(line: _Line) -> Job:
 @dataclass(frozen=True, slots=True)
 class Generated:
     """A generated trace: Poisson arrivals; prompts with one of several system prompts, popular ones first (Zipf), and a
-    log-normal rest of their own; exponential answers. Lengths in tokens."""
+    log-normal rest of their own; exponential answers. Lengths in tokens.
+
+    Conversations have `turns` turns on average (geometric). The prompt of a turn is the prompt and the answer of the
+    one before, and a rest of its own. `num_conversations` are open at a time, and any of them goes on. One whose next
+    prompt would be longer than `max_prompt_tokens` ends, and another begins. Requests arrive in bursts of `burst` on
+    average (uniform from 1). Those of a burst arrive in one moment and are of different conversations.
+    """
 
     num_requests: int = 2000
     num_system_prompts: int = 32
@@ -127,21 +133,46 @@ class Generated:
     output_mean: float = 128.0
     max_prompt_tokens: int = 32_768
     max_output_tokens: int = 2048
+    turns: float = 1.0
+    num_conversations: int = 200
+    burst: int = 1
+
+    def __post_init__(self) -> None:
+        if self.turns > 1 and self.num_conversations < 2 * self.burst - 1:
+            raise ValueError(
+                f"{self.num_conversations} conversations are too few for bursts of up to {2 * self.burst - 1} "
+                "requests, each of another conversation"
+            )
 
     def jobs(self, rng: random.Random) -> list[Job]:
         """The requests, one a second on average."""
         weights = [1 / (rank + 1) for rank in range(self.num_system_prompts)]
         jobs: list[Job] = []
-        now_s = 0.0
+        conversations: list[tuple[tuple[int, int], ...]] = [()] * self.num_conversations
+        speakers: list[int] = []
+        now_s, num_left = 0.0, 0
         for number in range(self.num_requests):
-            now_s += rng.expovariate(1.0)
+            if num_left == 0:
+                now_s += rng.expovariate(1 / self.burst)
+                num_left = rng.randint(1, 2 * self.burst - 1) if self.burst > 1 else 1
+                speakers = rng.sample(range(self.num_conversations), num_left) if self.turns > 1 else []
+            num_left -= 1
+            past = conversations[speakers[num_left]] if speakers else ()
             own = round(self.prompt_median * rng.lognormvariate(0.0, self.prompt_sigma))
             segments = [(self.num_system_prompts + number, min(max(own, 1), self.max_prompt_tokens))]
-            if weights:
+            if sum(length for _, length in (*past, *segments)) > self.max_prompt_tokens:
+                past = ()
+            if past:
+                segments[:0] = past
+            elif weights:
                 system = rng.choices(range(self.num_system_prompts), weights)[0]
                 segments.insert(0, (system, self.system_prompt_tokens))
             output = min(1 + round(rng.expovariate(1 / self.output_mean)), self.max_output_tokens)
-            jobs.append(Job(number, now_s, tuple(segments), output))
+            job = Job(number, now_s, tuple(segments), output)
+            jobs.append(job)
+            if speakers:
+                goes_on = rng.random() >= 1 / self.turns
+                conversations[speakers[num_left]] = (*segments, (job.answer_token_id, output)) if goes_on else ()
         return jobs
 
 

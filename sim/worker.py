@@ -13,17 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from headrace.router.policy import LoadReport
-from headrace.sim.step_cost import StepCost, StepShape
+import msgspec
+
+from headrace.protos.inference_pb2 import Belief
+from headrace.router.candidates import LoadReport
+from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
-from headrace.worker.block_pool import BlockPool
-from headrace.worker.engine import Engine
-from headrace.worker.engine_thread import REPORT_INTERVAL_S, observe_step, report_of
-from headrace.worker.kv_cache import KVCacheManager
-from headrace.worker.request import Request, RequestOutput
-from headrace.worker.scheduler import Sampled, Scheduler, SchedulerOutput, mixed_tokens_for
-from headrace.worker.step_cost import StepShape as LearnedShape
-from headrace.worker.step_rates import StepRates
+from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.request import Request, RequestOutput
+from headrace.worker.engine.scheduler import Sampled, Scheduler, SchedulerOutput
+from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepRates, StepShape
+from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class WorkerSettings:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 1024
     max_num_mixed_tokens: int | None = None
+    target_step_ms: float | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -48,13 +52,22 @@ class WorkerSettings:
         return job.num_prompt_tokens + job.num_output_tokens <= self.num_blocks * self.block_size
 
 
+class Placed(NamedTuple):
+    """A placement by the rank of its router and the id that it has there."""
+
+    router: int
+    placement_id: int
+
+
 class Report(NamedTuple):
-    """What a worker tells routers after a step. `taken` is the number of requests it had taken in by then."""
+    """What a worker tells routers after a step, or when a request comes. `load` shows the placements in `placed` and
+    those of earlier reports, and has the higher `version` the newer it is."""
 
     load: LoadReport
-    stored: Sequence[int]
-    evicted: Sequence[int]
-    taken: int
+    version: int
+    stored: Sequence[int] = ()
+    evicted: Sequence[int] = ()
+    placed: Sequence[Placed] = ()
 
 
 class SimulatedWorker:
@@ -64,15 +77,26 @@ class SimulatedWorker:
         self, settings: WorkerSettings, clock: Callable[[], float], *, reports_every_step: bool = False
     ) -> None:
         self.settings = settings
-        self.num_taken = 0
+        self._num_taken = 0
+        self._clock = clock
+        self._arrivals = Arrivals(settings.block_size)
+        self._placed: list[Placed] = []
+        self._version = 0
+        self._load = LoadReport(max_num_seqs=settings.max_num_seqs)
         pool = BlockPool(settings.num_blocks, settings.block_size)
         most = settings.max_num_batched_tokens
-        mixed = mixed_tokens_for(settings.max_num_mixed_tokens, settings.max_num_seqs, most)
-        self.scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, most, mixed, clock=clock)
+        mixed = settings.max_num_mixed_tokens or most
+        self.scheduler = Scheduler(
+            KVCacheManager(pool),
+            settings.max_num_seqs,
+            most,
+            mixed,
+            target_step_ms=settings.target_step_ms,
+            clock=clock,
+        )
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
-        self._engine.padding.change_ms, self._engine.padding.token_ms = settings.cost.change, settings.cost.per_padding
-        self._rates = StepRates()
+        self._warm_up()
         self._arrived: list[Request] = []
         self._answers: dict[Request, Sampled] = {}
         self._output: SchedulerOutput | None = None
@@ -80,6 +104,14 @@ class SimulatedWorker:
         self._commands_came = False
         self._next_report_s = 0.0
         self._reports_every_step = reports_every_step
+
+    def _warm_up(self) -> None:
+        """Learn from the steps with which a worker begins, each of another number of tokens than the one before."""
+        for num_tokens in WARM_UP_TOKENS:
+            for step in ((0, num_tokens), (num_tokens, 1)):
+                shape = StepShape.of([step], changed=True)
+                self.scheduler.step_costs.observe(shape, self.settings.cost.milliseconds(shape), is_first=False)
+        self.scheduler.step_costs.rates = StepRates()
 
     @property
     def busy_s(self) -> float:
@@ -96,17 +128,28 @@ class SimulatedWorker:
         """Whether a step has begun and not ended."""
         return self._output is not None
 
-    def take(self, request: Request, job: Job) -> None:
-        """A request arrives; the next step sees it."""
+    def contradiction(self, belief: Belief) -> Report | None:
+        """As WatchHub.contradiction: what there is, if that is more than was believed."""
+        load, arrivals = self._load, self._arrivals
+        num_requests = load.num_running + load.num_waiting + arrivals.num_requests
+        if not is_contradicted(belief, num_requests, load.num_uncached_tokens + arrivals.num_tokens):
+            return None
+        return Report(self._load_now(), self._version, placed=self._placed.copy())
+
+    def take(self, request: Request, job: Job, belief: Belief) -> Report:
+        """A request arrives; the next step sees it. What routers are told at once."""
         assert self.settings.holds(job), f"request {job.number} does not fit the cache"
+        self._arrivals.add(job.num_prompt_tokens, belief.num_cached_tokens)
+        self._placed.append(Placed(belief.watcher_id - 1, belief.placement_id))
         self._arrived.append(request)
         self._answers[request] = Sampled(job.answer_token_id)
+        return self._told(self._load_now(), (), ())
 
     def begin_step(self) -> float | None:
         """Schedule a step; its milliseconds, or None when there is nothing to compute."""
         assert self._output is None, "a step is running"
         self._commands_came = bool(self._arrived)
-        self.num_taken += len(self._arrived)
+        self._num_taken += len(self._arrived)
         for request in self._arrived:
             self.scheduler.add(request)
         self._arrived.clear()
@@ -114,14 +157,16 @@ class SimulatedWorker:
             return None
         output = self.scheduler.schedule()
         assert output.scheduled, "there are requests and none can go on"
-        cost, padding = self.settings.cost, self._engine.padding
-        num_padding = padding.of(output.num_tokens, is_decode=output.is_decode)
+        costs, padding = self.scheduler.step_costs, self._engine.padding
+        token_ms = costs.of(is_decode=output.is_decode).token_ms
+        num_padding = padding.of(
+            output.num_tokens, is_decode=output.is_decode, token_ms=token_ms, change_ms=costs.decode.change_ms
+        )
         step = [(request.num_computed_tokens, new) for request, new in output.scheduled]
         self._output = output
-        self._step_ms = cost.milliseconds(StepShape.of(step, padding=num_padding, changed=padding.changed))
-        if not output.is_decode:
-            shape = LearnedShape.of(step, padding=num_padding)
-            self.scheduler.step_cost.observe(shape, self._step_ms - padding.changed_ms)
+        shape = StepShape.of(step, padding=num_padding, changed=padding.changed)
+        self._step_ms = self.settings.cost.milliseconds(shape)
+        costs.observe(shape, self._step_ms, is_first=False)
         return self._step_ms
 
     def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:
@@ -136,7 +181,6 @@ class SimulatedWorker:
         outputs = self.scheduler.update(output, sampled)
         self._engine.stats.infer_s += self._step_ms / 1000
         self._engine.stats.num_steps += 1
-        observe_step(self._engine, self._rates)
         for given in outputs:
             if given.is_last:
                 del self._answers[given.request]
@@ -156,8 +200,9 @@ class SimulatedWorker:
         return True
 
     def _report(self, now_s: float) -> Report:
-        report = report_of(self._engine, self._rates)
-        load = LoadReport(
+        report = report_of(self._engine)
+        self._arrivals.shown(self._num_taken)
+        self._load = LoadReport(
             num_running=report.num_running,
             num_waiting=report.num_waiting,
             num_uncached_tokens=report.num_uncached_tokens,
@@ -167,6 +212,20 @@ class SimulatedWorker:
             prefill_tokens_per_s=report.prefill_tokens_per_s,
             decode_step_ms=report.decode_step_ms,
             max_num_seqs=self.settings.max_num_seqs,
-            received_at_s=now_s,
+            as_of_s=now_s,
         )
-        return Report(load, report.stored, report.evicted, self.num_taken)
+        return self._told(self._load_now(), report.stored, report.evicted)
+
+    def _load_now(self) -> LoadReport:
+        """The latest report of the engine, and what has arrived since."""
+        return msgspec.structs.replace(
+            self._load,
+            num_arrived=self._arrivals.num_requests,
+            arrived_tokens=self._arrivals.num_tokens,
+            arrived_blocks=self._arrivals.num_blocks,
+        )
+
+    def _told(self, load: LoadReport, stored: Sequence[int], evicted: Sequence[int]) -> Report:
+        self._version += 1
+        placed, self._placed = self._placed, []
+        return Report(load, self._version, stored, evicted, placed)

@@ -29,12 +29,26 @@ def test_the_table_names_every_policy() -> None:
         assert policy in result.stdout
 
 
+def test_one_command_compares_numbers_of_routers() -> None:
+    asked = ["--turns", "4", "--burst", "3", "--routers", "1", "--routers", "4"]
+    result = CliRunner().invoke(main, [*SMALL, *asked, "--policy", "headrace", "--policy", "oracle", "--json"])
+    assert result.exit_code == 0, result.output
+    reports = json.loads(result.stdout)["policies"]
+    assert [(report["policy"], report["num_routers"]) for report in reports] == [
+        ("headrace", 1),
+        ("headrace", 4),
+        ("oracle", 1),
+    ]
+    assert reports[0]["ttft_ms"] != reports[1]["ttft_ms"]
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
         (["--trace", "/does/not/exist"], "error: cannot read --trace"),
         (["--step-cost", "/does/not/exist"], "error: cannot read --step-cost"),
         ([*SMALL, "--kv-tokens", "512"], "give more --kv-tokens"),
+        ([*SMALL, "--turns", "4", "--burst", "200"], "give more --conversations, or a smaller --burst"),
         ([*SMALL, "--workers", "16"], "too few to measure the capacity"),
     ],
 )

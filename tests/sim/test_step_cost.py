@@ -5,21 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace.sim.step_cost import StepCost, StepShape, default
+from headrace.sim.step_cost import StepCost, default
+from headrace.worker.engine.step_cost import StepShape
 
 COST = StepCost((1, 5, 25), (10.0, 14.0, 24.0), 0.5, 0.125, 0.25, 3.0, 7.0)
-
-
-def test_the_shape_tells_prompts_from_decoding() -> None:
-    assert StepShape.of([(10, 1)]) == (1, 0, 0, 11, 1, False)
-    assert StepShape.of([(10, 3)]) == (3, 11 + 12 + 13, 10, 0, 1, False)
-    assert StepShape.of([(10, 3), (0, 2), (7, 1)], padding=4, changed=True) == (10, 36 + 1 + 2, 10, 8, 3, True)
-
-
-def test_a_chunked_prompt_attends_to_as_much_as_a_whole_one() -> None:
-    whole = StepShape.of([(0, 100)])
-    chunks = [StepShape.of([(past, 25)]) for past in (0, 25, 50, 75)]
-    assert sum(chunk.attended for chunk in chunks) == whole.attended
 
 
 @pytest.mark.parametrize(("tokens", "base"), [(1, 10.0), (3, 12.0), (5, 14.0), (15, 19.0), (25, 24.0), (45, 34.0)])

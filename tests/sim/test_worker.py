@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from headrace.protos.inference_pb2 import Belief
 from headrace.sim import step_cost, trace
 from headrace.sim.step_cost import StepCost
 from headrace.sim.worker import SimulatedWorker, WorkerSettings
@@ -22,7 +23,7 @@ def steps_of_prompts(cost: StepCost, *, max_num_batched_tokens: int) -> list[int
     for number in range(60):
         length = rng.randint(20, 250) if number < 40 else 1500
         job = trace.Job(number, now_s, ((number, length),), 1).hashed(BLOCK_SIZE)
-        worker.take(job.request(now_s), job)
+        worker.take(job.request(now_s), job, Belief())
         while (step_ms := worker.begin_step()) is not None:
             before = worker.scheduler.stats.prompt_tokens_computed
             now_s += step_ms / 1000
