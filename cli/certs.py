@@ -1,4 +1,4 @@
-"""`headrace certs create`: an authority and certificates for a fleet, to try mutual TLS out or to run a small one.
+"""`headrace certs`: an authority, certificates and secrets for a fleet, to try mutual TLS out or to run a small one.
 
 By the openssl command, which every server has: nothing of headrace depends on it, and a library for a command that is
 used once a year would be installed everywhere. Where there is an authority already, let that sign.
@@ -39,12 +39,12 @@ def certs() -> None:
 )
 @click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long it is valid.")
 def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, days: int) -> None:
-    """Make DIRECTORY fit for --tls-dir: ca.pem, cert.pem and key.pem, and a join-token.
+    """Make DIRECTORY fit for --tls-dir: ca.pem, cert.pem and key.pem, and secrets as `certs secrets` makes them.
 
     Again with the same directory, it renews certificate and key: processes that run take them within seconds. Only what
     signs needs ca-key.pem: keep it off the hosts that serve.
     """
-    from headrace.protos.transport import FLEET_NAME, TransportError, read_identity
+    from headrace.common.transport.channels import FLEET_NAME, TransportError, read_identity
 
     names = [f"DNS:{FLEET_NAME}", "DNS:localhost", "IP:127.0.0.1", "IP:::1", *map(_alternative, hosts)]
     authority = ca_directory or directory
@@ -53,18 +53,45 @@ def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, d
         if not (authority / "ca.pem").exists() and ca_directory is None:
             _make_authority(directory)
         _sign(directory, authority, names, days)
-        token = directory / "join-token"
-        if not token.exists():
-            shared = authority / "join-token"
-            secret = shared.read_bytes() if shared.exists() else f"{secrets.token_hex(32)}\n".encode()
-            _replace(token, secret, 0o600)
+        _make_secrets(directory, authority, 0o600)
         read_identity(directory)
     except TransportError as error:
         raise CommandFailed(str(error)) from None
     except OSError as error:
         raise CommandError(f"{error.filename or directory}: {error.strerror}") from None
-    click.echo(f"{directory} has ca.pem, cert.pem, key.pem and join-token; give them to a process with", err=True)
+    click.echo(
+        f"{directory} has ca.pem, cert.pem, key.pem, join-token and redis-password; give them to a process with",
+        err=True,
+    )
     click.echo(f"--tls-dir {directory} --join-token-file {directory / 'join-token'}")
+
+
+@certs.command(name="secrets")
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--readable", is_flag=True, help="Let every user read them, such as Redis in a container of its own.")
+def make_secrets(directory: Path, readable: bool) -> None:
+    """Make the secrets of a fleet without certificates, where DIRECTORY lacks them.
+
+    join-token is for --join-token-file; redis-password for HEADRACE_REDIS_PASSWORD_FILE; redis.conf has the same
+    password for redis-server.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_secrets(directory, directory, 0o644 if readable else 0o600)
+    except OSError as error:
+        raise CommandError(f"{error.filename or directory}: {error.strerror}") from None
+    click.echo(f"{directory} has join-token, redis-password and redis.conf", err=True)
+
+
+def _make_secrets(directory: Path, authority: Path, mode: int) -> None:
+    """Make what is missing; the same as in the directory of the authority, if that has it."""
+    for name in ("join-token", "redis-password"):
+        path, shared = directory / name, authority / name
+        if not path.exists():
+            secret = shared.read_bytes() if shared.exists() else f"{secrets.token_hex(32)}\n".encode()
+            _replace(path, secret, mode)
+    password = (directory / "redis-password").read_text(encoding="ascii").strip()
+    _replace(directory / "redis.conf", f"requirepass {password}\n".encode(), mode)
 
 
 def _alternative(host: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -18,14 +20,18 @@ from headrace.cli.run_state import running_serves
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_COMMANDS = ("/help", "/reset", "/exit")
+# A word like a command. A path such as /etc/hosts is none, and a space before the slash makes anything a question.
+_LIKE_A_COMMAND = re.compile(r"/[A-Za-z?]\w*(?=\s|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of an answer; `num_tokens` comes with the last one."""
+    """A piece of an answer, or of the reasoning before it; `num_tokens` comes with the last one."""
 
     text: str
     num_tokens: int | None = None
+    is_reasoning: bool = False
 
 
 @dataclass(slots=True)
@@ -117,8 +123,10 @@ def _chunks(lines: Iterator[str]) -> Iterator[Chunk]:
         if "error" in event:
             raise CommandFailed(_message_of(data) or "the answer broke off")
         for choice in event.get("choices", ()):
-            text = choice.get("delta", {}).get("content")
-            if text:
+            delta = choice.get("delta", {})
+            if reasoning := delta.get("reasoning_content"):
+                yield Chunk(reasoning, is_reasoning=True)
+            if text := delta.get("content"):
                 yield Chunk(text)
         if event.get("usage"):
             yield Chunk("", event["usage"]["completion_tokens"])
@@ -146,20 +154,29 @@ def statistics(num_tokens: int | None, asked_s: float, first_s: float | None, la
 
 
 def _ask(client: ChatClient, conversation: Conversation, question: str) -> None:
-    """Print the answer as it comes, then its statistics on standard error. Ctrl-C ends the answer, not the chat."""
+    """Print the answer as it comes, and its reasoning and statistics on standard error. Ctrl-C ends the answer, not the
+    chat."""
     asked_s = last_s = time.monotonic()
     first_s: float | None = None
     num_tokens: int | None = None
+    is_reasoning = False
     pieces: list[str] = []
     answer = client.answer(conversation.messages_with(question))
     try:
         for chunk in answer:
             last_s = time.monotonic()
             num_tokens = chunk.num_tokens
-            if chunk.text:
-                first_s = first_s if first_s is not None else last_s
+            if not chunk.text:
+                continue
+            first_s = first_s if first_s is not None else last_s
+            if chunk.is_reasoning:
+                click.secho(chunk.text, nl=False, dim=True, err=True)
+            else:
+                if is_reasoning:
+                    click.echo("\n", err=True)
                 pieces.append(chunk.text)
                 print(chunk.text, end="", flush=True)
+            is_reasoning = chunk.is_reasoning
     except KeyboardInterrupt:
         click.echo(" [stopped]", nl=False, err=True)
     finally:
@@ -187,18 +204,29 @@ def _questions(interactive: bool) -> Iterator[str]:
 
 def _converse(client: ChatClient, conversation: Conversation, interactive: bool) -> None:
     for line in _questions(interactive):
-        question = line.strip()
-        if question == "/exit":
-            return
-        if question == "/reset":
-            conversation.reset()
-        elif question:
-            try:
+        try:
+            if command := _LIKE_A_COMMAND.match(line):
+                if not _obey(command.group(), conversation):
+                    return
+            elif question := line.strip():
                 _ask(client, conversation, question)
-            except CommandError as error:
-                if not interactive:
-                    raise
-                error.show()
+        except CommandError as error:
+            if not interactive:
+                raise
+            error.show()
+
+
+def _obey(command: str, conversation: Conversation) -> bool:
+    """Carry a command out; False for the one that leaves. Raises CommandError for one that there is not."""
+    if command == "/help":
+        click.echo(_HELP, err=True)
+    elif command == "/reset":
+        conversation.reset()
+    elif command != "/exit":
+        near = difflib.get_close_matches(command, _COMMANDS, 1)
+        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(_COMMANDS)}"
+        raise CommandError(f"there is no command {command[:40]}; {meant} A space before the slash makes it a question.")
+    return command != "/exit"
 
 
 def default_url() -> str:
@@ -220,8 +248,8 @@ def default_url() -> str:
 def chat(url: str | None, model: str | None, system: str | None, max_tokens: int | None, access: ApiAccess) -> None:
     """Chat with a served model.
 
-    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With a pipe as input, each line
-    is a question and gets its answer.
+    /help shows the commands, /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With a
+    pipe as input, each line is a question and gets its answer. Reasoning and figures go to standard error.
     """
     client = ChatClient(url or default_url(), model, access, max_tokens=max_tokens)
     interactive = sys.stdin.isatty()

@@ -8,6 +8,8 @@ import click
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+# As shells count a process that Ctrl-C has ended.
+EXIT_INTERRUPTED = 130
 
 
 class CommandError(click.ClickException):

@@ -14,9 +14,10 @@ from headrace.cli.chat import default_url
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet_access import OPEN, ApiAccess, access_options, api_options, transport_of
 from headrace.cli.run_state import ServeRecord, running_serves
+from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos.cache_scope import cache_scope, scoped_salt
 from headrace.protos.status import error_of
-from headrace.protos.transport import PLAIN, Transport
 
 _TIMEOUT_S = 10.0
 _WIDTH_OF_A_PIPE = 160
@@ -124,6 +125,8 @@ def _default_serve(url: str | None) -> ServeRecord:
 @click.option("--model", default="", help="Model to ask for.  [default: the only one]")
 @click.option("--adapter", default="", help="LoRA adapter.")
 @click.option("--cache-salt", default="", help="Salt of the prompt's cache blocks.")
+@click.option("--tenant", help="Tenant of the API key that would ask, as headrace keys list shows it.")
+@click.option("--cache-group", help="Cache group of that key, if it has one.")
 @click.option("--session-key", default="", help="Session that the request belongs to.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
 @click.option("--json", "as_json", is_flag=True, help="The router's answer as JSON.")
@@ -138,6 +141,8 @@ def explain(
     model: str,
     adapter: str,
     cache_salt: str,
+    tenant: str | None,
+    cache_group: str | None,
     session_key: str,
     max_tokens: int | None,
     as_json: bool,
@@ -150,6 +155,10 @@ def explain(
     One row for each worker of the model, in expected milliseconds, the cheapest first; the arrow marks the choice.
     Nothing is placed.
     """
+    if tenant is not None or cache_group is not None:  # as a gateway with keys sends them
+        scope = cache_scope(tenant or "", cache_group)
+        cache_salt = scoped_salt(scope, cache_salt)
+        session_key = scoped_salt(scope, session_key) if session_key else ""
     request = router_pb2.ExplainRequest(
         model=model, adapter=adapter, cache_salt=cache_salt, session_key=session_key, max_tokens=max_tokens
     )

@@ -15,7 +15,7 @@ from headrace.cli.errors import CommandError
 if TYPE_CHECKING:
     import httpx
 
-    from headrace.protos.transport import Transport
+    from headrace.common.transport.channels import Transport
 
 _FILE = click.Path(path_type=Path)
 
@@ -37,7 +37,7 @@ def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def transport_of(tls_dir: Path | str | None, join_token_file: Path | str | None) -> Transport:
     """The way to the fleet. Raises CommandError if the files cannot be used."""
     # Imported here: it brings gRPC, for which not every command has a use.
-    from headrace.protos.transport import Transport, TransportError
+    from headrace.common.transport.channels import Transport, TransportError
 
     try:
         return Transport(

@@ -15,7 +15,7 @@ from headrace.cli.fleet_access import access_options, transport_of
 from headrace.cli.http_probe import http_status
 
 if TYPE_CHECKING:
-    from headrace.protos.transport import Transport
+    from headrace.common.transport.channels import Transport
 
 _TIMEOUT_S = 2.0
 

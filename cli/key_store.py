@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from headrace.cli.errors import CommandError, CommandFailed
-from headrace.protos.api_keys import (
+from headrace.common.stores.api_keys import (
     REDIS_KEYS,
     REDIS_VERSION,
     ApiKey,
@@ -20,7 +20,7 @@ from headrace.protos.api_keys import (
     read_keys,
     write_keys,
 )
-from headrace.protos.redis_link import sentinel_url
+from headrace.common.stores.redis_link import secrets_for, sentinel_url
 
 _TIMEOUT_S = 5.0
 
@@ -49,7 +49,9 @@ class FileStore:
         try:
             return read_keys(self._path)
         except FileNotFoundError:
-            return ()
+            raise CommandError(
+                f"there is no file {self._path}; name another with --file, or make its first key: headrace keys create"
+            ) from None
         except OSError as error:
             raise CommandError(f"{self._path} cannot be read: {error.strerror}") from None
         except ValueError as error:
@@ -58,7 +60,7 @@ class FileStore:
     def add(self, key: ApiKey) -> None:
         """As `KeyStore.add`."""
         with self._locked():
-            self._write([*self.keys(), key])
+            self._write([*(self.keys() if self._path.exists() else ()), key])
 
     def remove(self, key_id: str) -> None:
         """As `KeyStore.remove`."""
@@ -83,7 +85,7 @@ class FileStore:
 
 
 class RedisStore:
-    """Keys in Redis, under the names in `headrace.protos.api_keys`."""
+    """Keys in Redis, under the names in `headrace.common.stores.api_keys`."""
 
     def __init__(self, url: str) -> None:
         from redis import Redis
@@ -92,7 +94,9 @@ class RedisStore:
         try:
             named = sentinel_url(url)
             if named is None:
-                self._redis = Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+                self._redis = Redis.from_url(
+                    url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S, **secrets_for(url)
+                )
                 return
             sentinel = Sentinel(named.addresses, sentinel_kwargs={"socket_timeout": _TIMEOUT_S})
             self._redis = sentinel.master_for(
@@ -100,7 +104,7 @@ class RedisStore:
                 socket_timeout=_TIMEOUT_S,
                 db=named.database,
                 username=named.username,
-                password=named.password,
+                password=named.password or secrets_for(url).get("password"),
             )
         except ValueError as error:
             raise CommandError(f"--redis is no URL of Redis: {error}") from None

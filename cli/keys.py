@@ -13,7 +13,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.key_store import FileStore, KeyStore, RedisStore
-from headrace.protos.api_keys import MAX_CONCURRENT, MAX_PER_MINUTE, ApiKey, new_id, new_secret, sha256_of
+from headrace.common.stores.api_keys import MAX_CONCURRENT, MAX_PER_MINUTE, ApiKey, new_id, new_secret, sha256_of
 
 _WIDTH_OF_A_PIPE = 200
 
@@ -53,6 +53,11 @@ def _store(path: Path | None, redis_url: str | None) -> KeyStore:
 @click.argument("name")
 @_place
 @click.option("--tenant", help="Whom its requests are counted for in fair shares.  [default: the key's id]")
+@click.option(
+    "--cache-group",
+    help="Share cached prefixes with all keys of this group; each can then find out what the others ask.  "
+    "[default: with the keys of its tenant]",
+)
 @click.option("--requests-per-minute", type=click.IntRange(1, MAX_PER_MINUTE), help="Requests; a new key may burst.")
 @click.option("--tokens-per-minute", type=click.IntRange(1, MAX_PER_MINUTE), help="Tokens of prompts and answers.")
 @click.option("--max-concurrent", type=click.IntRange(1, MAX_CONCURRENT), help="Requests at a time.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import click
 
@@ -27,6 +27,30 @@ def _lines(topology: Topology) -> Iterator[str]:
             yield f"node {node.number}  {node.memory_bytes / (1 << 30):.1f} GiB  no usable cores"
     if topology.quota_cpus is not None:
         yield f"quota {topology.quota_cpus:g} CPUs"
+    if topology.cpu_flags:
+        yield f"kernels {_kernels_text(topology.cpu_flags)}"
+
+
+# What a CPU computes with, by the kernel's name of it, best first, and up to how many tokens a step may have so that
+# prompts are exact in performance mode and in accuracy mode (docs/decisions/0031); None is any number.
+_KERNELS: tuple[tuple[str, str, int | None, int | None], ...] = (
+    ("amx_tile", "AMX", None, None),
+    ("avx512f", "AVX-512", None, None),
+    ("avx_vnni", "AVX2 with VNNI", None, 80),
+    ("avx2", "AVX2", 80, 80),
+)
+
+
+def _kernels_text(flags: Collection[str]) -> str:
+    for flag, name, performance, accuracy in _KERNELS:
+        if flag not in flags:
+            continue
+        bounds = {"performance mode": performance, "accuracy mode": accuracy}
+        limited = [mode for mode, bound in bounds.items() if bound is not None]
+        if not limited:
+            return f"{name}: prompts are exact"
+        return f"{name}: prompts are exact in steps of up to 80 tokens, the default there, in {' and '.join(limited)}"
+    return "none that OpenVINO has fast kernels for: AVX2 is the least"
 
 
 def _cores_text(cores: Sequence[Core]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
+
+from headrace.cli.errors import EXIT_INTERRUPTED, EXIT_REFUSED
 
 
 class _Subcommand(NamedTuple):
@@ -21,6 +24,7 @@ _SUBCOMMANDS = {
     "serve": _Subcommand("headrace.cli.serve:serve", "Serve a model on this host: workers, router and gateway."),
     "status": _Subcommand("headrace.cli.status:status", "Show the processes that serve on this host."),
     "health": _Subcommand("headrace.cli.health:health", "Ask one process whether it serves."),
+    "drain": _Subcommand("headrace.cli.drain:drain", "Let a worker end its requests, or take them again (--undo)."),
     "topology": _Subcommand("headrace.cli.machine:topology", "Show the machine and where workers would run."),
     "explain": _Subcommand("headrace.cli.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("headrace.cli.chat:chat", "Chat with a served model in the terminal."),
@@ -34,6 +38,48 @@ _SUBCOMMANDS = {
 
 
 class _LazyGroup(click.Group):
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """As click has it, but every failure is one line, `error: SENTENCE`."""
+        try:
+            status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        except click.UsageError as error:
+            if not standalone_mode:
+                raise
+            command = error.ctx.command_path if error.ctx is not None else "headrace"
+            said = error.format_message().rstrip(".")
+            click.echo(f"error: {said[:1].lower()}{said[1:]}; see {command} --help", err=True)
+            sys.exit(EXIT_REFUSED)
+        except click.ClickException as error:
+            if not standalone_mode:
+                raise
+            error.show()
+            sys.exit(error.exit_code)
+        except click.Abort:
+            if not standalone_mode:
+                raise
+            sys.exit(EXIT_INTERRUPTED)
+        if standalone_mode:
+            sys.exit(status if isinstance(status, int) else 0)
+        return status
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _SUBCOMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, _SUBCOMMANDS, 1)
+            raise click.UsageError(
+                f"no such command {name[:40]!r}" + (f"; did you mean {near[0]!r}?" if near else ""), ctx
+            )
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_SUBCOMMANDS)
 
@@ -69,4 +115,4 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console command; ends the process with the command's exit status."""
-    sys.exit(cli.main(args=None if argv is None else list(argv), prog_name="headrace", auto_envvar_prefix="HEADRACE"))
+    cli.main(args=None if argv is None else list(argv), prog_name="headrace", auto_envvar_prefix="HEADRACE")

@@ -25,6 +25,7 @@ from typing import Any
 
 from headrace.cli.errors import CommandError
 
+GENERATION_CONFIG_NAME = "generation_config.json"
 REQUIRED_FILES = (
     "openvino_model.xml",
     "openvino_model.bin",
@@ -36,7 +37,7 @@ REQUIRED_FILES = (
 OPTIONAL_FILES = (
     "chat_template.jinja",
     "config.json",
-    "generation_config.json",
+    GENERATION_CONFIG_NAME,
     "special_tokens_map.json",
     "tokenizer_config.json",
 )

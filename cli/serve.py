@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -84,6 +86,20 @@ def choose_grpc_port(host: str, port: int, asked: int | None, log: LogSink) -> i
         return port + 1
     log.line("serve", f"no gRPC edge: port {port + 1} is not free; choose one with --grpc-port")
     return 0
+
+
+def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise CommandError if the KV caches that were asked for cannot be. Each worker looks at its own limits too."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    if kv_cache_gb is None or found is None:
+        return
+    available_gb = int(found[1]) / (1 << 20)
+    if num_workers * kv_cache_gb > available_gb:
+        of_each = f"{kv_cache_gb:g} GiB" if num_workers == 1 else f"{num_workers} times {kv_cache_gb:g} GiB"
+        raise CommandError(
+            f"--kv-cache-gb asks for {of_each}, and {available_gb:.1f} GiB of memory are available; ask for less, or "
+            "leave it out"
+        )
 
 
 @dataclass(slots=True)
@@ -210,8 +226,8 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
 @click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GiB.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Largest step of each worker, in tokens.")
-@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="The same where streams have a part in the step.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Cap on the tokens of a step.")
+@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="The same for steps that streams have a part in.")
 @click.option(
     "--execution-mode",
     type=click.Choice(["performance", "accuracy"]),
@@ -222,7 +238,29 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     type=click.Choice(["auto", "on", "off"]),
     help="Hold the weights twice, for faster answers to few at a time on CPUs with AMX.  [default: auto]",
 )
+@click.option(
+    "--kv-precision",
+    type=click.Choice(["u8", "u4", "bf16", "f32"]),
+    help="Numbers of the KV cache: smaller ones hold more tokens.  [default: u8]",
+)
+@click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most.  [default: the model's]")
+@click.option(
+    "--max-ttft", type=click.FloatRange(0, min_open=True), help="Seconds that a request waits for others at most."
+)
+@click.option(
+    "--stuck-after-s",
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds without a step after which a worker that has work counts as failed.  [default: 60]",
+)
 @click.option("--name", help="Name of the model in requests, if not its own.")
+@click.option(
+    "--tool-parser", help="How the model writes tool calls; see headrace gateway --help.  [default: found out]"
+)
+@click.option("--reasoning-parser", help="How the model writes its reasoning.  [default: found out]")
+@click.option(
+    "--cors-origin", "cors_origins", multiple=True, help="Origin of web pages that may call; may be repeated; * is any."
+)
+@click.option("--redis", "redis_url", help="Redis for rate limits, shared with the gateways of other hosts.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of all processes.")
 @click.option(
     "--log-format",
@@ -235,6 +273,11 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "--metrics-port",
     type=click.IntRange(1, 65535 - 256),
     help="Port of the router's metrics, and the ports behind it those of the workers.  [default: none]",
+)
+@click.option(
+    "--plain-grpc",
+    is_flag=True,
+    help="Call router and workers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
 @_file_option("--api-keys", "Only callers with one of these keys; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this chain.", "HEADRACE_GATEWAY_TLS_CERT")
@@ -249,19 +292,9 @@ def serve(
     grpc_port: int | None,
     workers: int | None,
     threads: int | None,
-    kv_cache_gb: float | None,
-    max_num_seqs: int | None,
-    max_num_batched_tokens: int | None,
-    max_num_mixed_tokens: int | None,
-    execution_mode: str | None,
-    decode_graph: str | None,
     name: str | None,
-    log_level: str | None,
-    log_format: str | None,
-    otlp_endpoint: str | None,
-    metrics_port: int | None,
     dry_run: bool,
-    **files: Path | None,
+    **given: Any,
 ) -> None:
     """Serve MODEL on this host.
 
@@ -273,14 +306,16 @@ def serve(
     if dry_run:
         click.echo(describe_plan(places))
         return
-    log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty(), as_json=log_format == "json")
+    log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty(), as_json=given["log_format"] == "json")
     try:
         if port:
             check_port(host, port, "--port")
         else:
             port = free_port(host)
         chosen_grpc_port = choose_grpc_port(host, port, grpc_port, log)
+        check_memory(given["kv_cache_gb"], len(places))
         directory, found_name = find_model(model)
+        files = {field.name: given.pop(field.name) for field in fields(SecurityFiles)}
         options = ServeOptions(
             model_directory=directory,
             model_name=name or found_name,
@@ -289,17 +324,8 @@ def serve(
             grpc_port=chosen_grpc_port,
             places=places,
             socket_directory=make_socket_directory(port),
-            kv_cache_gb=kv_cache_gb,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_mixed_tokens=max_num_mixed_tokens,
-            execution_mode=execution_mode,
-            decode_graph=decode_graph,
-            log_level=log_level,
-            log_format=log_format,
-            otlp_endpoint=otlp_endpoint,
-            metrics_port=metrics_port,
             files=SecurityFiles(**{name: path and path.absolute() for name, path in files.items()}),
+            **given,
         )
         status = asyncio.run(Serving(options, log, begun_s).run())
     finally:

@@ -38,11 +38,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What this process may use. `quota_cpus` is the CPU time that cgroups allow, in CPUs; None is no limit."""
+    """What this process may use. `quota_cpus` is the CPU time that cgroups allow, in CPUs; None is no limit.
+    `cpu_flags` are the kernel's names of what the CPU can do."""
 
     cores: tuple[Core, ...]
     nodes: tuple[Node, ...]
     quota_cpus: float | None
+    cpu_flags: frozenset[str] = frozenset()
 
     def cores_of(self, node: int) -> tuple[Core, ...]:
         """Cores of a node, those that share a cache side by side."""
@@ -86,7 +88,15 @@ def read_topology(root: Path = Path("/"), affinity: Collection[int] | None = Non
             cache_group=_cache_group(place, cpu),
         )
     ordered = sorted(cores.values(), key=lambda core: (core.node, core.cache_group, core.cpus))
-    return Topology(tuple(ordered), nodes, _quota_cpus(root))
+    return Topology(tuple(ordered), nodes, _quota_cpus(root), _cpu_flags(root))
+
+
+def _cpu_flags(root: Path) -> frozenset[str]:
+    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
 
 
 def _read(path: Path) -> str | None:

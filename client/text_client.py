@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 from google.protobuf.struct_pb2 import Struct
 
+from headrace.common.transport.channels import CHANNEL_OPTIONS
 from headrace.protos import text_pb2
 from headrace.protos.status import error_of
 from headrace.protos.text_pb2_grpc import TextStub
-from headrace.protos.transport import CHANNEL_OPTIONS
 
 Message = Mapping[str, Any]
 _Response = TypeVar("_Response", text_pb2.ChatResponse, text_pb2.CompleteResponse)

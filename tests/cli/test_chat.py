@@ -24,10 +24,13 @@ class Server:
         self.asked: list[dict[str, Any]] = []
         self.refusal: tuple[int, str] | None = None
         self.break_off = False
+        self.reasoning = ""
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         text = body["messages"][-1]["content"][::-1]
         yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage": None}
+        if self.reasoning:
+            yield {"choices": [{"index": 0, "delta": {"reasoning_content": self.reasoning}}], "usage": None}
         for letter in text:
             yield {"choices": [{"index": 0, "delta": {"content": letter}}], "usage": None}
         if not self.break_off:
@@ -162,3 +165,28 @@ def test_a_refused_turn_does_not_become_part_of_the_conversation() -> None:
 )
 def test_statistics(arguments: tuple[int | None, float, float | None, float], line: str) -> None:
     assert statistics(*arguments) == line
+
+
+def test_reasoning_is_shown_apart_from_the_answer(server: Server) -> None:
+    server.reasoning = "the letters, backwards"
+    result = CliRunner().invoke(cli, ["chat", "--url", server.url], input="abc\nde\n")
+    assert result.stdout == "cba\ned\n"
+    assert result.stderr.count("the letters, backwards") == 2
+    assert all("letters" not in message["content"] for body in server.asked for message in body["messages"])
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"), [("/rest", "did you mean /reset?"), ("/frobnicate it", "there are /help, /reset, /exit")]
+)
+def test_a_command_that_there_is_not_is_refused_and_asked_of_no_model(server: Server, line: str, remedy: str) -> None:
+    result = CliRunner().invoke(cli, ["chat", "--url", server.url], input=f"{line}\n")
+    assert result.exit_code == 2
+    assert f"error: there is no command {line.split()[0]}; {remedy}" in result.stderr
+    assert not server.asked
+
+
+@pytest.mark.parametrize("line", ["/etc/hosts is what?", " /reset is a word?"])
+def test_a_question_may_begin_with_a_slash(server: Server, line: str) -> None:
+    result = CliRunner().invoke(cli, ["chat", "--url", server.url], input=f"{line}\n")
+    assert result.exit_code == 0
+    assert [body["messages"][-1]["content"] for body in server.asked] == [line.strip()]

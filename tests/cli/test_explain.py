@@ -17,6 +17,7 @@ from headrace.cli.errors import CommandError
 from headrace.cli.explain import rows_of, tokens_of
 from headrace.cli.main import cli
 from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos.cache_scope import scoped_salt
 from headrace.protos.status import Reason, StatusError
 
 COST = router_pb2.CostTerms(prefill_ms=12.34, decode_ms=100, total_ms=112.34, ttft_ms=12.34)
@@ -73,6 +74,15 @@ def test_tokens_are_asked_for_as_they_are_and_the_choice_is_marked(router: FakeR
     lines = done.stdout.splitlines()
     assert any(line.startswith("-> w0") and "32 of 40" in line and "12.3" in line for line in lines)
     assert lines[-1] == "w0: it is the cheapest, and none has more of the prompt cached"
+
+
+def test_a_tenant_is_asked_about_with_the_salt_that_gateways_send_for_it(router: FakeRouter) -> None:
+    for flags in (["--tenant", "mill"], ["--tenant", "mill", "--cache-group", "house"]):
+        assert explain("--router", router.address, "--tokens", "1", "--cache-salt", "s", *flags).exit_code == 0
+    assert [asked.cache_salt for asked in router.asked] == [
+        scoped_salt("tenant/mill", "s"),
+        scoped_salt("group/house", "s"),
+    ]
 
 
 def test_json_is_the_answer_of_the_router(router: FakeRouter) -> None:

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 from headrace.cli.key_store import FileStore
 from headrace.cli.main import cli
-from headrace.protos.api_keys import ApiKey, new_id, read_keys, sha256_of
-from headrace.protos.transport import read_identity
+from headrace.common.stores.api_keys import ApiKey, new_id, read_keys, sha256_of
+from headrace.common.transport.channels import read_identity
 from tests.redis_server import RedisServer
 
 
@@ -38,7 +38,21 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisSer
 
 def test_a_key_is_shown_once_and_listed_without_what_is_secret_until_it_is_revoked(place: list[str]) -> None:
     limits = ("--requests-per-minute", "60", "--tokens-per-minute", "10000", "--max-concurrent", "4")
-    made = run("keys", "create", "alice", *place, *limits, "--tenant", "mill", "--model", "a", "--model", "b")
+    made = run(
+        "keys",
+        "create",
+        "alice",
+        *place,
+        *limits,
+        "--tenant",
+        "mill",
+        "--cache-group",
+        "house",
+        "--model",
+        "a",
+        "--model",
+        "b",
+    )
     assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
     assert secret.startswith("hr-")
@@ -50,6 +64,7 @@ def test_a_key_is_shown_once_and_listed_without_what_is_secret_until_it_is_revok
     alice, bob = sorted(json.loads(listed.stdout), key=lambda key: str(key["name"]))
     assert alice["requests_per_minute"] == 60
     assert (alice["tenant"], alice["models"], alice["max_priority"]) == ("mill", ["a", "b"], 0)
+    assert (alice["cache_group"], bob["cache_group"]) == ("house", None)
     assert (bob["id"], bob["tenant"]) == (other["id"], other["id"])
     shown = run("keys", "list", *place).stdout
     assert "alice" in shown
@@ -74,7 +89,7 @@ def test_keys_that_are_made_at_once_are_all_kept(tmp_path: Path) -> None:
     ("args", "said"),
     [
         (("keys", "list"), "--file FILE or --redis URL"),
-        (("keys", "revoke", "nobody", "--file", "{tmp}/none"), "headrace keys list"),
+        (("keys", "revoke", "nobody", "--file", "{tmp}/none"), "there is no file"),
         (("keys", "create", "x\ny", "--file", "{tmp}/keys"), "on one line"),
         (("keys", "create", "x", "--file", "{tmp}/no/keys"), "cannot be written"),
         (("keys", "list", "--redis", "http://u:hunter2@h"), "no URL of Redis"),
@@ -102,6 +117,8 @@ def test_certificates_are_for_the_fleet_and_for_the_names_that_were_given(tmp_pa
         "cert.pem": 0o644,
         "key.pem": 0o600,
         "join-token": 0o600,
+        "redis-password": 0o600,
+        "redis.conf": 0o600,
     }
     shown = subprocess.run(
         ["openssl", "x509", "-in", str(directory / "cert.pem"), "-noout", "-ext", "subjectAltName"],
@@ -125,3 +142,13 @@ def test_creating_again_renews_and_another_host_gets_the_same_authority_and_toke
     for name in ("ca.pem", "join-token"):
         assert (second / name).read_bytes() == after[name]
     read_identity(second)
+
+
+@pytest.mark.parametrize("command", [("list",), ("revoke", "alice")])
+def test_a_file_of_keys_that_is_not_there_is_an_error_for_all_but_the_first_key(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run("keys", *command, "--file", str(tmp_path / "typo"))
+    assert result.exit_code == 2
+    assert f"error: there is no file {tmp_path / 'typo'}" in result.stderr
+    assert not (tmp_path / "typo").exists()

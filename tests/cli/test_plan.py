@@ -48,6 +48,10 @@ def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
         "--max-num-mixed-tokens",
         "--execution-mode",
         "--decode-graph",
+        "--kv-precision",
+        "--max-context-tokens",
+        "--max-ttft-s",
+        "--stuck-after-s",
         "--log-level",
     )
     assert [argument(worker.argv, flag) for flag in flags] == [None] * len(flags)
@@ -107,3 +111,33 @@ def test_every_process_tells_what_it_does_in_the_way_that_was_asked_for() -> Non
         assert argument(process.argv, "--otlp-endpoint") == "http://c:4317"
     addresses = [argument(process.argv, "--metrics") for process in (router, *workers, gateway)]
     assert addresses == ["127.0.0.1:9101", "127.0.0.1:9102", "127.0.0.1:9103", None]
+
+
+def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
+    asked = replace(
+        OPTIONS,
+        kv_precision="u4",
+        max_context_tokens=4096,
+        max_ttft=7.5,
+        stuck_after_s=20.0,
+        tool_parser="hermes",
+        reasoning_parser="think",
+        cors_origins=("https://a.example", "https://b.example"),
+        redis_url="redis://127.0.0.1:6379",
+    )
+    worker, gateway, router = processes_of(asked, "python")
+    assert argument(worker.argv, "--kv-precision") == "u4"
+    assert argument(worker.argv, "--max-context-tokens") == "4096"
+    assert argument(worker.argv, "--max-ttft-s") == argument(router.argv, "--max-ttft") == "7.5"
+    assert argument(worker.argv, "--stuck-after-s") == "20.0"
+    assert argument(gateway.argv, "--tool-parser") == "hermes"
+    assert argument(gateway.argv, "--reasoning-parser") == "think"
+    assert argument(gateway.argv, "--redis") == "redis://127.0.0.1:6379"
+    origins = [value for flag, value in zip(gateway.argv, gateway.argv[1:], strict=False) if flag == "--cors-origin"]
+    assert origins == ["https://a.example", "https://b.example"]
+
+
+def test_plain_grpc_reaches_whoever_calls() -> None:
+    worker, gateway, router = processes_of(replace(OPTIONS, plain_grpc=True), "python")
+    assert ["--plain-grpc" in process.argv for process in (worker, gateway, router)] == [False, True, True]
+    assert not any("--plain-grpc" in process.argv for process in processes_of(OPTIONS, "python"))

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from headrace.cli import catalogue, pull
 from headrace.cli.main import cli
-from headrace.cli.model_cache import model_directory, model_lock, read_manifest
+from headrace.cli.model_cache import MANIFEST_NAME, model_directory, model_lock, read_manifest, write_manifest
 from tests.cli.conftest import FileServer, write_files
 
 GGUF = b"GGUF and then the weights" * 1000
@@ -107,11 +107,56 @@ def test_a_second_pull_does_nothing_and_force_does_it_again(
 
 
 def test_another_edition_in_the_catalogue_replaces_the_old_one(
+    entry: catalogue.CatalogueEntry, conversions: list[bytes]
+) -> None:
+    run("tiny")
+    path = model_directory("tiny") / MANIFEST_NAME
+    path.write_text(path.read_text().replace(entry.gguf_sha256, "0" * 64))
+    assert "the catalogue has another edition" in run("tiny").stderr
+    assert len(conversions) == 2
+
+
+def test_an_edition_with_other_settings_leaves_the_weights_and_needs_no_index(
+    entry: catalogue.CatalogueEntry,
+    conversions: list[bytes],
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run("tiny")
+    directory = model_directory("tiny")
+    config = directory / "generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token_id": [1, 2]}))
+    write_manifest(directory, "tiny", entry.source(), "0")
+    weights = (directory / "openvino_model.bin").stat()
+    fresh = replace(entry, sampling={"top_p": 0.1, "max_new_tokens": 9})
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", fresh)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    result = run("tiny")
+    assert result.exit_code == 0, result.stderr
+    assert "the catalogue has another edition" in result.stderr
+    assert json.loads(config.read_text()) == {
+        "eos_token_id": [1, 2],
+        "do_sample": True,
+        "top_p": 0.1,
+        "max_new_tokens": 9,
+    }
+    assert (directory / "openvino_model.bin").stat().st_ino == weights.st_ino
+    assert len(conversions) == 1
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert manifest.source == fresh.source()
+    assert left_in(cache) == []
+    assert "already there" in run("tiny").stderr
+
+
+def test_settings_of_a_damaged_model_are_not_renewed_but_all_of_it(
     entry: catalogue.CatalogueEntry, conversions: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("tiny")
-    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", replace(entry, sampling={"temperature": 0.1}))
-    assert "the catalogue has another edition" in run("tiny").stderr
+    (model_directory("tiny") / "openvino_model.bin").write_bytes(b"")
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", replace(entry, sampling={"top_p": 0.1}))
+    assert run("tiny").exit_code == 0
     assert len(conversions) == 2
 
 

@@ -18,7 +18,7 @@ from headrace.cli.log_sink import LogSink
 from headrace.cli.main import cli
 from headrace.cli.model_cache import model_directory
 from headrace.cli.ports import check_port, free_port, is_free
-from headrace.cli.serve import choose_grpc_port, find_model
+from headrace.cli.serve import check_memory, choose_grpc_port, find_model
 from tests.cli.conftest import write_files
 
 
@@ -167,3 +167,15 @@ def test_a_role_command_becomes_the_role() -> None:
     )
     assert finished.returncode == 0
     assert "--listen" in finished.stdout
+
+
+def test_an_impossible_kv_cache_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
+    check_memory(4.0, 2, meminfo)
+    check_memory(None, 64, meminfo)
+    with pytest.raises(CommandError, match=r"--kv-cache-gb asks for 2 times 4.5 GiB, and 8.0 GiB"):
+        check_memory(4.5, 2, meminfo)
+    refused = CliRunner().invoke(cli, ["serve", "--kv-cache-gb", "1000000", "--port", "0"])
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: --kv-cache-gb asks for 1e+06 GiB")

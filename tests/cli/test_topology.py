@@ -193,3 +193,27 @@ def test_the_machine_and_the_plan_are_drawn(tmp_path: Path) -> None:
         "worker-0  node 0  CPUs 0-3  computes with 4",
         "worker-1  node 1  CPUs 4-7  computes with 4",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("sse4_2 avx2 avx512f amx_tile", "kernels AMX: prompts are exact"),
+        ("avx2 avx512f", "kernels AVX-512: prompts are exact"),
+        (
+            "avx2 avx_vnni",
+            "kernels AVX2 with VNNI: prompts are exact in steps of up to 80 tokens, the default there, in "
+            "accuracy mode",
+        ),
+        (
+            "avx2",
+            "kernels AVX2: prompts are exact in steps of up to 80 tokens, the default there, in performance mode and "
+            "accuracy mode",
+        ),
+        ("sse4_2", "kernels none that OpenVINO has fast kernels for: AVX2 is the least"),
+    ],
+)
+def test_it_is_told_in_which_steps_prompts_are_exact(tmp_path: Path, flags: str, text: str) -> None:
+    root = machine(tmp_path, {0: [(0,)]})
+    write(root, {"proc/cpuinfo": f"processor\t: 0\nflags\t\t: {flags}"})
+    assert describe_machine(read_topology(root, {0})).splitlines()[-1] == text

@@ -1,0 +1,41 @@
+"""What all commands have in common: how they fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.cli.main import cli
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("serv",), "did you mean 'serve'?; see headrace --help"),
+        (("serve", "--prot", "80"), "'--port'"),
+        (("keys", "lst"), "did you mean 'list'?; see headrace keys --help"),
+        (("chat", "--max-tokens", "few"), "'few' is not a valid integer range; see headrace chat --help"),
+        (("keys", "create"), "missing argument 'NAME'; see headrace keys create --help"),
+        (("keys", "list"), "say where the keys are: --file FILE or --redis URL"),
+    ],
+)
+def test_every_refusal_is_one_line_with_its_remedy(args: tuple[str, ...], sentence: str) -> None:
+    result = CliRunner().invoke(cli, args, prog_name="headrace")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: ")
+    assert sentence.lower() in result.stderr.lower()
+    assert not result.stdout
+
+
+@pytest.mark.parametrize("role", ["worker", "router", "gateway"])
+def test_roles_refuse_in_the_same_words(role: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", f"headrace.{role}", "--frobnicate"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: No such option '--frobnicate'")
+    assert result.stderr.count("\n") == 1
