@@ -1,5 +1,7 @@
 # One image, four entry points: `headrace pull | gateway | router | worker ...`.
-FROM python:3.11-slim-bookworm AS build
+# `make image` and the compose files name it by digest (deploy/pin_images.py renews it).
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 RUN python -m venv /opt/headrace
 # What it needs, exactly as it was tested: `make lock` writes the file.
@@ -9,10 +11,12 @@ RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps --only-binary :all: -
 COPY . .
 RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/headrace/bin/pip check \
-    && /opt/headrace/bin/pip uninstall --yes setuptools pip
+    && /opt/headrace/bin/pip uninstall --yes setuptools pip \
+    && install -d /opt/headrace/share/headrace \
+    && python deploy/sbom.py /opt/headrace/bin/python requirements.lock > /opt/headrace/share/headrace/sbom.cdx.json
 
-FROM python:3.11-slim-bookworm
-RUN useradd --uid 10001 --create-home headrace && install -d -o headrace -g headrace /models
+FROM ${PYTHON_IMAGE}
+RUN useradd --uid 10001 --create-home headrace && install -d -o headrace -g headrace /models /secrets
 COPY --from=build /opt/headrace /opt/headrace
 ENV PATH=/opt/headrace/bin:$PATH \
     HEADRACE_CACHE=/models \

@@ -9,12 +9,12 @@ import pytest
 
 from headrace.cli.main import cli
 from headrace.gateway.__main__ import command as gateway
-from headrace.router.__main__ import main as router
-from headrace.worker.__main__ import main as worker
+from headrace.router.__main__ import command as router
+from headrace.worker.__main__ import command as worker
 
 ROLES: dict[str, click.Command] = {"gateway": gateway, "router": router, "worker": worker}
 # Variables that no option of a command stands for.
-OTHERS = {"HEADRACE_CACHE", "HEADRACE_HEALTH_TARGET"}
+OTHERS = {"HEADRACE_CACHE", "HEADRACE_HEALTH_TARGET", "HEADRACE_REDIS_PASSWORD_FILE", "HEADRACE_REDIS_TLS_DIR"}
 
 
 def refuse_what_is_unknown(

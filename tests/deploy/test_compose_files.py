@@ -24,7 +24,7 @@ FILES = {
 }
 VARIABLES = {
     "HOST_ADDRESS": "10.0.0.7",
-    "REDIS_URL": "redis://10.0.0.5:6379/0",
+    "REDIS_URL": "rediss://10.0.0.5:6379/0",
     "WORKER_1_CPUS": "4-5",
     "TLS_DIR": "/tls",
 }
@@ -98,7 +98,7 @@ def test_compose_itself_accepts_the_files(name: str) -> None:
 @whole_files
 def test_commands_are_those_of_the_real_commands(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, service in services(file).items():
-        if name != "redis":
+        if "redis" not in name:
             refuse_what_is_unknown(monkeypatch, service["command"], service.get("environment"))
             check = service.get("healthcheck", {}).get("test", ["CMD", "headrace", "health", "x"])
             assert check[:2] == ["CMD", "headrace"]
@@ -115,7 +115,47 @@ def test_health_is_asked_where_a_process_listens(file: str, monkeypatch: pytest.
         assert asked == listening.rpartition(":")[2]
         if "ports" in service:
             inside = {mapping.rpartition(":")[2] for mapping in service["ports"]}
+            assert all(mapping.startswith("127.0.0.1:") for mapping in service["ports"]), "published where asked only"
             assert inside == {str(params["port"]), str(params["grpc_port"])}
+
+
+@whole_files
+def test_clients_of_other_hosts_are_let_in_only_where_asked(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = services(file)["gateway"]
+    params = refuse_what_is_unknown(monkeypatch, gateway["command"], gateway.get("environment"))
+    assert "ports" in gateway or params["host"] == "127.0.0.1"
+    monkeypatch.setitem(VARIABLES, "PUBLISH", "0.0.0.0")
+    gateway = services(file)["gateway"]
+    opened = refuse_what_is_unknown(monkeypatch, gateway["command"], gateway.get("environment"))
+    assert opened["host"] == "0.0.0.0"
+    assert all(mapping.startswith("0.0.0.0:") for mapping in gateway.get("ports", []))
+
+
+@whole_files
+def test_every_redis_has_a_password_and_the_policy_that_fits_what_it_keeps(file: str) -> None:
+    found = services(file)
+    policies = {}
+    for name, service in found.items():
+        if name.startswith("redis"):
+            command = service["command"]
+            assert command[1].endswith("/redis.conf"), "it has the password"
+            assert "--requirepass" not in command, "everybody reads command lines"
+            policies[name] = command[command.index("--maxmemory-policy") + 1]
+            assert command[command.index("--maxmemory") + 1]
+            if file != "compose.yaml":
+                assert command[command.index("--port") + 1] == "0", "only with TLS"
+    assert policies["redis"] == "noeviction"
+    assert policies.get("redis-responses", "allkeys-lru") == "allkeys-lru"
+
+
+@whole_files
+def test_routers_and_workers_ask_for_the_join_token(file: str) -> None:
+    for name in ("gateway", "router", "worker"):
+        environment = services(file)[name]["environment"]
+        token = environment["HEADRACE_JOIN_TOKEN_FILE"]
+        mounts = [volume.split(":")[1] for volume in services(file)[name]["volumes"]]
+        assert str(Path(token).parent) in mounts
+        assert Path(environment["HEADRACE_REDIS_PASSWORD_FILE"]).parent == Path(token).parent
 
 
 @whole_files

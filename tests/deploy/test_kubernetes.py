@@ -264,6 +264,46 @@ def test_every_container_is_confined_as_the_restricted_profile_wants(overlay: st
 
 
 @overlays
+def test_every_part_presents_the_join_token(overlay: str) -> None:
+    for workload in of_kind(rendered(overlay), *WORKLOADS):
+        for container in pod_of(workload)["containers"]:
+            mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+            if "redis" not in container["image"]:
+                env = {variable["name"]: variable.get("value", "") for variable in container["env"]}
+                assert str(Path(env["HEADRACE_JOIN_TOKEN_FILE"]).parent) in mounts
+                assert str(Path(env["HEADRACE_REDIS_PASSWORD_FILE"]).parent) in mounts
+
+
+@overlays
+def test_every_redis_has_a_password_and_tls_where_all_parts_have_it(overlay: str) -> None:
+    resources = rendered(overlay)
+    workloads = of_kind(resources, *WORKLOADS)
+    has_tls = "HEADRACE_TLS_DIR" in json.dumps(workloads)
+    found = [container for workload in workloads for container in containers(workload) if "redis" in container["image"]]
+    for container in found:
+        args = container["args"]
+        assert args[0].endswith("/redis.conf"), "it has the password"
+        assert ("--tls-port" in args) == has_tls
+        assert not has_tls or args[args.index("--port") + 1] == "0"
+        probe = " ".join(container["readinessProbe"]["exec"]["command"])
+        assert ("--tls" in probe) == has_tls
+    policies = [container["args"][container["args"].index("--maxmemory-policy") + 1] for container in found]
+    assert policies == (["noeviction", "allkeys-lru"] if found else [])
+    for secret in of_kind(resources, "Secret"):
+        urls = secret["stringData"]
+        assert {url.partition(":")[0] for url in urls.values()} == {"rediss" if has_tls else "redis"}
+        assert len(set(urls.values())) == len(urls) == 2
+
+
+@overlays
+def test_a_worker_that_drains_is_not_ready_and_alive(overlay: str) -> None:
+    (worker,) = of_kind(rendered(overlay), "StatefulSet")
+    (container,) = pod_of(worker)["containers"]
+    assert container["livenessProbe"]["grpc"]["service"] == "headrace.v1.Worker"
+    assert container["readinessProbe"]["grpc"].get("service", "") in ("", "headrace.v1.Inference")
+
+
+@overlays
 def test_workers_are_guaranteed_whole_cpus(overlay: str) -> None:
     (worker,) = of_kind(rendered(overlay), "StatefulSet")
     for container in containers(worker):
