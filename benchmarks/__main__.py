@@ -1,5 +1,5 @@
-"""Benchmarks of the engine, one after the other: `make bench`, or of some: `python -m benchmarks engine`. Nothing else
-should run on the machine meanwhile."""
+"""Benchmarks of engine and servers, one after the other: `make bench`, or of some: `python -m benchmarks engine`.
+Nothing else should run on the machine meanwhile."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "http_throughput": ["http_throughput"],
     "overhead": ["overhead", "overhead --text"],
+    "fan_out": ["fan_out"],
 }
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from benchmarks.graph import timed
 from benchmarks.step_cost import NUM_BLOCKS, requests_of
-from headrace.worker.batch import build_batch
-from headrace.worker.model_runner import OpenVINOModelRunner
-from headrace.worker.numa import usable_cpus
+from headrace.worker.host.numa import usable_cpus
+from headrace.worker.model.batch import build_batch
+from headrace.worker.model.runner import OpenVINOModelRunner
 
 CONTEXT = 256
 SIZES = (1, 4, 5, 8, 16, 24, 32, 64)

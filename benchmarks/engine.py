@@ -1,11 +1,12 @@
 """The worker's engine against openvino-genai's ContinuousBatchingPipeline: same IR, kernels, blocks and token budget.
 
-    python -m benchmarks.engine MODEL_DIR [--pairs 5] [--case closed mixed poisson behind identical]
+    python -m benchmarks.engine MODEL_DIR [--pairs 5] [--case closed sampled mixed poisson behind identical]
         [--tokens 256] [--our-tokens N] [--our-mixed-tokens N] [--their-tokens N] [--their-whole-prompts] [--one-graph]
 
 Each side is a process of its own and both stay up; they take turns on the same workload, and each pair gives a ratio.
 
     closed     N requests of 128 random tokens at once, 64 out: N = 1, 8, 32, 64             output tokens/s
+    sampled    the same, drawn at temperature 0.8 from the nucleus of 0.95         output tokens/s
     mixed      200 requests at once, log-normal prompts around 200, exponential outputs of mean 128
     poisson    the same lengths, arriving at 80 % of the peer's rate in `mixed`              p95 TTFT, time per token
     behind     twenty 50-token prompts behind one of 4,000                                   p95 TTFT of the twenty
@@ -119,14 +120,19 @@ def report(name: str, unit: str, pairs: list[Pair], figure: Callable[[tuple[floa
     return statistics.median(theirs)
 
 
-def run_closed(peers: Peers, pairs: int) -> None:
+def run_closed(peers: Peers, pairs: int, case: str = "closed", temperature: float = 0.0, top_p: float = 1.0) -> None:
     """Saturated, equal lengths."""
     for number in (1, 8, 32, 64):
 
         def jobs(rng: np.random.Generator, _: int, number: int = number) -> list[Job]:
-            return [Job(0.0, prompt_of(rng, 128), 64) for _ in range(number)]
+            return [Job(0.0, prompt_of(rng, 128), 64, temperature, top_p) for _ in range(number)]
 
-        report(f"closed {number}", "output tokens/s", pairs_of(peers, f"closed {number}", jobs, pairs), rate)
+        report(f"{case} {number}", "output tokens/s", pairs_of(peers, f"{case} {number}", jobs, pairs), rate)
+
+
+def run_sampled(peers: Peers, pairs: int) -> None:
+    """As `closed`, with drawn tokens."""
+    run_closed(peers, pairs, "sampled", temperature=0.8, top_p=0.95)
 
 
 def mixed_jobs(rng: np.random.Generator, count: int, per_s: float | None, load: int = 0) -> list[Job]:
@@ -177,6 +183,7 @@ def run_identical(peers: Peers, pairs: int) -> None:
 
 CASES = {
     "closed": run_closed,
+    "sampled": run_sampled,
     "mixed": run_mixed,
     "poisson": run_poisson,
     "behind": run_behind,
@@ -192,7 +199,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--blocks", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=256, help="in a step, of both sides")
-    parser.add_argument("--our-tokens", type=int)
+    parser.add_argument("--our-tokens", type=int, help="by default --tokens, or as many as are exact on this CPU")
     parser.add_argument("--our-mixed-tokens", type=int, help="in a step that streams have a part in; by default 256")
     parser.add_argument("--their-tokens", type=int)
     parser.add_argument("--their-whole-prompts", action="store_true", help="the peer without dynamic_split_fuse")
@@ -202,6 +209,7 @@ def main() -> None:
     ours = replace(
         of_both,
         max_num_batched_tokens=args.our_tokens or args.tokens,
+        stays_exact=args.our_tokens is None,
         max_num_mixed_tokens=args.our_mixed_tokens,
         decode_graph=False if args.one_graph else None,
     )

@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from headrace.worker.request import RequestOutput
+    from headrace.worker.engine.request import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request: seconds after the start at which it arrives, its prompt, and how many tokens it wants."""
+    """A request: seconds after the start at which it arrives, its prompt, and how many tokens it wants. With a
+    temperature above 0 they are drawn from the nucleus of `top_p`."""
 
     arrival_s: float
     prompt: Sequence[int]
     output: int
+    temperature: float = 0.0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class JobTimes:
 class EngineSettings:
     """What a side is given. `num_blocks` KV blocks of the compiled model's block size (32 on CPU). Without
     `split_prompts` the peer computes prompts whole, in steps of their own; we have no such mode. `max_num_mixed_tokens`
-    is ours, None the worker's choice, and so is `decode_graph`, as `wants_decode_graph` takes it."""
+    is ours, None the worker's choice, and so is `decode_graph`, as `wants_decode_graph` takes it. With `stays_exact`
+    our steps are no larger than prompts are exact in on this CPU, as a worker's by default."""
 
     model_dir: Path
     num_blocks: int
@@ -50,6 +54,7 @@ class EngineSettings:
     max_num_mixed_tokens: int | None = None
     split_prompts: bool = True
     decode_graph: bool | None = None
+    stays_exact: bool = True
 
 
 # A job, how many new tokens it got, and whether it has ended.
@@ -73,17 +78,18 @@ class HeadraceSide:
     """The worker's engine without its service."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        from headrace.worker.block_pool import BlockPool
-        from headrace.worker.decode_graph import wants_decode_graph
-        from headrace.worker.engine import Engine
-        from headrace.worker.kv_cache import KVCacheManager
-        from headrace.worker.memory import available_bytes
-        from headrace.worker.model_runner import OpenVINOModelRunner
-        from headrace.worker.numa import usable_cpus
-        from headrace.worker.request import Request, SamplingParams
-        from headrace.worker.sampler import BatchSampler
-        from headrace.worker.scheduler import Scheduler, mixed_tokens_for
-        from headrace.worker.vocabulary_reducer import reducer_for
+        from headrace.worker.engine.engine import Engine
+        from headrace.worker.engine.request import Request, SamplingParams
+        from headrace.worker.engine.scheduler import Scheduler
+        from headrace.worker.host.numa import usable_cpus
+        from headrace.worker.kv.block_pool import BlockPool
+        from headrace.worker.kv.manager import KVCacheManager
+        from headrace.worker.kv.memory import available_bytes
+        from headrace.worker.model.decode_graph import wants_decode_graph
+        from headrace.worker.model.runner import OpenVINOModelRunner
+        from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS
+        from headrace.worker.sampling.sampler import BatchSampler
+        from headrace.worker.sampling.vocabulary_reducer import reducer_for
 
         self._request, self._params = Request, SamplingParams
         self._delivered: tuple[float, list[Event]] = (0.0, [])
@@ -103,14 +109,17 @@ class HeadraceSide:
         )
         runner.allocate(settings.num_blocks)
         pool = BlockPool(settings.num_blocks, runner.block_size)
-        most = settings.max_num_batched_tokens
-        mixed = mixed_tokens_for(settings.max_num_mixed_tokens, settings.max_num_seqs, most)
-        scheduler = Scheduler(KVCacheManager(pool), settings.max_num_seqs, most, mixed)
+        most, seqs = settings.max_num_batched_tokens, settings.max_num_seqs
+        if settings.stays_exact and most > runner.exact_rows:
+            most = runner.exact_rows
+            seqs = min(seqs, most - ROOM_FOR_PROMPTS)
+        mixed = settings.max_num_mixed_tokens or most
+        scheduler = Scheduler(KVCacheManager(pool), seqs, most, mixed)
         self.engine = Engine(scheduler, runner, BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus()))))
 
     def add(self, index: int, job: Job) -> None:
         """See Side."""
-        sampling = self._params(max_tokens=job.output, seed=0, temperature=0.0)
+        sampling = self._params(max_tokens=job.output, seed=index, temperature=job.temperature, top_p=job.top_p)
         self.engine.scheduler.add(self._request(str(index), job.prompt, sampling, 0, arrival_s=time.monotonic()))
 
     def step(self) -> tuple[float, list[Event]]:
@@ -146,7 +155,9 @@ class GenaiSide:
         config = self._genai.GenerationConfig()
         config.max_new_tokens = job.output
         config.ignore_eos = True
-        config.do_sample = False
+        config.do_sample = job.temperature > 0
+        if config.do_sample:
+            config.temperature, config.top_p, config.rng_seed = job.temperature, job.top_p, index
         prompt = self._ov.Tensor(np.asarray([job.prompt], np.int64))
         self._handles[index] = self._pipeline.add_request(index, prompt, config)
 

@@ -30,11 +30,11 @@ import httpx
 from benchmarks.gateway_processes import NUM_STREAMS, TOKEN_IDS
 from benchmarks.machine import describe
 from headrace.cli.model_cache import model_directory
-from headrace.gateway.chat_output import ChatChoice
-from headrace.gateway.choice import Choice
-from headrace.gateway.openai_answers import Identity, Shown
-from headrace.gateway.openai_streams import ChatStream
-from headrace.gateway.sampling import Sampling
+from headrace.gateway.chat.choice import Choice
+from headrace.gateway.chat.output import ChatChoice
+from headrace.gateway.chat.sampling import Sampling
+from headrace.gateway.openai.answers import Identity, Shown
+from headrace.gateway.openai.streams import ChatStream
 from headrace.protos.inference_pb2 import GenerateResponse
 
 MODEL = "smollm2-135m"

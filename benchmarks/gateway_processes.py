@@ -24,11 +24,11 @@ import grpc
 import uvicorn
 import uvloop
 
+from headrace.common.transport.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
+from headrace.common.transport.session_client import SessionClient
+from headrace.common.transport.session_server import SessionServer, handler_of, whole
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.protos.session_client import SessionClient
-from headrace.protos.session_server import SessionServer, handler_of
-from headrace.protos.transport import CHANNEL_OPTIONS, SERVER_OPTIONS
-from headrace.worker.model_dir import ModelDir, read_model_dir
+from headrace.worker.model.directory import ModelDir, read_model_dir
 
 TICK_S = 0.025
 NUM_STREAMS = 64
@@ -65,13 +65,13 @@ class Upstream(worker_pb2_grpc.WorkerServicer, inference_pb2_grpc.InferenceServi
     def __init__(self, model: ModelDir, ticker: Ticker) -> None:
         self._model = model
         self._ticker = ticker
-        self._sessions = SessionServer(handler_of(self.generate))
+        self._sessions = SessionServer(handler_of(self.generate, whole))
 
     async def GetModelCard(self, request: Any, context: Any) -> worker_pb2.GetModelCardResponse:
         """See worker.proto."""
         card = worker_pb2.ModelCard(
             name="benchmark",
-            fingerprint=self._model.fingerprint,
+            fingerprint="0123456789ab".ljust(64, "0"),
             tokenizer_sha256=self._model.tokenizer_sha256,
             max_context_tokens=8192,
             vocab_size=49152,

@@ -15,10 +15,11 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.step_cost import NUM_BLOCKS, requests_of
-from headrace.worker import model_runner, vocabulary_head
-from headrace.worker.batch import Batch, build_batch
-from headrace.worker.numa import usable_cpus
-from headrace.worker.sampled_rows import gathered
+from headrace.worker.host.numa import usable_cpus
+from headrace.worker.model import head as vocabulary_head
+from headrace.worker.model import runner as model_runner
+from headrace.worker.model.batch import Batch, build_batch
+from headrace.worker.model.sampled_rows import gathered
 
 CONTEXT = 160
 STEPS = {

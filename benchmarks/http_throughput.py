@@ -63,7 +63,8 @@ class Serving:
     def run(self, prompts: list[list[int]], output: int) -> tuple[float, list[Answer]]:
         """Seconds for all prompts at once, and the answers."""
         bodies: list[dict[str, object]] = [
-            {"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True} for prompt in prompts
+            {"prompt": prompt, "max_tokens": output, "temperature": 0, "repetition_penalty": 1, "ignore_eos": True}
+            for prompt in prompts
         ]
         start = time.perf_counter()
         answers = asyncio.run(closed_loop(self.host, self.port, bodies, len(bodies)))

@@ -22,9 +22,9 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.batch import Batch
-from headrace.worker.binding import Region, read_binding
-from headrace.worker.model_runner import OpenVINOModelRunner
+from headrace.worker.host.binding import Region, read_binding
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.runner import OpenVINOModelRunner
 
 CHUNK = 256
 NUM_SEQS = 8

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.worker.block_pool import BlockPool
-from headrace.worker.engine import Engine
-from headrace.worker.kv_cache import KVCacheManager
-from headrace.worker.model_runner import OpenVINOModelRunner
-from headrace.worker.numa import usable_cpus
-from headrace.worker.request import Request, SamplingParams
-from headrace.worker.sampler import BatchSampler
-from headrace.worker.scheduler import Scheduler
-from headrace.worker.vocabulary_reducer import reducer_for
+from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.request import Request, SamplingParams
+from headrace.worker.engine.scheduler import Scheduler
+from headrace.worker.host.numa import usable_cpus
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.sampling.vocabulary_reducer import reducer_for
 
 MODELS = ("own", "widened", "random")
 WIDE_VOCABULARY = 151_936

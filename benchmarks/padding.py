@@ -9,7 +9,6 @@ each pair.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -20,10 +19,10 @@ import numpy as np
 from benchmarks.engine import mixed_jobs, p95_ttft, rate
 from benchmarks.engine_sides import EngineSettings, HeadraceSide, Job, JobTimes, run_jobs
 from benchmarks.step_cost import NUM_BLOCKS, requests_of
-from headrace.worker.batch import Batch, build_batch, padded
-from headrace.worker.model_runner import OpenVINOModelRunner
-from headrace.worker.numa import usable_cpus
-from headrace.worker.padding import Padding
+from headrace.worker.engine.padding import Padding
+from headrace.worker.host.numa import usable_cpus
+from headrace.worker.model.batch import Batch, build_batch, padded
+from headrace.worker.model.runner import OpenVINOModelRunner
 
 BATCHES = (4, 8, 16, 32, 64)
 CONTEXT = 256
@@ -31,12 +30,11 @@ POISSON_PER_S = 3.2
 
 
 class NoPadding(Padding):
-    """Knows what a change costs and lets it happen."""
+    """Lets every change happen."""
 
-    def of(self, num_tokens: int, *, is_decode: bool) -> int:
+    def of(self, num_tokens: int, *, is_decode: bool, token_ms: float, change_ms: float) -> int:
         """See Padding."""
-        self.token_ms = math.inf
-        return super().of(num_tokens, is_decode=is_decode)
+        return super().of(num_tokens, is_decode=is_decode, token_ms=token_ms, change_ms=0.0)
 
 
 def alternated(runner: OpenVINOModelRunner, batches: Sequence[Batch], rounds: int) -> list[float]:
@@ -84,9 +82,7 @@ def compare_loads(model_dir: Path, pairs: int, tokens: int) -> None:
         for number in range(pairs):
             order = list(found)
             for position, kind in enumerate(order if number % 2 else order[::-1]):
-                learned = side.engine.padding
                 side.engine.padding = kind()
-                side.engine.padding.change_ms, side.engine.padding.token_ms = learned.change_ms, learned.token_ms
                 jobs: list[Job] = mixed_jobs(np.random.default_rng([number, position]), count, per_s)
                 found[kind].append(figure(run_jobs(side, jobs)))
         ratios = sorted(a / b for a, b in zip(found[Padding], found[NoPadding], strict=True))

@@ -22,10 +22,11 @@ import numpy as np
 from benchmarks.engine import mixed_jobs, p95_ttft, tpot
 from benchmarks.engine_sides import EngineSettings, HeadraceSide, Job, JobTimes, run_jobs
 from headrace.sim import step_cost, trace
+from headrace.sim.one_worker import OneWorker
 from headrace.sim.step_cost import StepCost
-from headrace.sim.worker import SimulatedWorker, WorkerSettings
-from headrace.worker import scheduler
-from headrace.worker.pauses import LONGEST_S, Pauses
+from headrace.sim.worker import WorkerSettings
+from headrace.worker.engine import step_budget
+from headrace.worker.engine.pauses import LONGEST_S, Pauses
 
 
 class Way(NamedTuple):
@@ -38,10 +39,10 @@ class Way(NamedTuple):
 
     def patch(self) -> AbstractContextManager[object]:
         """Have the scheduler's constant so."""
-        return patch.object(scheduler, "FIRST_IN_RANK_SHARE", self.first_in_rank_share)
+        return patch.object(step_budget, "FIRST_IN_RANK_SHARE", self.first_in_rank_share)
 
 
-AS_IT_IS = Way(scheduler.FIRST_IN_RANK_SHARE, LONGEST_S, 1024)
+AS_IT_IS = Way(step_budget.FIRST_IN_RANK_SHARE, LONGEST_S, 1024)
 WAYS = {
     "in the order of arrival": Way(1, 0.0, 256),
     "by what remains": AS_IT_IS._replace(longest_pause_s=0.0, max_num_batched_tokens=256),
@@ -56,35 +57,23 @@ VIRTUAL_LOADS = 24
 
 def in_virtual_time(jobs: Sequence[Job], cost: StepCost, way: Way) -> tuple[tuple[float, list[JobTimes]], list[float]]:
     """What `run_jobs` gives, and the milliseconds between each answer's tokens. No two prompts share a block."""
-    now_s = 0.0
     settings = WorkerSettings(
         cost,
         kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=way.max_num_batched_tokens,
     )
-    worker = SimulatedWorker(settings, lambda: now_s)
-    worker.scheduler.pauses = Pauses(way.longest_pause_s)
-    coming = [
+    alone = OneWorker(settings)
+    alone.worker.scheduler.pauses = Pauses(way.longest_pause_s)
+    simulated = [
         trace.Job(number, job.arrival_s, ((number, len(job.prompt)),), job.output).hashed(BLOCK_SIZE)
         for number, job in enumerate(jobs)
     ]
-    token_s: list[list[float]] = [[] for _ in jobs]
-    while coming or worker.scheduler.has_requests:
-        while coming and coming[0].arrival_s <= now_s:
-            job = coming.pop(0)
-            worker.take(job.request(job.arrival_s), job)
-        step_ms = worker.begin_step()
-        if step_ms is None:
-            now_s = coming[0].arrival_s
-            continue
-        now_s += step_ms / 1000
-        for output in worker.end_step(now_s)[0]:
-            token_s[int(output.request.request_id)].append(now_s)
+    token_s = alone.run(simulated)
     times = [
         JobTimes(at[0] - job.arrival_s, at[-1] - job.arrival_s, len(at)) for job, at in zip(jobs, token_s, strict=True)
     ]
-    return (now_s, times), [1000 * float(gap) for at in token_s for gap in np.diff(at)]
+    return (alone.now_s, times), [1000 * float(gap) for at in token_s for gap in np.diff(at)]
 
 
 def compare_in_virtual_time(cost: StepCost, rates_per_s: Sequence[float]) -> None:

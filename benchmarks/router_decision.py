@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks.router_peer import DynamoSelection, Tokens
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.router.bookings import Bookings
-from headrace.router.policy import Candidate, LoadReport, RequestFacts, place
+from headrace.router.candidates import Candidate, Candidates, CandidateTable, LoadReport
+from headrace.router.policy import RequestFacts, place
 from headrace.router.prefix_index import PrefixIndex
 
 NUM_WORKERS = 64
@@ -51,7 +52,11 @@ class Headrace:
         self.index = PrefixIndex(2 * NUM_ENTRIES, NUM_ENTRIES // 4, prediction_ttl_s=30.0)
         for worker in self.workers:
             self.index.add_worker(worker)
-        self._candidates = [candidate(worker, rng) for worker in self.workers]
+        self._table = CandidateTable()
+        self._slots = np.array([self.index.add_worker(worker) for worker in self.workers])
+        self._numbers = {worker: number for number, worker in enumerate(self.workers)}
+        for slot, worker in zip(self._slots, self.workers, strict=True):
+            self._table.put(int(slot), candidate(worker, rng))
         self._bookings = {worker: Bookings() for worker in self.workers}
         self._rng = rng
 
@@ -59,11 +64,12 @@ class Headrace:
         """Seconds of one decision, and of the match within it."""
         facts = RequestFacts(PROMPT_TOKENS, 128)
         began = time.perf_counter()
-        blocks = self.index.match(prompt, self.workers)
+        blocks = self.index.depths(prompt)[self._slots]
         matched = time.perf_counter()
-        placement = place(facts, self._candidates, blocks, 0.0, self._rng)
+        candidates = Candidates(self.workers, self._numbers, self._table.at(self._slots))
+        placement = place(facts, candidates, blocks, 0.0, self._rng)
         assert placement is not None
-        worker, cached = placement.worker_id, blocks[placement.worker_id]
+        worker, cached = placement.worker_id, int(blocks[placement.number])
         booking = self._bookings[worker].book(PROMPT_TOKENS - placement.predicted_cached_tokens, len(prompt), now_s)
         self.index.predict(worker, prompt, cached, now_s)
         ended = time.perf_counter()

@@ -25,9 +25,9 @@ import grpc
 import uvloop
 
 from benchmarks.router_processes import NUM_TOKENS
+from headrace.common.transport.session_client import GENERATE, SessionClient
+from headrace.common.transport.sessions import Call
 from headrace.protos import inference_pb2
-from headrace.protos.session_client import GENERATE, SessionClient
-from headrace.protos.sessions import Call
 
 WAYS = ("straight", "pass-through", "router")
 # Streams that one place reads one after the other in a round.

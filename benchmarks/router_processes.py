@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 import uvloop
 
+from headrace.common.transport.session_client import GENERATE
+from headrace.common.transport.session_server import SessionServer
 from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from headrace.protos.session_client import GENERATE
-from headrace.protos.session_server import SessionServer
 
 TICK_S = 0.025
 NUM_TOKENS = 40

@@ -17,25 +17,33 @@ import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from headrace.sim.step_cost import StepCost, StepShape, place_among
-from headrace.worker.batch import build_batch
-from headrace.worker.model_runner import OpenVINOModelRunner
-from headrace.worker.numa import usable_cpus
-from headrace.worker.request import Request, SamplingParams
-from headrace.worker.sampler import BatchSampler
-from headrace.worker.scheduler import Scheduled
-from headrace.worker.vocabulary_reducer import reducer_for
+from headrace.sim.step_cost import StepCost, place_among
+from headrace.worker.engine.request import Request, SamplingParams
+from headrace.worker.engine.scheduler import Scheduled
+from headrace.worker.engine.step_cost import StepShape
+from headrace.worker.host.numa import usable_cpus
+from headrace.worker.model.batch import build_batch
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.sampling.vocabulary_reducer import reducer_for
 
 NUM_BLOCKS = 2100
 LONGEST_CONTEXT = 16_384
 KNOTS = (1, 4, 16, 48, 128, 256, 512, 1024)
 # A step: for each sequence the tokens that it has computed and those that the step computes.
 Step = tuple[tuple[int, int], ...]
-Sample = tuple[StepShape, float]
+
+
+class Sample(NamedTuple):
+    """A measured step."""
+
+    shape: StepShape
+    ms: float
 
 
 def steps() -> list[Step]:
@@ -98,7 +106,10 @@ def measured(model_dir: Path, rounds: int, threads: int) -> list[Sample]:
                 num_tokens = len(batch.input_ids)
                 if number:  # in the first round kernels are built
                     taken.setdefault((step, changed), []).append(took_ms)
-    return [(StepShape.of(step, changed=changed), statistics.median(times)) for (step, changed), times in taken.items()]
+    return [
+        Sample(StepShape.of(step, changed=changed), statistics.median(times))
+        for (step, changed), times in taken.items()
+    ]
 
 
 def features(shape: StepShape) -> list[float]:
@@ -106,13 +117,14 @@ def features(shape: StepShape) -> list[float]:
     base = [0.0] * len(KNOTS)
     left, share = place_among(KNOTS, shape.tokens)
     base[left], base[left + 1] = 1.0 - share, share
-    return [*base, *map(float, shape[1:])]
+    others = shape.attended, shape.reread, shape.context, shape.sequences, shape.changed
+    return [*base, *map(float, others)]
 
 
 def fitted(samples: Sequence[Sample]) -> StepCost:
     """Coefficients that are not negative, by least squares on relative errors: the worst negative one is left out."""
-    all_features = np.array([features(shape) for shape, _ in samples])
-    milliseconds = np.array([ms for _, ms in samples])
+    all_features = np.array([features(sample.shape) for sample in samples])
+    milliseconds = np.array([sample.ms for sample in samples])
     used = list(range(all_features.shape[1]))
     while True:
         rows = all_features[:, used] / milliseconds[:, None]
@@ -158,7 +170,7 @@ def main() -> None:
         median_error=round(median, 3),
         p90_error=round(p90, 3),
     )
-    for shape, ms in sorted(samples, key=lambda sample: sample[1]):
+    for shape, ms in sorted(samples, key=lambda sample: sample.ms):
         print(f"{ms:9.2f} ms, fit {cost.milliseconds(shape):9.2f}   {shape}")
     print(f"error on unseen shapes: median {median:.1%}, 90th percentile {p90:.1%}, worst {errors[-1]:.1%}")
     print(cost)

@@ -34,9 +34,9 @@ import grpc
 import uvloop
 
 from benchmarks.router_overhead import cpu_s
+from headrace.common.transport.channels import CHANNEL_OPTIONS
+from headrace.common.transport.session_client import SessionClient
 from headrace.protos import inference_pb2, router_pb2, router_pb2_grpc
-from headrace.protos.session_client import SessionClient
-from headrace.protos.transport import CHANNEL_OPTIONS
 
 NUM_STREAMS = 32
 MAX_TOKENS = 160

@@ -1,0 +1,120 @@
+"""Gateway, router and worker that tell how long their event loops are held.
+
+    python -m benchmarks.fan_out_processes gateway|router FLAGS...
+    python -m benchmarks.fan_out_processes worker --model MODEL_DIR FLAGS...
+
+Each is the process that `python -m headrace.ROLE` starts, with a timer in its event loop that is due every millisecond.
+When it is late, a line on standard output says so:
+
+    held AT_S HELD_MS CPU_MS
+
+AT_S is the monotonic time at which the loop went on. HELD_MS is how late the timer was, up to a millisecond less than
+the loop was held. CPU_MS is what the loop's thread computed meanwhile; the rest it waited for the GIL or for a core.
+
+The worker has no kernels: each step takes STEP_S, and all logits are 0. All else of it is as it is, with the vocabulary
+of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from headrace.worker import __main__ as worker
+from headrace.worker.config import WorkerConfig
+from headrace.worker.engine.engine import Engine
+from headrace.worker.host.binding import Region
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.directory import read_model_dir
+from headrace.worker.model.step_limits import step_limits
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import BatchSampler
+
+STEP_S = 0.03
+LONGEST_PROMPT = 40_000
+_INTERVAL_S = 0.001
+# What is shorter is the timer's own unevenness.
+_LEAST_S = 0.002
+_VOCABULARY = 49_152
+_BLOCK_SIZE = 32
+_NUM_BLOCKS = 4000
+
+
+class NoKernels:
+    """In the place of a model runner."""
+
+    vocab_size = _VOCABULARY
+    infer_s = STEP_S
+    small_decode = 0
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """See ModelRunner."""
+        self._num_rows = len(batch.sampled_tokens_indices)
+
+    def run(self) -> Logits:
+        """See ModelRunner."""
+        time.sleep(STEP_S)
+        return Logits(np.zeros((self._num_rows, self.vocab_size), np.float32))
+
+
+def load_model(config: WorkerConfig) -> worker.LoadedModel:
+    """An engine without kernels, for the model of a directory."""
+    model_dir = read_model_dir(config.model_dir)
+    pool = BlockPool(_NUM_BLOCKS, _BLOCK_SIZE)
+    limits = step_limits(None, None, None, exact_rows=1024)
+    engine = Engine(worker.scheduler_of(config, pool, limits), NoKernels(), BatchSampler())
+    card = worker.model_card(config, pool, model_dir, "0" * 64, kv_precision="u8", vocab_size=_VOCABULARY)
+    return worker.LoadedModel(engine, card, model_dir.tokenizer_bundle, Region(0, 0), limits.max_num_seqs)
+
+
+async def tell_holds() -> None:
+    """Print how long the loop is held, each time that it is."""
+    while True:
+        due_s, used_s = time.monotonic() + _INTERVAL_S, time.thread_time()
+        await asyncio.sleep(_INTERVAL_S)
+        now_s = time.monotonic()
+        if now_s - due_s > _LEAST_S:
+            held_ms, cpu_ms = 1000 * (now_s - due_s), 1000 * (time.thread_time() - used_s)
+            print(f"held {now_s:.6f} {held_ms:.3f} {cpu_ms:.3f}", flush=True)
+
+
+def telling(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`uvloop.run`, with the timer beside what it runs."""
+
+    def run_both(main: Coroutine[Any, Any, Any]) -> Any:
+        async def both() -> Any:
+            timer = asyncio.create_task(tell_holds())
+            try:
+                return await main
+            finally:
+                timer.cancel()
+
+        return run(both())
+
+    return run_both
+
+
+def main() -> None:
+    """Be one of the three processes."""
+    role = sys.argv.pop(1)
+    uvloop.run = telling(uvloop.run)
+    if role == "worker":
+        worker.load_model = load_model
+        worker.main()
+    else:
+        runpy.run_module(f"headrace.{role}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
