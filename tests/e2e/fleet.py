@@ -9,18 +9,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 
 from headrace.cli import launch
 from headrace.cli.model_cache import model_directory
+from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
-from headrace.protos.transport import PLAIN, Transport
 from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, headrace, until
+from tests.e2e.small_model import small_model
 
 _TAIL_LINES = 40
 
@@ -42,11 +45,20 @@ def pulled_model() -> Path:
 class Process:
     """One process that can be started again and again with the same arguments; it dies with the tests."""
 
-    def __init__(self, name: str, argv: Iterable[str], *, before: Iterable[str] = ()) -> None:
-        """`before` is a command that runs `argv`, such as one that enters a namespace."""
+    def __init__(
+        self,
+        name: str,
+        argv: Iterable[str],
+        *,
+        before: Iterable[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`before` is a command that runs `argv`, such as one that enters a namespace. `environment` adds to ours."""
         self.name = name
         self.logs: list[str] = []
+        self.killed_s = float("-inf")
         self._argv = [*before, sys.executable, *argv]
+        self._environment = dict(environment or {})
         self._popen: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
@@ -70,7 +82,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **self._environment},
         )
         self._reader = threading.Thread(target=self._read, args=(self._popen,), daemon=True)
         self._reader.start()
@@ -78,6 +90,11 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""
         os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL, and note when."""
+        self.killed_s = time.monotonic()
+        self.signal(signal.SIGKILL)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -111,8 +128,9 @@ class Process:
 class Fleet:
     """Processes that know one another. `start` and `end` frame its life.
 
-    Every worker registers with every router, or with `redis_url` publishes its lease there for the routers to read; the
-    gateway has all routers. Addresses are sockets in `directory`.
+    Every worker registers with every router, or with `redis_url` publishes its lease there for the routers to read.
+    Each gateway has all routers. Addresses are sockets in `directory`. Workers serve the model in
+    `model`, by default a few layers of the demo model, under the demo model's name.
     """
 
     def __init__(
@@ -121,7 +139,10 @@ class Fleet:
         *,
         num_workers: int,
         num_routers: int,
+        num_gateways: int = 1,
+        model: Path | None = None,
         redis_url: str | None = None,
+        environment: Mapping[str, str] | None = None,
         worker_flags: Iterable[str] = (),
         router_flags: Iterable[str] = (),
         gateway_flags: Iterable[str] = (),
@@ -129,38 +150,67 @@ class Fleet:
     ) -> None:
         self._directory = directory
         self._transport = transport
+        self._model = model
+        self._environment = environment
         self.router_addresses = [f"unix:{directory}/router-{index}.sock" for index in range(num_routers)]
         known = [flag for address in self.router_addresses for flag in ("--router", address)]
         shared = [] if redis_url is None else ["--redis", redis_url]
         self._worker_flags = [*(shared or known), *worker_flags]
         self.routers = [
-            Process(f"router-{index}", ["-m", "headrace.router", "--listen", address, *shared, *router_flags])
+            Process(
+                f"router-{index}",
+                ["-m", "headrace.router", "--listen", address, *shared, *router_flags],
+                environment=environment,
+            )
             for index, address in enumerate(self.router_addresses)
         ]
         self.workers: list[Process] = []
         for _ in range(num_workers):
             self.add_worker()
-        self.port = free_port()
-        gateway = ["-m", "headrace.gateway", "--host", "127.0.0.1", "--port", str(self.port)]
-        self.gateway = Process("gateway", [*gateway, *known, *gateway_flags])
+        self.ports = [free_port() for _ in range(num_gateways)]
+        self.gateways = [
+            Process(
+                f"gateway-{index}",
+                ["-m", "headrace.gateway", "--host", "127.0.0.1", "--port", str(port), *known, *gateway_flags],
+                environment=environment,
+            )
+            for index, port in enumerate(self.ports)
+        ]
 
     def add_worker(self) -> Process:
         """One more worker, not started."""
         name = f"worker-{len(self.workers)}"
         listen = ["--listen", f"unix:{self._directory}/{name}.sock", "--worker-id", name]
-        model = ["--model", str(pulled_model()), "--name", MODEL, "--threads", "1", "--kv-cache-gb", "0.5"]
-        self.workers.append(Process(name, ["-m", "headrace.worker", *model, *listen, *self._worker_flags]))
+        path = self._model or small_model()
+        model = ["--model", str(path), "--name", MODEL, "--threads", "1", "--kv-cache-gb", "0.5"]
+        argv = ["-m", "headrace.worker", *model, *listen, *self._worker_flags]
+        self.workers.append(Process(name, argv, environment=self._environment))
         return self.workers[-1]
 
     @property
+    def port(self) -> int:
+        """Of the first gateway."""
+        return self.ports[0]
+
+    @property
+    def gateway(self) -> Process:
+        """The first one."""
+        return self.gateways[0]
+
+    @property
     def base_url(self) -> str:
-        """Of the gateway, without /v1."""
-        return f"http://127.0.0.1:{self.port}"
+        """Of the first gateway, without /v1."""
+        return self.base_urls[0]
+
+    @property
+    def base_urls(self) -> list[str]:
+        """Of each gateway."""
+        return [f"http://127.0.0.1:{port}" for port in self.ports]
 
     @property
     def processes(self) -> list[Process]:
         """All of them."""
-        return [*self.workers, *self.routers, self.gateway]
+        return [*self.workers, *self.routers, *self.gateways]
 
     def start(self) -> None:
         """Start everything and wait until every router has every worker, and the gateway answers."""
@@ -174,10 +224,10 @@ class Fleet:
             process.end()
 
     def until_whole(self, bound_s: float = BOUND_S) -> None:
-        """Wait until every router has every worker, and the gateway answers."""
+        """Wait until every router has every worker, and every gateway answers."""
         for index in range(len(self.routers)):
             until(lambda i=index: self.num_ready(i) == len(self.workers), f"router {index} has all workers", bound_s)  # type: ignore[misc]
-        until(self.is_ready, "the gateway is ready", bound_s)
+        until(self.is_ready, "the gateways are ready", bound_s)
 
     def until_idle(self, bound_s: float = BOUND_S) -> None:
         """Wait until no router books a request, no worker runs one, and every KV block is free."""
@@ -213,15 +263,15 @@ class Fleet:
         return sum(worker.state == router_pb2.WORKER_STATE_READY for worker in self.list_workers(router_index))
 
     def is_ready(self) -> bool:
-        """Whether the gateway answers requests."""
+        """Whether the gateways answer requests."""
         try:
-            return httpx.get(f"{self.base_url}/health/ready").status_code == 200
+            return all(httpx.get(f"{url}/health/ready").status_code == 200 for url in self.base_urls)
         except httpx.HTTPError:
             return False
 
     def metric(self, name: str) -> float:
-        """Sum of a metric of the gateway over its labels."""
-        text = httpx.get(f"{self.base_url}/metrics").text
+        """Sum of a metric over the gateways and its labels."""
+        text = "".join(httpx.get(f"{url}/metrics").text for url in self.base_urls)
         return sum(map(float, re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)))
 
     def tail(self) -> str:
@@ -235,13 +285,10 @@ def fleet(
     *,
     num_workers: int = 2,
     num_routers: int = 1,
-    redis_url: str | None = None,
-    transport: Transport = PLAIN,
-    **flags: Iterable[str],
+    **settings: Any,
 ) -> Iterator[Fleet]:
-    """A fleet that answers, ended with the block."""
-    sizes = {"num_workers": num_workers, "num_routers": num_routers}
-    made = Fleet(directory, **sizes, redis_url=redis_url, transport=transport, **flags)
+    """A fleet that answers, ended with the block; `settings` as of `Fleet`."""
+    made = Fleet(directory, num_workers=num_workers, num_routers=num_routers, **settings)
     try:
         made.start()
         yield made

@@ -144,11 +144,13 @@ class Serve:
 
 
 @contextmanager
-def serving(*args: str) -> Iterator[Serve]:
-    """The demo model, ready on a free port; pulled first if the cache does not have it."""
+def serving(*args: str, model: Path | None = None) -> Iterator[Serve]:
+    """A model under the name of the demo model, ready on a free port: the demo model itself, pulled first if the cache
+    does not have it, or the one in the directory `model`."""
     pulled = headrace("pull", MODEL, timeout_s=600)
     assert pulled.returncode == 0, pulled.stderr
-    serve = Serve(MODEL, "--port", "0", "--kv-cache-gb", "0.5", *args)
+    named = [MODEL] if model is None else [str(model), "--name", MODEL]
+    serve = Serve(*named, "--port", "0", "--kv-cache-gb", "0.5", *args)
     try:
         serve.until_ready()
         yield serve

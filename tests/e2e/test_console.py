@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headrace.protos.api_keys import ApiKey, new_id, new_secret, sha256_of, write_keys
+from headrace.common.stores.api_keys import ApiKey, new_id, new_secret, sha256_of, write_keys
 from tests.browser import Browser, browser, chromium
 from tests.e2e.fleet import Process, free_port
 from tests.e2e.serving import Serve, serving, until
@@ -178,12 +178,71 @@ def test_the_fleet_is_shown_and_follows_the_death_of_a_worker_under_an_answer(pa
     page.until("return document.querySelector('.worker-figures dd').textContent.startsWith('1 of')")
     os.kill(served.process_of("worker-0")["pid"], signal.SIGKILL)
     page.until("return document.querySelector('.worker[data-state=ready]') === null")
+    page.until("return document.querySelector('#pulse .dot').dataset.state === 'unreachable'")
+    assert "none of 1 workers is ready" in page.text("#pulse") or "no worker is ready" in page.text("#pulse")
     page.until("return document.querySelector('.worker[data-state=ready]') !== null", bound_s=60)
     assert "worker-0 is" in page.text(".events")
     page.click("#tab-chat")
     page.until(DONE, bound_s=60)
     assert page.text(".ending.error") == ""
     assert "160 tokens" in page.text(".figures").replace("\n", " ")
+
+
+def test_an_answer_that_stalls_says_so_and_goes_on(page: Browser, served: Serve) -> None:
+    ask(page, LONG, max_tokens=120)
+    page.until("return (document.querySelector('.answer > .prose')?.textContent.length ?? 0) > 20")
+    worker = served.process_of("worker-0")["pid"]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        stalled = "return (document.querySelector('.stall:not([hidden])')?.textContent ?? '').includes('reconnecting')"
+        page.until(stalled)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    page.until(DONE, bound_s=60)
+    assert page.run("return document.querySelector('.stall').hidden")
+    assert "120 tokens" in page.text(".figures").replace("\n", " ")
+
+
+def test_a_question_without_an_answer_is_not_sent_again_with_the_next(page: Browser) -> None:
+    sent = page.run(
+        """const { requestOf } = await import('/console/chat.js');
+        const { NO_SETTINGS } = await import('/console/store.js');
+        const answered = [{role: 'user', content: 'a'}, {role: 'assistant', content: 'b'}];
+        const failed = [{role: 'user', content: 'c'}, {role: 'assistant', content: '', error: 'No room.'}];
+        const broken = [{role: 'user', content: 'd'}, {role: 'assistant', content: 'e', error: 'It broke.'}];
+        const messages = [...answered, ...failed, ...broken, {role: 'user', content: 'f'}];
+        return requestOf(NO_SETTINGS, messages).messages.map(({role, content}) => `${role} ${content}`);"""
+    )
+    assert sent == ["user a", "assistant b", "user d", "assistant e", "user f"]
+
+
+def test_a_refusal_is_one_sentence(page: Browser) -> None:
+    told = page.run(
+        """const { refusalText } = await import('/console/chat.js');
+        return arguments[0].map(([message, retryAfterS]) => refusalText({message, retryAfterS}));""",
+        [
+            ["rate limit of 60 requests per minute reached; try again in 3 s", 3],
+            ["The worker is full, please try again later.", 2],
+            ["The gateway does not answer.", None],
+        ],
+    )
+    assert told == [
+        "Rate limit of 60 requests per minute reached; try again in 3 s.",
+        "The worker is full; try again in 2 s.",
+        "The gateway does not answer.",
+    ]
+
+
+def test_controls_start_at_the_models_own_defaults(page: Browser, served: Serve) -> None:
+    [model] = httpx.get(f"{served.base_url}/console/fleet").json()["models"]
+    for name, default in model["sampling"].items():
+        page.until(
+            "return document.querySelector(`output[for=setting-${arguments[0]}]`).value === arguments[1]",
+            name,
+            f"{default:.2f} (default)",
+        )
+        shown = page.run("return document.getElementById(`setting-${arguments[0]}`).value", name)
+        assert float(shown) == pytest.approx(default, abs=0.026)
 
 
 def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(served: Serve, tab: Browser, tmp_path: Path) -> None:
@@ -201,6 +260,7 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(served: Serve, 
         tab.until("return !document.getElementById('key-form').hidden")
         assert tab.text("#model") == ""
         tab.type("#key", "wrong", then="Enter")
+        tab.until("return document.getElementById('key-problem').textContent.includes('does not know this key')")
         tab.until("return document.getElementById('key').value === '' && !document.getElementById('key-form').hidden")
         tab.type("#key", secret, then="Enter")
         tab.until("return document.querySelectorAll('#model option').length === 1")

@@ -6,6 +6,7 @@ The seams that remain are in docs/decisions/0006.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +19,31 @@ from openvino._offline_transformations import paged_attention_transformation
 
 import headrace.worker
 from headrace.cli.model_cache import model_directory
-from headrace.worker import model_runner, vocabulary_head
-from headrace.worker.batch import Batch
-from headrace.worker.block_pool import BlockPool
 from headrace.worker.config import ConfigurationError
-from headrace.worker.engine import Engine
-from headrace.worker.fused_projections import fuse_projections
-from headrace.worker.kv_cache import KVCacheManager
-from headrace.worker.logits import Logits, float_of
-from headrace.worker.model_runner import OpenVINOModelRunner
-from headrace.worker.padding import Padding
-from headrace.worker.pauses import LONGEST_S, Pauses
-from headrace.worker.request import Request, SamplingParams
-from headrace.worker.sampled_rows import gathered
-from headrace.worker.sampler import BatchSampler
-from headrace.worker.scheduler import Scheduler
-from headrace.worker.vocabulary_head import replace_head
+from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.pauses import LONGEST_S, Pauses
+from headrace.worker.engine.request import Request, SamplingParams
+from headrace.worker.engine.scheduler import Scheduler
+from headrace.worker.engine.step_cost import StepCostModel
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.model import head as vocabulary_head
+from headrace.worker.model import runner as model_runner
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.fused_projections import fuse_projections
+from headrace.worker.model.head import replace_head
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.sampled_rows import gathered
+from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS
+from headrace.worker.sampling.logits import Logits, float_of
+from headrace.worker.sampling.sampler import BatchSampler
 from tests.e2e.serving import MODEL, headrace
+from tests.e2e.small_model import small_model
+from tests.worker.conftest import CHEAP_STEPS
 
 NUM_BLOCKS = 600
+SOAK = os.environ.get("HEADRACE_SOAK") == "1"
+IS_BFLOAT16 = ov.Core().get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
 pytestmark = pytest.mark.e2e
 
 
@@ -71,9 +78,13 @@ class RealEngine:
         max_num_seqs: int = 64,
         longest_pause_s: float = LONGEST_S,
     ) -> Engine:
-        """An engine with an empty cache, whose steps have `budget` tokens at most."""
+        """An engine with an empty cache, whose steps have `budget` tokens at most, and no more than are exact here,
+        however long they take."""
+        budget = min(budget, self.runner.exact_rows)
+        max_num_seqs = min(max_num_seqs, budget - ROOM_FOR_PROMPTS)
         cache = KVCacheManager(BlockPool(num_blocks, self.runner.block_size))
-        scheduler = Scheduler(cache, max_num_seqs, budget, budget, pauses=Pauses(longest_pause_s))
+        pauses = Pauses(longest_pause_s)
+        scheduler = Scheduler(cache, max_num_seqs, budget, budget, step_costs=CHEAP_STEPS, pauses=pauses)
         return Engine(scheduler, self.runner, BatchSampler())
 
     def run(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> list[Request]:
@@ -98,10 +109,13 @@ class RealEngine:
         return found
 
 
-def real_engine(execution_mode: str, kv_precision: str = "u8", *, decode_graph: bool = False) -> RealEngine:
-    pulled = headrace("pull", MODEL, timeout_s=600)
-    assert pulled.returncode == 0, pulled.stderr
-    directory: Path = model_directory(MODEL)
+def real_engine(
+    execution_mode: str, kv_precision: str = "u8", *, decode_graph: bool = False, directory: Path | None = None
+) -> RealEngine:
+    if directory is None:
+        pulled = headrace("pull", MODEL, timeout_s=600)
+        assert pulled.returncode == 0, pulled.stderr
+        directory = model_directory(MODEL)
     runner = OpenVINOModelRunner(
         directory, threads=2, kv_precision=kv_precision, execution_mode=execution_mode, decode_graph=decode_graph
     )
@@ -116,7 +130,8 @@ def default() -> RealEngine:
 
 @pytest.fixture(scope="module")
 def accurate() -> RealEngine:
-    return real_engine("accuracy")
+    """Of a few layers, but in soaks: float32 products are slow, and most of all where there is AMX."""
+    return real_engine("accuracy", directory=None if SOAK else small_model())
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -133,8 +148,11 @@ def assert_same_bits(left: Sequence[npt.NDArray[np.generic]], right: Sequence[np
 
 
 @pytest.mark.parametrize("length", [65, 100, 333, 1000])
-@pytest.mark.parametrize("budget", [70, 97, 256, 640])
+@pytest.mark.parametrize("budget", [37, 70, 97, 256, 640])
 def test_any_chunking_gives_the_bits_of_the_whole(default: RealEngine, length: int, budget: int) -> None:
+    """Or of the largest steps that are exact on this CPU."""
+    if budget > default.runner.exact_rows:
+        pytest.skip(f"on this CPU steps are exact up to {default.runner.exact_rows} tokens")
     prompt = prompt_of(length, length)
     whole, cut = default.fresh(budget=1024), default.fresh(budget=budget)
     (cold,) = default.run(whole, [prompt])
@@ -176,7 +194,7 @@ def test_a_graph_made_anew_gives_the_bits_of_the_model_as_it_is(
 ) -> None:
     """Also where query, key and value are three products, and all rows go through the last layer."""
     # How many sequences decode together decides on the bits of some CPUs; that must not depend on times.
-    monkeypatch.setattr(Padding, "observe", lambda *_, **__: None)
+    monkeypatch.setattr(StepCostModel, "change_ms", 0.0)
     monkeypatch.setattr(model_runner, "fuse_projections", lambda model: 0)
     monkeypatch.setattr(vocabulary_head, "states_of_rows", lambda states, rows, model: gathered(states, rows))
     plain = real_engine("performance")
@@ -235,6 +253,8 @@ def test_with_a_pool_for_eight_sixty_four_requests_get_the_tokens_of_an_ample_on
 
 @pytest.mark.parametrize(("precision", "mode"), [("u4", "performance"), ("bf16", "performance"), ("f32", "accuracy")])
 def test_a_hit_gives_the_cold_bits_at_every_precision_of_the_cache(precision: str, mode: str) -> None:
+    if precision == "bf16" and not IS_BFLOAT16:
+        pytest.skip("this CPU does not compute in bfloat16")
     engine_of = real_engine(mode, precision)
     assert engine_of.runner.kv_precision == precision
     prompt = prompt_of(4, 120)
@@ -258,8 +278,10 @@ def test_a_graph_of_their_own_for_small_decode_steps_leaves_prompts_their_bits()
         pairs = zip(*texts([mine]), *texts([other]), strict=True)
         num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for left, right in list(zip(two.logits[mine], one.logits[other], strict=True))[1 : num_same + 1]:
-            difference = np.abs(as_float(left) - as_float(right))
-            assert 0 < difference.mean() < 0.5
+            difference = np.abs(as_float(left) - as_float(right)).mean()
+            assert np.corrcoef(as_float(left).ravel(), as_float(right).ravel())[0, 1] > 0.99
+            # Where the CPU computes in float32, both graphs are the same.
+            assert (difference > 0) == IS_BFLOAT16
     for prompt in prompts:
         assert_same_bits(two.blocks_of(engines[1], prompt), one.blocks_of(engines[0], prompt))
 
@@ -268,12 +290,12 @@ def as_float(logits: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
     return float_of(logits) if logits.dtype == np.uint16 else logits.astype(np.float32)
 
 
-def test_a_precision_that_does_not_go_with_the_mode_is_refused_with_the_reason() -> None:
-    refusal = ""
-    try:
-        real_engine("performance", "f32")
-    except ConfigurationError as error:
-        refusal = str(error)
-    if not refusal:
-        pytest.skip("this CPU computes in f32 anyway")
-    assert "cannot compile the model with --kv-precision f32" in refusal
+@pytest.mark.parametrize(("precision", "mode"), [("f32", "performance"), ("bf16", "performance"), ("bf16", "accuracy")])
+def test_a_cache_in_another_precision_than_the_model_is_computed_in_is_refused(precision: str, mode: str) -> None:
+    computes_in = "bf16" if mode == "performance" and IS_BFLOAT16 else "f32"
+    if precision == computes_in:
+        pytest.skip(f"this CPU computes in {precision}")
+    with pytest.raises(ConfigurationError) as refusal:
+        real_engine(mode, precision)
+    assert f"--kv-precision {precision} is not possible: this CPU computes in {computes_in}" in str(refusal.value)
+    assert f"choose u8, u4 or {computes_in}" in str(refusal.value)

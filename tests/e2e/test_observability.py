@@ -28,7 +28,7 @@ OPERATIONS = ROOT / "docs/operations.md"
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 # Metrics that only some fleets have, and what they need.
-NEEDS_MORE = {"headrace_router_redis_up"}
+NEEDS_MORE = {"headrace_router_redis_up", "headrace_router_redis_writable", "headrace_worker_lease_published"}
 
 
 @dataclass

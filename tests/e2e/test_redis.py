@@ -95,4 +95,4 @@ async def test_a_worker_that_stops_takes_its_lease_back(tmp_path: Path, redis_se
         assert client.exists("headrace:worker:worker-0")
         own_fleet.workers[0].terminate()
         assert own_fleet.workers[0].gone() == 0
-        assert client.keys("*") == []
+        assert set(client.keys("*")) <= {b"headrace:probe"}  # the router's own

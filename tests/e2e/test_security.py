@@ -15,9 +15,9 @@ import grpc
 import httpx
 import pytest
 
+from headrace.common.transport.channels import FLEET_NAME, PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.status import Reason, error_of
-from headrace.protos.transport import FLEET_NAME, PLAIN, Transport
 from tests.certificates import make_certificates
 from tests.e2e.fleet import Fleet, Process, fleet, free_port
 from tests.e2e.serving import MODEL, headrace, until
@@ -121,6 +121,36 @@ async def ask_all(urls: list[str], headers: dict[str, str], **fields: object) ->
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
         asked = (client.post(f"{url}/v1/chat/completions", json={**BODY, **fields}, headers=headers) for url in urls)
         return list(await asyncio.gather(*asked))
+
+
+async def test_what_one_tenant_asks_does_not_show_to_another(secured: Secured) -> None:
+    tokens = [1000 + i for i in range(100)]
+    one, same, other = (secured.new_key("--tenant", tenant) for tenant in ("one", "one", "other"))
+    house, guest = (secured.new_key("--tenant", tenant, "--cache-group", "house") for tenant in ("host", "guest"))
+
+    async def cached(headers: dict[str, str], prompt: list[int] = tokens) -> int:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+            response = await client.post(f"{secured.fleet.base_url}/v1/completions", json=body, headers=headers)
+        found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    assert await cached(one) == 0
+    # The hit is of 98 tokens, and told in blocks of 32.
+    assert await cached(same) == 96
+    assert await cached(same, [*tokens[:77], *tokens[:23]]) == 64
+    assert await cached(other) == 0
+    assert (await cached(house), await cached(guest)) == (0, 96)
+
+    def explained(*flags: str) -> int:
+        member = ["--tls-dir", str(secured.tls_dir), "--join-token-file", str(secured.tls_dir / "join-token")]
+        asked = ["--router", secured.fleet.router_addresses[0], "--tokens", ",".join(map(str, tokens)), "--json"]
+        done = headrace("explain", *asked, *member, *flags)
+        assert done.returncode == 0, done.stderr
+        return int(json.loads(done.stdout)["workers"][0]["num_cached_tokens"])
+
+    until(lambda: explained("--cache-group", "house") == 96, "the router's index has what the worker cached")
+    assert (explained("--tenant", "one"), explained("--tenant", "nobody"), explained()) == (96, 0, 0)
 
 
 async def test_two_gateways_that_share_redis_keep_a_limit_exactly(secured: Secured) -> None:

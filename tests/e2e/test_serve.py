@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.serving import BOUND_S, MODEL, Serve, alive, headrace, serving, until
+from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, Serve, alive, headrace, serving, until
 
 pytestmark = pytest.mark.e2e
 
@@ -32,9 +34,9 @@ def ask(client: openai.OpenAI, messages: list[dict[str, str]], **fields: Any) ->
     return client.chat.completions.create(model=MODEL, messages=messages, **fields)  # type: ignore[call-overload]
 
 
-def answer_over(base_url: str) -> str:
+def answer_over(base_url: str, bound_s: float = BOUND_S) -> str:
     body = {"model": MODEL, "messages": CAPITAL, "temperature": 0, "max_tokens": 16}
-    response = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=BOUND_S)
+    response = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=bound_s)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -120,6 +122,36 @@ def test_stop_strings_end_the_answer_and_are_not_part_of_it(client: openai.OpenA
     assert cut.finish_reason == "stop"
 
 
+def test_what_a_client_says_goes_before_the_demo_models_own_settings(system: Serve, client: openai.OpenAI) -> None:
+    story = [{"role": "user", "content": "Tell a long story about a mill."}]
+
+    def text(**fields: Any) -> str:
+        answer = ask(client, story, temperature=0, max_tokens=96, extra_body={"ignore_eos": True, **fields})
+        return str(answer.choices[0].message.content)
+
+    own = text()
+    assert text(repetition_penalty=1.1) == own
+    assert text(repetition_penalty=1) != own
+
+    def length(path: str, **fields: Any) -> int:
+        body = {"model": MODEL, "ignore_eos": True, **fields}
+        response = httpx.post(f"{system.base_url}/v1/{path}", json=body, timeout=READY_BOUND_S)
+        assert response.status_code == 200, response.text
+        usage = response.json()["usage"]
+        return int(usage.get("completion_tokens", usage.get("output_tokens")))
+
+    asked: list[tuple[str, dict[str, Any], int]] = [
+        ("chat/completions", {"messages": story}, 512),
+        ("chat/completions", {"messages": story, "max_tokens": 520}, 520),
+        ("responses", {"input": story}, 512),
+        ("completions", {"prompt": "A mill"}, 16),
+        ("completions", {"prompt": "A mill", "max_tokens": 20}, 20),
+    ]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        lengths = list(pool.map(lambda one: length(one[0], **one[1]), asked))
+    assert lengths == [expected for _, _, expected in asked]
+
+
 def test_a_completion_continues_a_text(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=4)
     assert "Paris" in answer.choices[0].text
@@ -178,19 +210,40 @@ def test_chat_answers_a_pipe(system: Serve) -> None:
     assert "tokens/s" in chatted.stderr
 
 
-def test_a_worker_that_is_killed_comes_back_by_itself(own_system: Serve) -> None:
-    before = own_system.process_of("worker-0")
-    os.kill(before["pid"], signal.SIGKILL)
-
-    def is_back() -> bool:
-        row = own_system.process_of("worker-0")
-        return row["state"] == "ready" and row["pid"] != before["pid"]
-
-    until(is_back, "another worker is ready")
-    until(own_system.is_ready, "requests can be answered")
-    assert "Paris" in answer_over(own_system.base_url)
-    assert own_system.process_of("worker-0")["restarts"] == 1
-    assert len(own_system.stdout) == 1
+def test_a_lone_worker_that_is_killed_comes_back_and_requests_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A router gives requests back three times and more before the model is loaded again.
+    monkeypatch.setenv("HEADRACE_ROUTER_CAPACITY_WAIT", "0.2")
+    # Streams are the same text after a resumption in this mode, whatever the CPU.
+    with serving("--execution-mode", "accuracy") as system, ThreadPoolExecutor(1) as beside:
+        story = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "Tell a story about a mill."}],
+            "temperature": 0,
+            "max_tokens": 96,
+            "ignore_eos": True,
+        }
+        url = f"{system.base_url}/v1/chat/completions"
+        whole = httpx.post(url, json=story, timeout=2 * READY_BOUND_S).json()["choices"][0]["message"]["content"]
+        before = system.process_of("worker-0")
+        text, asked = "", None
+        with httpx.stream("POST", url, json={**story, "stream": True}, timeout=2 * READY_BOUND_S) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += event["choices"][0]["delta"].get("content", "")
+                if asked is None and len(text) > 40:
+                    os.kill(before["pid"], signal.SIGKILL)
+                    until(lambda: not alive(before["pid"]), "the worker is gone")
+                    asked = beside.submit(answer_over, system.base_url, 2 * READY_BOUND_S)
+        assert text == whole
+        assert asked is not None
+        assert "Paris" in asked.result()
+        after = system.process_of("worker-0")
+        assert (after["state"], after["restarts"]) == ("ready", 1)
+        assert after["pid"] != before["pid"]
+        assert len(system.stdout) == 1
 
 
 @pytest.mark.parametrize("role", ["router", "gateway"])

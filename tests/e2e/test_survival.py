@@ -17,6 +17,7 @@ import pytest
 
 from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import Serve, serving, until
+from tests.e2e.small_model import small_model
 from tests.e2e.streams import Stream, chat_body, load, run_streams
 
 pytestmark = pytest.mark.e2e
@@ -56,7 +57,8 @@ TO_A_SCHEMA = {
 @pytest.fixture(scope="module")
 def two_workers() -> Iterator[Serve]:
     """`headrace serve` with two workers of one thread, in the mode in which a resumed answer is the same bits."""
-    with serving("--workers", "2", "--threads", "1", "--execution-mode", "accuracy") as system:
+    flags = ("--workers", "2", "--threads", "1", "--execution-mode", "accuracy")
+    with serving(*flags, model=small_model()) as system:
         until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
         yield system
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.fleet import Process, free_port, pulled_model
 from tests.e2e.serving import serving, until
+from tests.e2e.small_model import small_model
 from tests.e2e.streams import chat_body, run_streams
 from tests.infra.memory_cgroup import MemoryCgroup, memory_cgroup
 
@@ -32,7 +33,8 @@ async def test_a_worker_that_the_kernel_kills_for_its_memory_is_restarted_and_it
     # Page by page, so that every block that comes into use counts against the limit.
     monkeypatch.setenv("HEADRACE_WORKER_HUGE_PAGES", "false")
     bodies = [chat_body(number, MAX_TOKENS, temperature=0) for number in range(NUM_STREAMS)]
-    with serving("--workers", "2", "--threads", "1", "--execution-mode", "accuracy") as system:
+    flags = ("--workers", "2", "--threads", "1", "--execution-mode", "accuracy")
+    with serving(*flags, model=small_model()) as system:
         until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
         victim = system.process_of("worker-0")
 

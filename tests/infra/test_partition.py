@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.e2e.fleet import Process, pulled_model
+from tests.e2e.fleet import Process
 from tests.e2e.serving import MODEL, READY_BOUND_S, until
+from tests.e2e.small_model import small_model
 from tests.e2e.streams import chat_body, load, run_streams
 from tests.infra.hosts import Host, network_of
 
@@ -83,7 +84,7 @@ def three_hosts() -> Iterator[ThreeHosts]:
     with network_of(3) as (front, *workers):
         router_address = f"{front.address}:{PORT}"
         processes = [
-            Process("router", ["-m", "headrace.router", "--listen", router_address], before=front.enter),
+            Process("router", ["-m", "headrace.router", "--listen", router_address, "--insecure"], before=front.enter),
             Process(
                 "gateway",
                 ["-m", "headrace.gateway", "--host", front.address, "--port", "8000", "--router", router_address],
@@ -91,8 +92,16 @@ def three_hosts() -> Iterator[ThreeHosts]:
             ),
         ]
         for index, host in enumerate(workers):
-            argv = ["-m", "headrace.worker", "--model", str(pulled_model()), "--name", MODEL, "--threads", "1"]
-            argv += ["--worker-id", f"worker-{index}", "--listen", f"{host.address}:{PORT}", "--kv-cache-gb", "0.5"]
+            argv = ["-m", "headrace.worker", "--model", str(small_model()), "--name", MODEL, "--threads", "1"]
+            argv += [
+                "--worker-id",
+                f"worker-{index}",
+                "--listen",
+                f"{host.address}:{PORT}",
+                "--kv-cache-gb",
+                "0.5",
+                "--insecure",
+            ]
             argv += ["--router", router_address, "--execution-mode", "accuracy"]
             processes.append(Process(f"worker-{index}", argv, before=host.enter))
         hosts = ThreeHosts(front, workers, processes)

@@ -1,0 +1,22 @@
+"""How `pytest -n 2` shares out the tests."""
+
+from __future__ import annotations
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+# Their tests start fleets with the real model: one such system at a time.
+_WITH_SYSTEMS = ("tests/e2e/", "tests/infra/", "tests/test_readme.py")
+
+
+class _BySystems(LoadScopeScheduling):
+    """One process runs all tests that start systems; other tests go to any, those of a file to the same."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "systems" if nodeid.startswith(_WITH_SYSTEMS) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """The scheduler of a run with several processes."""
+    return _BySystems(config, log)

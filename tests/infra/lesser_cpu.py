@@ -1,0 +1,114 @@
+"""Run a program as on a CPU with fewer vector extensions: `python -m tests.infra.lesser_cpu avx2 COMMAND...`
+
+The CPU may be avx2, avx2-vnni, avx512 or avx512-bf16. Ends with status 77 where it cannot be pretended. lesser_cpu.c
+says how it works.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from headrace.cli.model_cache import cache_directory
+
+CPUS = ("avx2", "avx2-vnni", "avx512", "avx512-bf16")
+CANNOT_PRETEND = 77
+_SOURCE = Path(__file__).with_suffix(".c")
+_CPUID, _UD2 = b"\x0f\xa2", b"\x0f\x0b"
+_ASKING = ("libopenvino.so*", "libopenvino_intel_cpu_plugin.so", "libtbb.so*")
+
+
+def why_not(cpu: str) -> str:
+    """Why `cpu`, one of CPUS, cannot be pretended on this machine; empty if it can."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "only Linux on x86-64 can hide what the CPU has"
+    for tool in ("gcc", "objdump"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    needed = {"avx2": "avx2", "avx2-vnni": "avx_vnni", "avx512": "avx512_vnni", "avx512-bf16": "avx512_bf16"}[cpu]
+    if needed not in Path("/proc/cpuinfo").read_text().split():
+        return f"this CPU does not have {needed}"
+    return ""
+
+
+def environment_of(cpu: str, directory: Path) -> dict[str, str]:
+    """The environment of a program that shall see `cpu`, one of CPUS. What it preloads is built in `directory`."""
+    library = directory / "lesser_cpu.so"
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, _SOURCE, "-ldl"], check=True)
+    path = os.pathsep.join(filter(None, (str(_patched_openvino()), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "LD_PRELOAD": str(library), "HEADRACE_CPU": cpu, "PYTHONPATH": path}
+
+
+def _patched_openvino() -> Path:
+    """The directory of a copy of the package openvino whose libraries trap where they ask for the CPU.
+
+    Disassembling them takes half a minute: the copy is kept. It has no links, so that it outlives the environment that
+    it was made from.
+    """
+    spec = importlib.util.find_spec("openvino")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    directory = cache_directory() / "test-models" / f"openvino-{importlib.metadata.version('openvino')}-with-traps"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with (directory.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            part = directory.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            copied = Path(shutil.copytree(package, part / "openvino"))
+            for pattern in _ASKING:
+                for library in (copied / "libs").glob(pattern):
+                    _replace_cpuid(library)
+            part.rename(directory)
+    return directory
+
+
+def _replace_cpuid(library: Path) -> None:
+    """Write UD2 for every CPUID of a library."""
+    code = bytearray(library.read_bytes())
+    for offset in _cpuid_offsets(library):
+        assert code[offset : offset + 2] == _CPUID, f"{library}: no CPUID at {offset:#x}"
+        code[offset : offset + 2] = _UD2
+    library.write_bytes(code)
+
+
+def _cpuid_offsets(library: Path) -> list[int]:
+    """Where in the file its CPUID instructions are, in bytes."""
+    sections = subprocess.run(["objdump", "-h", library], check=True, capture_output=True, text=True).stdout
+    # Lines like: 13 .text  0123abcd  <address>  <load address>  <offset in the file>  2**6
+    places = re.findall(r"^ *\d+ \S+ +([0-9a-f]+) +([0-9a-f]+) +[0-9a-f]+ +([0-9a-f]+) ", sections, re.MULTILINE)
+    code = subprocess.run(["objdump", "-d", library], check=True, capture_output=True, text=True).stdout
+    addresses = [int(found, 16) for found in re.findall(r"^ *([0-9a-f]+):\t0f a2 +\tcpuid", code, re.MULTILINE)]
+    ranges = [(int(start, 16), int(size, 16), int(offset, 16)) for size, start, offset in places]
+    return [
+        address - start + offset
+        for address in addresses
+        for start, size, offset in ranges
+        if start and start <= address < start + size
+    ]
+
+
+def main() -> int:
+    """Build what is preloaded, and run the command; its exit status."""
+    if len(sys.argv) < 3 or sys.argv[1] not in CPUS:
+        print(f"usage: python -m tests.infra.lesser_cpu {'|'.join(CPUS)} COMMAND...", file=sys.stderr)
+        return 2
+    if reason := why_not(sys.argv[1]):
+        print(f"cannot pretend another CPU: {reason}", file=sys.stderr)
+        return CANNOT_PRETEND
+    with tempfile.TemporaryDirectory() as directory:
+        return subprocess.run(sys.argv[2:], env=environment_of(sys.argv[1], Path(directory)), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
