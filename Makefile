@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock test test-clients test-numa soak soak-gateway check protos release-protos screenshots bench bench-engine bench-router bench-gateway dev clean
+.PHONY: help serve lock image pin-images test test-clients test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots bench bench-engine bench-router bench-gateway dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,8 @@ help:
 	@echo 'make test-clients                             of these, only the clients of other makers'
 	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
+	@echo 'make soak-step-cost                           what a worker learns of its steps, over days of virtual time'
+	@echo 'make soak-chaos                               an hour of random faults under random clients'
 	@echo 'make soak-gateway                             20,000 made-up requests, and long runs of properties'
 	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
@@ -21,6 +23,8 @@ help:
 	@echo 'make bench-gateway                            CPU per streamed token, idle streams, open connections'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
+	@echo 'make image                                    build the image, on a base image held by digest'
+	@echo 'make pin-images                               renew the digests of images that are not built here'
 	@echo 'make screenshots                              the pictures of console and dashboard, in docs/images'
 	@echo 'make dev                                      set up only'
 
@@ -49,8 +53,9 @@ help:
 serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
+# One process starts systems with the real model, the other runs all else. ARGS="-n 0" runs all in one.
 test: .venv/.dev .links/headrace .make/clients/.done
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # A minute of installing, and not all clients agree with our own pins: they get an environment of their own.
 .make/clients/.done: tests/e2e/clients/requirements.txt tests/e2e/clients/package.json
@@ -76,16 +81,25 @@ test-clients: .venv/.dev .links/headrace .make/clients/.done
 	$(BIN)/pytest tests/e2e/test_clients.py $(ARGS)
 
 soak: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py tests/e2e/test_redis.py $(ARGS)
+	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py tests/e2e/test_redis.py tests/e2e/test_structured.py \
+	    tests/e2e/test_engine_exact.py $(ARGS)
+
+# HEADRACE_SEED repeats a run's choices.
+soak-chaos: .venv/.dev .links/headrace
+	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_chaos.py $(ARGS)
 
 # What checks images, compose files and manifests: large, and of no use to tests.
 .venv/.check: .venv/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]' >&2
 	@touch $@
 
+# A day of virtual time under each of four loads: about an hour of one core.
+soak-step-cost: .venv/.dev .links/headrace
+	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/sim/test_soak.py --timeout 7200 $(ARGS)
+
 # About 20,000 requests made up from the OpenAPI document, and long runs of the properties of streams.
 soak-gateway: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/gateway/test_schemathesis.py tests/gateway/test_stream_equals_unary.py --timeout 7200 $(ARGS)
+	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/gateway/operations/test_schemathesis.py tests/gateway/chat/test_stream_equals_unary.py --timeout 7200 $(ARGS)
 
 check: .venv/.check .links/headrace
 	$(BIN)/ruff check .
@@ -100,6 +114,13 @@ check: .venv/.check .links/headrace
 # For CPython 3.11 on x86-64, the interpreter and machine of the image.
 lock: .venv/.dev
 	$(BIN)/python deploy/lock.py
+
+# On a base image held by digest.
+image:
+	docker compose build pull
+
+pin-images:
+	@$(PYTHON) deploy/pin_images.py
 
 # What `make check` holds changes of the protos to. Said at a release, when what is then served becomes a promise.
 release-protos: .venv/.dev .links/headrace
@@ -129,6 +150,7 @@ bench-engine: .venv/.dev
 
 bench-router: .venv/.bench
 	DYN_LOG=error $(BIN)/python -m benchmarks.router_decision
+	$(BIN)/python -m benchmarks.router_fleet
 	$(BIN)/python -m benchmarks.router_overhead
 
 bench-gateway: .venv/.dev
