@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from headrace.worker.engine.request import RequestOutput
+    from headrace.worker.request.step import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,6 @@ class HeadraceSide:
 
     def __init__(self, settings: EngineSettings) -> None:
         from headrace.worker.engine.engine import Engine
-        from headrace.worker.engine.request import Request, SamplingParams
         from headrace.worker.engine.scheduler import Scheduler
         from headrace.worker.host.numa import usable_cpus
         from headrace.worker.kv.block_pool import BlockPool
@@ -88,6 +87,8 @@ class HeadraceSide:
         from headrace.worker.model.decode_graph import wants_decode_graph
         from headrace.worker.model.runner import OpenVINOModelRunner
         from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS
+        from headrace.worker.request.params import SamplingParams
+        from headrace.worker.request.request import Request
         from headrace.worker.sampling.sampler import BatchSampler
         from headrace.worker.sampling.vocabulary_reducer import reducer_for
 

@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.request import Request, SamplingParams
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.host.numa import usable_cpus
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.sampling.vocabulary_reducer import reducer_for
 

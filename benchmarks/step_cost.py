@@ -23,12 +23,13 @@ import msgspec
 import numpy as np
 
 from headrace.sim.step_cost import StepCost, place_among
-from headrace.worker.engine.request import Request, SamplingParams
-from headrace.worker.engine.scheduler import Scheduled
 from headrace.worker.engine.step_cost import StepShape
 from headrace.worker.host.numa import usable_cpus
 from headrace.worker.model.batch import build_batch
 from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Scheduled
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.sampling.vocabulary_reducer import reducer_for
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from headrace.protos.block_hash import block_hashes
-from headrace.worker.engine.request import Request, SamplingParams
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 
 ROOT_HASH = 0
 # Token ids of answers are from here, of prompts below.

@@ -20,12 +20,13 @@ from headrace.router.candidates import LoadReport
 from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
 from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.request import Request, RequestOutput
-from headrace.worker.engine.scheduler import Sampled, Scheduler, SchedulerOutput
+from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepRates, StepShape
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
 

@@ -34,11 +34,11 @@ from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.pauses import Pauses
-from headrace.worker.engine.request import Request, SamplingParams
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import DEFAULT_STUCK_AFTER_S, Watchdog, watch_engine
+from headrace.worker.grammar.compiler import Grammars, Vocabulary
 from headrace.worker.host.advertise import advertised_address, way_to_the_fleet
 from headrace.worker.host.binding import Region, keep_binding_known
 from headrace.worker.host.numa import bind_memory, num_threads_for
@@ -49,7 +49,8 @@ from headrace.worker.model.decode_graph import wants_decode_graph
 from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.model.step_limits import StepLimits, step_limits
-from headrace.worker.sampling.grammar import Grammars, Vocabulary
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.server.admission import ModelLimits
 from headrace.worker.server.observer import RequestObserver
@@ -330,7 +331,7 @@ def add_services(
 
 def _vocabulary_of(model_dir: Path) -> Vocabulary:
     # Only when it is wanted: it imports OpenVINO's tokenizers.
-    from headrace.worker.sampling.vocabulary import read_vocabulary
+    from headrace.worker.grammar.vocabulary import read_vocabulary
 
     return read_vocabulary(model_dir)
 

@@ -22,7 +22,6 @@ from headrace.cli.model_cache import model_directory
 from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.pauses import LONGEST_S, Pauses
-from headrace.worker.engine.request import Request, SamplingParams
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCostModel
 from headrace.worker.kv.block_pool import BlockPool
@@ -35,6 +34,8 @@ from headrace.worker.model.head import replace_head
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.sampled_rows import gathered
 from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits, float_of
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.e2e.serving import MODEL, headrace

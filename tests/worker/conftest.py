@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import FinishReason, Request
+from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.worker.fake_runner import FakeRunner
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.protos.status import StatusError
-from headrace.worker.engine.request import Request, TokenLogprobs
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 

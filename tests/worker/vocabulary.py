@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.worker.sampling.grammar import Grammars, Vocabulary
+from headrace.worker.grammar.compiler import Grammars, Vocabulary
 from tests.worker.conftest import VOCAB_SIZE
 
 EOS = 996

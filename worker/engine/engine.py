@@ -22,10 +22,11 @@ from msgspec.structs import replace
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.isolation import NOT_PLANNED, IsolatedSampler, Planned, Sampler
 from headrace.worker.engine.padding import Padding
-from headrace.worker.engine.request import Request, RequestOutput, RequestState, StepNote
-from headrace.worker.engine.scheduler import Sampled, Scheduler, SchedulerOutput, SchedulerStats
+from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.engine.step_cost import StepRates, StepShape
 from headrace.worker.model.batch import Batch, build_batch, padded
+from headrace.worker.request.request import Request, RequestState, StepNote
+from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
 
 log = logging.getLogger(__name__)

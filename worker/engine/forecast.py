@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.request import Request
 from headrace.worker.engine.scheduler import Scheduler, rank
 from headrace.worker.engine.step_budget import FIRST_IN_RANK_SHARE
+from headrace.worker.request.request import Request
 
 # Half the weight of what is known of the rate at which requests end is this young.
 _HALF_LIFE_S = 10.0

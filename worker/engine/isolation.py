@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.request import Request, TokenLogprobs
-from headrace.worker.engine.scheduler import Sampled
 from headrace.worker.model.batch import PromptRows
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import Plan
 

@@ -18,7 +18,8 @@ import msgspec
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.ending import end_process
-from headrace.worker.engine.request import Request, RequestOutput
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import RequestOutput
 
 RETRY_AFTER_S = 1.0
 # Log-probabilities of prompts that all requests together keep, 8 bytes each.

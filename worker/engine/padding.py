@@ -16,8 +16,7 @@ Pure.
 
 from __future__ import annotations
 
-# Four and fewer differ on CPUs with AMX.
-MIN_PROMPT_STEP = 8
+from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
 
 class Padding:

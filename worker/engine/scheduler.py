@@ -16,23 +16,14 @@ import bisect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from headrace.protos.status import Reason, StatusError
+from headrace.protos.status import StatusError
 from headrace.worker.engine.pauses import Pauses
-from headrace.worker.engine.request import FinishReason, Request, RequestOutput, RequestState
 from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, Prompt, Room, StepBudget
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.manager import BlockCopy, KVCacheManager
-
-NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits are not numbers for this request")
-
-
-class Scheduled(NamedTuple):
-    """A request and how many of its next tokens the step computes."""
-
-    request: Request
-    num_tokens: int
+from headrace.worker.request.request import FinishReason, Request, RequestState
+from headrace.worker.request.step import RequestOutput, Sampled, Scheduled
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +53,6 @@ class SchedulerStats:
     prompt_tokens_cached: int = 0
     tokens_generated: int = 0
     preemptions: int = 0
-
-
-class Sampled(NamedTuple):
-    """The token chosen for a request; `token_id` is -1 when none could be, for the reason that `error` gives."""
-
-    token_id: int
-    error: StatusError = NOT_A_NUMBER
 
 
 def rank(request: Request) -> tuple[int, bool, float]:

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace.worker.engine.padding import MIN_PROMPT_STEP
 from headrace.worker.engine.step_cost import NOTHING, StepCosts, StepShape
+from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
 # Milliseconds of a step that streams have a part in, if they allow no more, and of one of prompts alone at least.
 TARGET_STEP_MS = 100.0

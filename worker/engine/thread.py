@@ -18,8 +18,8 @@ from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import Command, LoadReport, Mailbox
-from headrace.worker.engine.request import RequestOutput
 from headrace.worker.engine.scheduler import SchedulerStats
+from headrace.worker.request.step import RequestOutput
 
 # Load is reported after a step at most this often, besides when the engine comes to rest.
 REPORT_INTERVAL_S = 0.02

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from headrace.protos.block_hash import next_hash, token_bytes_of
-from headrace.worker.engine.request import Request
 from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.request.request import Request
 
 # Tokens that a hit leaves to be computed. One would do for the logits of the last, but a token that is computed alone
 # goes through other kernels than one of several, with other bits (docs/decisions/0006).

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.engine.request import Request
-from headrace.worker.engine.scheduler import Scheduled
 from headrace.worker.kv.manager import BlockCopy
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Scheduled
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]

@@ -15,8 +15,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-from headrace.worker.engine.padding import MIN_PROMPT_STEP
 from headrace.worker.model.fused_projections import is_constant
+from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
 # Largest step that is looked at; larger ones are not said to be exact.
 MOST_ROWS = 1024

@@ -25,13 +25,13 @@ import openvino as ov
 from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.engine.padding import MIN_PROMPT_STEP
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import HeadRequest, InputTensors, RowSums, replace_head
+from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.sampling.logits import Logits
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}

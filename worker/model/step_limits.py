@@ -7,6 +7,9 @@ from dataclasses import dataclass
 DEFAULT_SEQS, DEFAULT_TOKENS = 128, 1024
 # Tokens of prompts that go on beside a full batch of streams, unless limits were asked for that leave fewer.
 ROOM_FOR_PROMPTS = 8
+# The fewest tokens of a step with a prompt, and the fewest rows of logits if it has any. On some CPUs products of fewer
+# rows use other kernels, which give other bits (docs/decisions/0006). On CPUs with AMX that is four rows or fewer.
+MIN_PROMPT_STEP = 8
 # Where exact steps have to be smaller than this, each would cost too much: prompts are not exact there by default.
 _LEAST_EXACT_STEP = 64
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.engine.request import TokenLogprobs
+from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.sampling.logits import DoubleArray, FloatArray, IndexArray, Runs, all_of
 
 # Quantiles that a draw may need. From a nucleus of at least `_WIDE_NUCLEUS` of all, tokens are drawn from everything

@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.engine.request import Request, SamplingParams
-from headrace.worker.sampling.constraint import Allowed, LookAhead, Matcher
+from headrace.worker.grammar.constraint import Allowed, LookAhead, Matcher
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Changes, FloatArray, IndexArray, Logits, Places
 
 

@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.request import Request, SamplingParams, TokenLogprobs
-from headrace.worker.engine.scheduler import Sampled
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.distribution import Filters, RowLogprobs, best_of, choose, draw, uniforms, weights_of
 from headrace.worker.sampling.edits import Edits, LogitEditor, Penalties
 from headrace.worker.sampling.logits import (

@@ -14,8 +14,9 @@ from headrace.protos import inference_pb2
 from headrace.protos.answer_bounds import Ends, check_context, stop_tokens
 from headrace.protos.block_hash import root_hash
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.request import FinishReason, Request, SamplingParams
-from headrace.worker.sampling.constraint import ConstraintSource
+from headrace.worker.grammar.constraint import ConstraintSource
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import FinishReason, Request
 
 _Number = TypeVar("_Number", int, float)
 

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from headrace.protos.status import Reason
-from headrace.worker.engine.request import Request
+from headrace.worker.request.request import Request
 from headrace.worker.server.binding_metrics import binding_metrics
 from headrace.worker.server.watch import WatchHub
 

@@ -12,7 +12,7 @@ from headrace.common.telemetry.span import Span
 from headrace.common.telemetry.tracing import serving_span, traceparent_of
 from headrace.protos.inference_pb2 import GenerateRequest
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.request import Request
+from headrace.worker.request.request import Request
 from headrace.worker.server.spans import trace_request
 
 if TYPE_CHECKING:

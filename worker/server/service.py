@@ -20,8 +20,10 @@ from headrace.common.transport.sessions import CallContext
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.engine.mailbox import Mailbox, OutputStream
-from headrace.worker.engine.request import FinishReason, Request, RequestOutput, TokenLogprobs
-from headrace.worker.sampling.grammar import Grammars
+from headrace.worker.grammar.compiler import Grammars
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.request import FinishReason, Request
+from headrace.worker.request.step import RequestOutput
 from headrace.worker.server.admission import Asked, ModelLimits, admit, already_finished, asked
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.watch import WatchHub

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.common.telemetry.span import Span
-from headrace.worker.engine.request import Request, StepNote
+from headrace.worker.request.request import Request, StepNote
 
 
 def trace_request(span: Span, request: Request, now_s: float) -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from headrace.protos.status import Reason
 from headrace.worker.engine.engine import MAX_FAILED_STEPS, EngineFailedError, EngineStats
-from headrace.worker.engine.request import FinishReason, Request, RequestState, SamplingParams, TokenLogprobs
 from headrace.worker.engine.scheduler import SchedulerStats, chunk_of
 from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM
 from headrace.worker.kv import manager as kv_cache
 from headrace.worker.model.batch import Batch
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import FinishReason, Request, RequestState
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens, next_token
 

@@ -16,8 +16,6 @@ from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
 from headrace.protos.status import Reason, error_of
 from headrace.worker.engine.ending import EXIT_ENGINE_FAILED
 from headrace.worker.engine.mailbox import LoadReport, Mailbox
-from headrace.worker.engine.request import Request
-from headrace.worker.engine.request import SamplingParams as Sampling
 from headrace.worker.engine.step_cost import StepCostModel
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import (
@@ -28,6 +26,8 @@ from headrace.worker.engine.watchdog import (
     Watchdog,
     watch_engine,
 )
+from headrace.worker.request.params import SamplingParams as Sampling
+from headrace.worker.request.request import Request
 from headrace.worker.server.watch import WatchHub
 from tests.e2e.fleet import Process
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine

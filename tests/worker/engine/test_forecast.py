@@ -8,9 +8,10 @@ import pytest
 
 from headrace.protos.status import Reason
 from headrace.worker.engine.forecast import Forecast
-from headrace.worker.engine.request import Request, SamplingParams
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCosts
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 from tests.worker.conftest import BLOCK_SIZE, EngineUnderTest, make_engine
 
 RATE = 100.0

@@ -11,10 +11,11 @@ import pytest
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.isolation import Sampler
-from headrace.worker.engine.request import Request, RequestOutput, TokenLogprobs
-from headrace.worker.engine.scheduler import Sampled
-from headrace.worker.sampling import grammar
-from headrace.worker.sampling.constraint import Constraint, ConstraintSource
+from headrace.worker.grammar import compiler as grammar_compiler
+from headrace.worker.grammar.constraint import Constraint, ConstraintSource
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler, Plan
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
@@ -275,7 +276,7 @@ async def test_a_panic_while_a_constraint_is_compiled_is_an_error_of_its_request
     def panic(*_: Any) -> Any:
         raise Panic
 
-    monkeypatch.setattr(grammar, "_compiled", panic)
+    monkeypatch.setattr(grammar_compiler, "_compiled", panic)
     with pytest.raises(StatusError) as caught:
         await grammars().constrain(ConstraintSource("regex", ("a",)), end_token_ids=[EOS])
     assert (caught.value.reason, caught.value.field) == (Reason.INTERNAL, "sampling.constraint.regex")

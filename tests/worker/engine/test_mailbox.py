@@ -8,7 +8,9 @@ import pytest
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.mailbox import LoadReport, Mailbox
-from headrace.worker.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import FinishReason, Request
+from headrace.worker.request.step import RequestOutput
 
 
 def request() -> Request:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.worker.engine.padding import MIN_PROMPT_STEP, Padding
+from headrace.worker.engine.padding import Padding
 from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
+from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from tests.worker.conftest import VOCAB_SIZE, make_engine
 from tests.worker.fake_runner import expected_tokens
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.worker.engine.request import Request, SamplingParams
 from headrace.worker.engine.step_cost import (
     MIN_STEPS,
     OUTLIER,
@@ -22,6 +21,8 @@ from headrace.worker.engine.step_cost import (
     StepCosts,
     StepShape,
 )
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 from tests.worker.conftest import VOCAB_SIZE, make_engine
 from tests.worker.fake_runner import expected_tokens
 

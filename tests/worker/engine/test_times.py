@@ -12,7 +12,7 @@ from headrace.common.telemetry.tracing import start_tracing, stop_tracing
 from headrace.protos.inference_pb2 import GenerateRequest
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.engine import MAX_NOTED_STEPS
-from headrace.worker.engine.request import Request
+from headrace.worker.request.request import Request
 from headrace.worker.server.metrics import RequestMetrics
 from headrace.worker.server.observer import RequestObserver
 from tests.otlp import Receiver, grpc_receiver

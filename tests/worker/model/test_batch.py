@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.worker.engine.request import Request, SamplingParams
-from headrace.worker.engine.scheduler import Scheduled
 from headrace.worker.model.batch import build_batch
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Scheduled
 
 
 def sequence(tokens: range, computed: int, table: list[int]) -> Request:

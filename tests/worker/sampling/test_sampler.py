@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.worker.engine.request import Request, SamplingParams, TokenLogprobs
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 from headrace.worker.sampling.distribution import DRAWS, Filters, RowLogprobs, draw, uniforms
 from headrace.worker.sampling.edits import LogitEditor
 from headrace.worker.sampling.logits import (

@@ -10,11 +10,11 @@ from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos.block_hash import block_hashes, next_hash
 from headrace.protos.inference_pb2 import GenerateRequest
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.request import Request
+from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.kv import manager as kv_cache
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.manager import KVCacheManager
-from headrace.worker.sampling.constraint import ConstraintSource
+from headrace.worker.request.request import Request
 from headrace.worker.server.admission import Asked, ModelLimits, admit, asked
 
 LIMITS = ModelLimits("m", "f" * 64, 100, 40_000, frozenset({2}))

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.protos import worker_pb2
 from headrace.worker.engine.mailbox import LoadReport
-from headrace.worker.engine.request import Request
+from headrace.worker.request.request import Request
 from headrace.worker.server import watch
 from headrace.worker.server.watch import WatchHub, _Watcher
 from tests.worker.conftest import make_engine

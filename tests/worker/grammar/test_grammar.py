@@ -14,10 +14,11 @@ import numpy.typing as npt
 import pytest
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.request import FinishReason, Request, SamplingParams
-from headrace.worker.sampling import grammar
-from headrace.worker.sampling.constraint import Constraint, ConstraintSource
-from headrace.worker.sampling.grammar import Grammars, Vocabulary, VocabularyError
+from headrace.worker.grammar import compiler as grammar_compiler
+from headrace.worker.grammar.compiler import Grammars, Vocabulary, VocabularyError
+from headrace.worker.grammar.constraint import Constraint, ConstraintSource
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.schemas import Schema, all_schemas, validate
@@ -229,7 +230,7 @@ async def test_a_model_that_cannot_end_or_tells_no_bytes_takes_no_constraints() 
 
 
 async def test_a_grammar_is_compiled_once_and_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "CACHED_GRAMMARS", 2)
+    monkeypatch.setattr(grammar_compiler, "CACHED_GRAMMARS", 2)
     compiler = grammars()
     first = await constraint_of(compiler, LETTERS)
     assert (await constraint_of(compiler, LETTERS)).grammar is first.grammar
@@ -242,7 +243,7 @@ async def test_a_grammar_is_compiled_once_and_the_cache_is_bounded(monkeypatch: 
 async def test_more_constraints_than_the_bound_are_refused_with_a_time_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grammar, "MAX_PENDING", 1)
+    monkeypatch.setattr(grammar_compiler, "MAX_PENDING", 1)
     gate = threading.Event()
 
     def gated() -> Vocabulary:
@@ -292,7 +293,7 @@ async def test_a_constraint_that_nobody_waits_for_any_more_is_not_made() -> None
 
 
 async def test_a_compilation_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(grammar_compiler, "COMPILE_TIMEOUT_S", 0.01)
     gate = threading.Event()
 
     def gated() -> Vocabulary:

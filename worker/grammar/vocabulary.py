@@ -18,7 +18,7 @@ import numpy as np
 import openvino
 import openvino_tokenizers  # noqa: F401  # registers its operations with every openvino.Core made from now on
 
-from headrace.worker.sampling.grammar import Vocabulary, VocabularyError
+from headrace.worker.grammar.compiler import Vocabulary, VocabularyError
 
 _COMPILE_OPTIONS = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1}
 # Never freed: nodes of the extension must not outlive the core that made them.

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.sampling.constraint import Bits, CompiledGrammar, Constraint, ConstraintSource, reason_of
-from headrace.worker.sampling.json_schema import UnsupportedSchema, prepared, prepared_within
+from headrace.worker.grammar.constraint import Bits, CompiledGrammar, Constraint, ConstraintSource, reason_of
+from headrace.worker.grammar.json_schema import UnsupportedSchema, prepared, prepared_within
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Constraints on what a request may generate: grammars, compiled once and followed token by token."""

@@ -1,0 +1,133 @@
+"""A request as the engine sees it: its tokens, and how many of them are in the KV cache.
+
+There are no prefill and decode phases. A request has tokens: the prompt and what was generated so far. The KV cache
+holds the first `num_computed_tokens` of them. Each step computes more of them. When all are computed, the step samples
+the next token:
+
+    tokens    p p p p p p p p p p p p g g g
+    computed  c c c c c c c c . . . . . . .
+              |- 8 computed -| 7 to compute, then one more is sampled
+
+This covers chunked prefill, prefix hits (start with some tokens computed), preemption (start again from 0 and keep the
+generated tokens) and resumption after a failure (start with generated tokens).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace.worker.request.logprobs import PromptLogprobs
+from headrace.worker.request.params import SamplingParams
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended without an error."""
+
+    STOP = enum.auto()
+    LENGTH = enum.auto()
+
+
+class RequestState(enum.Enum):
+    """Where a request is. Only the scheduler changes it."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class StepNote(NamedTuple):
+    """A step of a traced request: its start (monotonic clock) and duration in seconds, the request's tokens in it, and
+    the tokens and requests of the whole batch."""
+
+    start_s: float
+    duration_s: float
+    num_tokens: int
+    num_batch_tokens: int
+    num_batch_requests: int
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Request:
+    """One sequence. The service makes it; after that only the engine thread touches it.
+
+    `token_ids` holds the prompt and the generated tokens. `block_table[i]` is the KV block of tokens
+    `[i * block_size, (i + 1) * block_size)`. `block_hashes[i]` is the chained hash of that block's tokens, for the full
+    blocks that were needed so far. Times are in seconds on the monotonic clock; 0 means that it has not happened.
+    `steps` is a list if the request is traced.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    root_hash: int
+    resume_token_ids: Sequence[int] = ()
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float = math.inf
+    """When the caller gives up, on the clock of `arrival_s`."""
+    max_wait_s: float = math.inf
+    """How long it may wait for others before its first token."""
+    prompt_hashes: list[int] = field(default_factory=list)
+    """The part of `block_hashes` that covers the prompt. Requests that came together with the same prompt and
+    `root_hash` share the list, so each hash is computed once."""
+
+    state: RequestState = RequestState.WAITING
+    token_ids: array[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_table: array[int] = field(default_factory=lambda: array("i"))
+    block_hashes: list[int] = field(default_factory=list)
+    num_findable_blocks: int = 0
+    num_preemptions: int = 0
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    steps: list[StepNote] | None = None
+    prompt_logprobs: PromptLogprobs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_logprobs = PromptLogprobs(self.sampling.num_prompt_logprobs or 0)
+        self.token_ids = array("I", self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids.extend(self.resume_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing. If so, every prompt token has to be computed:
+        the logits of token i give the log-probability of token i + 1. A resumed request has delivered them before."""
+        if self.sampling.num_prompt_logprobs is None or self.is_resumed:
+            return False
+        return len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def num_prompt_logprob_values(self) -> int:
+        """How many log-probabilities the request stores for its prompt: of its tokens, and of the most probable tokens
+        at each position."""
+        num_top = self.sampling.num_prompt_logprobs
+        return 0 if num_top is None or self.is_resumed else (1 + num_top) * (self.num_prompt_tokens - 1)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the client already has the beginning of the answer. Such a request is never refused for load."""
+        return len(self.resume_token_ids) > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Generated tokens so far, resumed ones included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that are not in the KV cache yet."""
+        return len(self.token_ids) - self.num_computed_tokens

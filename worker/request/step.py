@@ -1,0 +1,47 @@
+"""What a step means for one request: the tokens it computes, the token it samples, and what it sends back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.request import FinishReason, Request
+
+NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits for this request are not numbers")
+
+
+class Scheduled(NamedTuple):
+    """A request, and how many of its next tokens the step computes."""
+
+    request: Request
+    num_tokens: int
+
+
+class Sampled(NamedTuple):
+    """The token sampled for a request. `token_id` is -1 if there is none; `error` says why."""
+
+    token_id: int
+    error: StatusError = NOT_A_NUMBER
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What one step gave to one request. It is the request's last output if `finish` or `error` is set.
+
+    `start_pos` is the position of the first of `token_ids` among the generated tokens.
+    """
+
+    request: Request
+    start_pos: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: StatusError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request has ended."""
+        return self.finish is not None or self.error is not None
