@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-clients test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots bench bench-engine bench-router bench-gateway dev clean
+.PHONY: help serve lock image pin-images test test-clients test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs bench bench-engine bench-router bench-gateway dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make image                                    build the image, on a base image held by digest'
 	@echo 'make pin-images                               renew the digests of images that are not built here'
 	@echo 'make screenshots                              the pictures of console and dashboard, in docs/images'
+	@echo 'make docs                                     the documentation site, in .make/site; links are checked'
 	@echo 'make dev                                      set up only'
 
 # Setting up writes to standard error: what `make serve` writes to standard output is the ready line.
@@ -136,6 +137,14 @@ protos: .venv/.dev
 screenshots: .venv/.dev .links/headrace
 	$(BIN)/python -m tests.screenshots
 	$(BIN)/python -m tests.dashboard_picture
+
+# mkdocs advertises its successor unless it is told not to.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.venv/.docs: .venv/.dev
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2
+	@touch $@
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks

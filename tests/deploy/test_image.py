@@ -108,7 +108,7 @@ def test_the_bill_names_system_packages_and_licences() -> None:
 
 def test_the_build_writes_the_bill_where_the_guide_says() -> None:
     (path,) = re.findall(r"deploy/sbom\.py \S+ \S+ > (\S+)", DOCKERFILE.read_text())
-    assert path in (ROOT / "docs" / "operations.md").read_text()
+    assert path in (ROOT / "docs" / "how-to" / "compose.md").read_text()
     assert "!deploy/sbom.py" in (ROOT / ".dockerignore").read_text().splitlines()
 
 

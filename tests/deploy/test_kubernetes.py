@@ -341,7 +341,7 @@ def test_metrics_of_the_autoscaler_are_ours() -> None:
     assert wanted == set(rules)
     series = set(re.findall(r"headrace_\w+", " ".join(rule["metricsQuery"] for rule in rules.values())))
     # Every metric is in the guide: tests of observability hold it to what processes show.
-    guide = (KUBERNETES.parent.parent / "docs" / "operations.md").read_text()
+    guide = (KUBERNETES.parent.parent / "docs" / "reference" / "metrics.md").read_text()
     explained = set(re.findall(r"`(headrace_\w+)[`{]", guide))
     assert {name.removesuffix("_bucket") for name in series} <= explained
 
