@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.gateway.chat.answering import Answering
+from headrace.gateway.chat.generation import Generator
 from headrace.gateway.chat.planning import Chats
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.text.models import Models
@@ -13,10 +14,11 @@ from headrace.gateway.upstream.routers import Upstream
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What endpoints work with."""
+    """What endpoints and gRPC services work with."""
 
     models: Models
     chats: Chats
+    generator: Generator
     answering: Answering
     upstream: Upstream
     metrics: Metrics

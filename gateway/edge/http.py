@@ -1,7 +1,7 @@
 """The HTTP surface: finds the endpoint of a request, lets it in and counts what became of it.
 
 Starlette only finds the route; requests are read and answered on the bare ASGI messages (see `exchange`), so that a
-chunk of a stream costs one prepared write. What is served is listed in `gateway/endpoints.py`.
+chunk of a stream costs one prepared write. What is served is listed in `gateway/protocols.py`.
 """
 
 from __future__ import annotations

@@ -16,15 +16,14 @@ from headrace.common.telemetry.logs import request_id_var
 from headrace.common.telemetry.tracing import serving_span
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.chat.choice import Piece
-from headrace.gateway.chat.generation import Account, Generator, Plan
-from headrace.gateway.chat.planning import Chats
+from headrace.gateway.chat.generation import Account, Plan
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.failures import draining, spread
-from headrace.gateway.grpc_text.auth import visit_var
+from headrace.gateway.edge.grpc_edge import visit_var
 from headrace.gateway.grpc_text.values import FIELD_NAMES, Answers, chat_request, completion_request, tokenize_request
-from headrace.gateway.telemetry.metrics import Metrics, outcome_of
+from headrace.gateway.services import Services
+from headrace.gateway.telemetry.metrics import outcome_of
 from headrace.gateway.text.detokenizer import detokenize
-from headrace.gateway.text.models import Models
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.protos.text_pb2 import ChatRequest as TextChatRequest
 from headrace.protos.text_pb2 import (
@@ -52,11 +51,11 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class TextService(TextServicer):
     """Answers for the models. Failures are statuses with google.rpc details, as everywhere in headrace."""
 
-    def __init__(self, models: Models, chats: Chats, generator: Generator, metrics: Metrics) -> None:
-        self._models = models
-        self._chats = chats
-        self._generator = generator
-        self._metrics = metrics
+    def __init__(self, services: Services) -> None:
+        self._models = services.models
+        self._chats = services.chats
+        self._generator = services.generator
+        self._metrics = services.metrics
         self.stopping = False
         """Set by the owner when the server stops: new calls are refused."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from headrace.common.stores.redis_link import word_for
 from headrace.gateway.edge.endpoint import Endpoint
@@ -18,10 +18,15 @@ from headrace.protos.status import StatusError
 
 _LOG = logging.getLogger(__name__)
 
+RedisStates: TypeAlias = Callable[[], Mapping[str, RedisState]]
 
-def endpoints(services: Services, redis_of_responses: Callable[[], RedisState]) -> Sequence[Endpoint]:
-    """GET /metrics, /version, and the gateway's state, under the paths where clients of other servers ask for it."""
-    own = _State(services, redis_of_responses)
+
+def endpoints(services: Services, redis_states: Sequence[RedisStates]) -> Sequence[Endpoint]:
+    """GET /metrics, /version, and the gateway's state, under the paths where clients of other servers ask for it.
+
+    `redis_states` give the state of each Redis besides that of the leases, by purpose.
+    """
+    own = _State(services, redis_states)
     return [
         Endpoint("GET", "/metrics", "metrics", own.show_metrics),
         *(Endpoint("GET", f"{prefix}/health/live", "health", own.live, is_open=True) for prefix in ("", "/v2")),
@@ -34,9 +39,9 @@ def endpoints(services: Services, redis_of_responses: Callable[[], RedisState]) 
 
 
 class _State:
-    def __init__(self, services: Services, redis_of_responses: Callable[[], RedisState]) -> None:
+    def __init__(self, services: Services, redis_states: Sequence[RedisStates]) -> None:
         self._services = services
-        self._redis_of_responses = redis_of_responses
+        self._of_protocols = redis_states
 
     async def show_metrics(self, exchange: Exchange) -> None:
         try:
@@ -50,8 +55,10 @@ class _State:
         await exchange.respond(encode({"version": importlib.metadata.version("headrace")}))
 
     def _redis_states(self) -> dict[str, str]:
-        """How each Redis is that is used, by what it is used for."""
-        states = {"leases": self._services.upstream.redis, "responses": self._redis_of_responses()}
+        """The state of each Redis in use, by purpose."""
+        states = {"leases": self._services.upstream.redis}
+        for states_of in self._of_protocols:
+            states |= states_of()
         return {name: word_for(state) for name, state in states.items() if state != REDIS_STATE_UNSPECIFIED}
 
     async def live(self, exchange: Exchange) -> None:

@@ -7,13 +7,14 @@ import hashlib
 import io
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
 import grpc
 import httpx
 import openvino
@@ -23,7 +24,6 @@ import pytest_asyncio
 from openvino_tokenizers import tokenizer_pipeline as pipeline
 from openvino_tokenizers.utils import change_inputs_type, change_outputs_type
 
-from headrace.common.transport.introspection import add_introspection, set_serving
 from headrace.common.transport.session_server import SessionServer
 from headrace.common.transport.sessions import CallContext
 from headrace.common.transport.wire_request import WireRequest
@@ -32,13 +32,11 @@ from headrace.gateway.chat.generation import Generator
 from headrace.gateway.chat.planning import Chats
 from headrace.gateway.chat.prompts import Prompts
 from headrace.gateway.edge.cors import with_cors
+from headrace.gateway.edge.grpc_edge import start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.security import Security, SecuritySettings
-from headrace.gateway.endpoints import endpoints
-from headrace.gateway.grpc_text.auth import DoorInterceptor
-from headrace.gateway.grpc_text.service import SERVICE_NAME, TextService
-from headrace.gateway.responses.background import ResponseRuns
-from headrace.gateway.responses.store import MemoryStore, Store
+from headrace.gateway.protocol import Protocol, Setup
+from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
 from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.telemetry.metrics import Metrics
@@ -49,7 +47,6 @@ from headrace.protos import (
     inference_pb2_grpc,
     router_pb2,
     router_pb2_grpc,
-    text_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -345,44 +342,58 @@ class Gateway:
     http: httpx.AsyncClient
     models: Models
     edge: HttpEdge
-    runs: ResponseRuns
+    protocols: dict[str, Any]
+    """The open protocols by name."""
     upstream: Upstream
+
+
+def default_flags(protocol: Protocol) -> dict[str, Any]:
+    """The values of a protocol's options when the command line does not have them."""
+    return click.Command("gateway", params=[*protocol.options]).make_context("gateway", []).params
 
 
 @asynccontextmanager
 async def serving_gateway(
-    *routers: str, responses: Store | None = None, security: Security | None = None, plain_grpc: bool = False
+    *routers: str,
+    security: Security | None = None,
+    plain_grpc: bool = False,
+    flags: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway in front of the routers, over real HTTP and gRPC; ready when it is given."""
+    """A gateway in front of the routers, over real HTTP and gRPC; ready when it is given.
+
+    `flags` are those of the protocols, by parameter name.
+    """
     security = security or Security(SecuritySettings())
     with ThreadPoolExecutor(2) as executor:
         metrics, upstream = Metrics(), Upstream(routers, plain_grpc=plain_grpc)
         models = Models(upstream, executor)
         chats = Chats(models, Prompts(executor), Constraints(executor))
         generator = Generator(upstream, metrics)
-        guard: dict[str, Any] = {"door": security.door, "bodies": security.bodies}
-        runs = ResponseRuns(MemoryStore() if responses is None else responses)
-        served = endpoints(Services(models, chats, Answering(generator), upstream, metrics), runs)
-        edge = HttpEdge(served, metrics, **guard)
+        services = Services(models, chats, generator, Answering(generator), upstream, metrics)
+        opened = {
+            name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))
+            for name, protocol in PROTOCOLS.items()
+        }
+        edge = HttpEdge(endpoints(services, [*opened.values()]), metrics, door=security.door, bodies=security.bodies)
         bound = bound_socket("127.0.0.1", 0)
         url = f"{'http' if security.tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
         application = with_cors(edge, security.cors_origins)
         http_server = HttpServer(application, 2, security.connections, security.tls)
         serving = asyncio.create_task(http_server.serve(sockets=[bound]))
-        grpc_server = grpc.aio.server(interceptors=[DoorInterceptor(security.door)])
-        text_pb2_grpc.add_TextServicer_to_server(TextService(models, chats, generator, metrics), grpc_server)
-        await set_serving(add_introspection(grpc_server, [SERVICE_NAME]), [SERVICE_NAME], True)
-        grpc_address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
-        await grpc_server.start()
+        grpc_services = [service for protocol in opened.values() for service in protocol.grpc_services]
+        grpc_server, grpc_port = await start_grpc_server(grpc_services, "127.0.0.1:0", security.door)
         await models.listed()
         try:
             async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:
-                yield Gateway(url, grpc_address, http, models, edge, runs, upstream)
+                yield Gateway(url, f"127.0.0.1:{grpc_port}", http, models, edge, opened, upstream)
         finally:
             http_server.should_exit = True
             await asyncio.gather(serving, grpc_server.stop(None))
-            await runs.drain(0)
+            for protocol in opened.values():
+                await protocol.drain(0)
             await upstream.close()
+            for protocol in opened.values():
+                await protocol.close()
             models.close()
 
 

@@ -6,12 +6,10 @@ import asyncio
 import gzip
 import re
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from headrace.gateway.console.endpoints import FILES, FleetView, host_of
@@ -243,14 +241,8 @@ async def test_the_host_of_an_address_is_named_for_people(address: str, host: st
     assert host_of(address, "here") == host
 
 
-async def test_a_gateway_can_be_without_a_console(gateway: Any, kit: Any) -> None:
-    metrics = kit.Metrics()
-    with ThreadPoolExecutor(1) as executor:
-        answering = kit.Answering(kit.Generator(gateway.upstream, metrics))
-        chats = kit.Chats(gateway.models, kit.Prompts(executor), kit.Constraints(executor))
-        services = kit.Services(gateway.models, chats, answering, gateway.upstream, metrics)
-        edge = kit.HttpEdge(kit.endpoints(services, gateway.runs, with_console=False), metrics)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(edge), base_url="http://gateway") as http:
-            for path in (*PATHS, "/console/fleet"):
-                assert (await http.get(path)).status_code == 404
-            assert (await http.get("/v1/models")).status_code == 200
+async def test_a_gateway_can_be_without_a_console(router: Any, kit: Any) -> None:
+    async with kit.serving_gateway(router.address, flags={"console": False}) as gateway:
+        for path in (*PATHS, "/console/fleet"):
+            assert (await gateway.http.get(path)).status_code == 404
+        assert (await gateway.http.get("/health/ready")).status_code == 200

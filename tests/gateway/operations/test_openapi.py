@@ -10,9 +10,9 @@ import jsonschema
 import msgspec
 import pytest
 
-from headrace.gateway.endpoints import OPERATIONS
 from headrace.gateway.openai import types as openai_types
 from headrace.gateway.operations.openapi import document
+from headrace.gateway.protocols import OPERATIONS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI = [{"role": "user", "content": "hi"}]

@@ -23,7 +23,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
-from headrace.gateway import endpoints
+from headrace.gateway import protocols
 from headrace.gateway.operations.openapi import document
 
 SOAK = bool(os.environ.get("HEADRACE_SOAK"))
@@ -40,7 +40,7 @@ CHECKS = [not_a_server_error, response_schema_conformance, content_type_conforma
 
 def described() -> dict[str, Any]:
     """The document without what is there twice."""
-    whole = json.loads(json.dumps(document(endpoints.OPERATIONS)))
+    whole = json.loads(json.dumps(document(protocols.OPERATIONS)))
     for schema in whole["components"]["schemas"].values():
         for branch in schema.get("properties", {}).get("model", {}).get("anyOf", ()):
             if branch["type"] == "string":

@@ -741,6 +741,6 @@ async def test_only_background_responses_are_cancelled(front: Any, ask: Any) -> 
 
 async def test_runs_that_do_not_end_in_time_fail_when_the_gateway_stops(front: Any, gate: asyncio.Event) -> None:
     begun = (await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", "background": True})).json()
-    await front.runs.drain(0.01)
+    await front.protocols["responses"].drain(0.01)
     failed = (await front.http.get(f"{RESPONSES}/{begun['id']}")).json()
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from headrace.common.stores.api_keys import ApiKey, sha256_of, write_keys
 from headrace.gateway.edge.security import Security, SecuritySettings
 from headrace.gateway.responses import background as response_runs
+from headrace.gateway.responses import redis_store
 from headrace.gateway.responses import store as response_store
 from headrace.gateway.responses.redis_store import RedisStore
 from headrace.gateway.responses.store import MemoryStore, StoredResponse, StoreError, packed, unpacked
@@ -123,9 +124,8 @@ async def pair(kit: Any, tiny_bundle: bytes, server: RedisServer) -> AsyncIterat
         address, _ = await stack.enter_async_context(kit.serving_router(fake))
         fake.gateways = []
         for _ in range(2):
-            store = RedisStore(server.url)
-            stack.push_async_callback(store.close)
-            fake.gateways.append(await stack.enter_async_context(kit.serving_gateway(address, responses=store)))
+            serving = kit.serving_gateway(address, flags={"response_redis_url": server.url})
+            fake.gateways.append(await stack.enter_async_context(serving))
         yield fake
 
 
@@ -190,10 +190,10 @@ async def test_a_run_whose_gateway_is_gone_has_failed(pair: Any, server: RedisSe
     one, other = (gateway.http for gateway in pair.gateways)
     holding(pair)
     made = (await one.post(RESPONSES, json={**BODY, "background": True})).json()
-    run = pair.gateways[0].runs.get(made["id"])
+    run = pair.gateways[0].protocols["responses"].runs.get(made["id"])
     # As a gateway that was killed leaves it: not ended in the store, and no sign of life any more.
     left = await packed(run.stored)
-    await pair.gateways[0].runs.drain(0)
+    await pair.gateways[0].protocols["responses"].drain(0)
     server.client().set(f"headrace:response:{made['id']}", left)
     server.client().delete(f"headrace:response:{made['id']}:alive")
     run.stored.response["status"] = "in_progress"
@@ -271,8 +271,8 @@ async def test_without_redis_answers_go_on_and_say_that_they_are_not_kept(
 ) -> None:
     gone = RedisServer(tmp_path)
     fake = kit.FakeRouter(tiny_bundle)
-    store = RedisStore(gone.url)
-    async with kit.serving_router(fake) as (address, _), kit.serving_gateway(address, responses=store) as gateway:
+    flags = {"response_redis_url": gone.url}
+    async with kit.serving_router(fake) as (address, _), kit.serving_gateway(address, flags=flags) as gateway:
         answer = (await gateway.http.post(RESPONSES, json=BODY)).json()
         assert (answer["status"], answer["store"]) == ("completed", False)
         streamed = (await gateway.http.post(RESPONSES, json={**BODY, "stream": True})).text
@@ -284,7 +284,38 @@ async def test_without_redis_answers_go_on_and_say_that_they_are_not_kept(
         ):
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
-    await store.close()
+
+
+async def test_health_has_the_state_of_the_redis_of_the_responses(
+    kit: Any, tiny_bundle: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "LOOK_S", 0.05)
+    server = RedisServer(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction").start()
+    flags = {"response_redis_url": server.url}
+    router = kit.FakeRouter(tiny_bundle)
+    async with kit.serving_router(router) as (address, _), kit.serving_gateway(address, flags=flags) as gateway:
+        watching = asyncio.create_task(gateway.protocols["responses"].run())
+
+        async def until_redis_is(word: str) -> None:
+            async with asyncio.timeout(20):
+                while (await gateway.http.get("/health")).json() != {"status": "ready", "redis": {"responses": word}}:
+                    await asyncio.sleep(0.02)
+
+        try:
+            await until_redis_is("unwritable")
+            answer = await gateway.http.post(RESPONSES, json=BODY)
+            assert (answer.status_code, answer.json()["store"]) == (200, False)
+            server.client().config_set("maxmemory", 0)
+            await until_redis_is("ok")
+            assert (await gateway.http.post(RESPONSES, json=BODY)).json()["store"] is True
+            server.client().replicaof("127.0.0.1", str(server.port))
+            await until_redis_is("unwritable")
+            server.kill()
+            await until_redis_is("unreachable")
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            server.kill()
 
 
 # --- owners ---------------------------------------------------------------------------------------------------------

@@ -1,36 +1,77 @@
-"""The door of the gRPC edge: keys and limits for the Text service, as HTTP has them. Health and reflection are open."""
+"""The gRPC edge: a server of the services that protocols have, behind the same keys and limits as HTTP.
+
+Health and reflection need no key.
+"""
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
 
 from headrace.common.stores.api_keys import ApiKey
-from headrace.common.transport.channels import refusing
+from headrace.common.transport.channels import SERVER_OPTIONS, refusing
+from headrace.common.transport.introspection import add_introspection, set_serving
 from headrace.gateway.access.admission import Door, Visit
+from headrace.gateway.edge.tls import EdgeTls
 from headrace.protos.status import StatusError, abort
 
 visit_var: contextvars.ContextVar[Visit | None] = contextvars.ContextVar("visit", default=None)
 """The visit of the call that the running task answers; None without keys."""
 
-_GUARDED = "/headrace.v1.Text/"
-# Reads what is known anyway; like a GET, it does not count.
-_UNCOUNTED = frozenset({"/headrace.v1.Text/ListModels"})
+# gRPC calls at a time besides the requests that admission lets in, such as health and reflection.
+OTHER_CALLS = 256
 
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[_Method]]
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class DoorInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls of the Text service in at the door, and refuses the others with the status of the reason."""
+@dataclass(frozen=True, slots=True)
+class GrpcService:
+    """A service that a protocol has."""
 
-    def __init__(self, door: Door) -> None:
+    name: str
+    """With its package, such as headrace.v1.Text."""
+    add: Callable[[grpc.aio.Server], None]
+    """Adds it to a server."""
+    uncounted: frozenset[str] = frozenset()
+    """Methods that only read. Like a GET, they do not count against the limits of a key."""
+
+
+async def start_grpc_server(
+    services: Sequence[GrpcService], address: str, door: Door, tls: EdgeTls | None = None
+) -> tuple[grpc.aio.Server, int]:
+    """Serve the services on an address; gives the server and its port. Raises RuntimeError if the address is taken."""
+    server = grpc.aio.server(
+        interceptors=[AuthInterceptor(door, services)],
+        options=SERVER_OPTIONS,
+        maximum_concurrent_rpcs=door.bounds.max_requests + OTHER_CALLS,
+    )
+    for service in services:
+        service.add(server)
+    names = [service.name for service in services]
+    health = add_introspection(server, names)
+    if tls is None:
+        port = server.add_insecure_port(address)
+    else:
+        port = server.add_secure_port(address, tls.grpc_credentials())
+    await server.start()
+    await set_serving(health, names, True)
+    return server, port
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Checks key and limits of each call to a protocol's service, and refuses it with the status of the reason."""
+
+    def __init__(self, door: Door, services: Sequence[GrpcService]) -> None:
         self._door = door
+        self._guarded_prefixes = tuple(f"/{service.name}/" for service in services)
+        self._uncounted = {f"/{service.name}/{method}" for service in services for method in service.uncounted}
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -38,7 +79,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
         """See grpc.aio."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(_GUARDED):
+        if handler is None or not method.startswith(self._guarded_prefixes):
             return handler
         found = dict(handler_call_details.invocation_metadata or ())
 
@@ -50,7 +91,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
             key = self._door.identify(header)
         except StatusError as error:
             return refusing(error)
-        return self._guarded(handler, key, method not in _UNCOUNTED)
+        return self._guarded(handler, key, method not in self._uncounted)
 
     def _guarded(self, handler: Any, key: ApiKey | None, counted: bool) -> _Method:
         if handler.response_streaming:

@@ -1,0 +1,19 @@
+"""The OpenAI API as a protocol of the gateway."""
+
+from __future__ import annotations
+
+from headrace.gateway.openai import absent_endpoints, endpoints, model_endpoints
+from headrace.gateway.openai.description import OPERATIONS
+from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
+
+
+class _OpenAi(OpenProtocol):
+    def __init__(self, setup: Setup) -> None:
+        self.endpoints = [
+            *endpoints.endpoints(setup.services),
+            *model_endpoints.endpoints(setup.services),
+            *absent_endpoints.endpoints(setup.services),
+        ]
+
+
+PROTOCOL = Protocol(_OpenAi, OPERATIONS)

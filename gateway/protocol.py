@@ -1,0 +1,73 @@
+"""What a protocol of the gateway is: a folder whose `protocol` module has one `PROTOCOL`, listed in `protocols`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from headrace.gateway.edge.description import Operation
+from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.grpc_edge import GrpcService
+from headrace.gateway.services import Services
+from headrace.protos.router_pb2 import RedisState
+
+
+class CannotServeError(Exception):
+    """The gateway cannot serve with these flags. The message is a sentence with the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a protocol is opened with."""
+
+    services: Services
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the protocol's own options, by parameter name."""
+    shared_redis_url: str | None = None
+    """The Redis of leases, limits and keys (`--redis`)."""
+
+
+class OpenProtocol:
+    """A protocol while the gateway runs. Subclasses override what they need."""
+
+    endpoints: Sequence[Endpoint] = ()
+    """What it serves over HTTP."""
+    grpc_services: Sequence[GrpcService] = ()
+    """What it serves over gRPC, if the gateway has a gRPC port."""
+
+    def redis_states(self) -> Mapping[str, RedisState]:
+        """The state of each Redis that it uses, by purpose. Health endpoints show them."""
+        return {}
+
+    async def run(self) -> None:
+        """Do background work until cancelled."""
+        await asyncio.Event().wait()
+
+    def refuse_new(self) -> None:
+        """The gateway stops: refuse new requests that do not come over HTTP."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Finish work that no open request waits for, within this time."""
+
+    async def close(self) -> None:
+        """Close connections. Called once, after `drain`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """A protocol of the gateway."""
+
+    open: Callable[[Setup], OpenProtocol]
+    """Opens it on the running event loop. Raises `CannotServeError`."""
+    operations: Sequence[Operation] = ()
+    """What the OpenAPI document says of its endpoints."""
+    options: Sequence[click.Option] = ()
+    """Its flags of `headrace gateway`."""
+
+    def flags(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of its own options, of all values by parameter name."""
+        return {option.name: values[option.name] for option in self.options if option.name is not None}

@@ -1,0 +1,49 @@
+"""The protocols that the gateway serves. docs/protocol.md has every field.
+
+Each name is a folder of `gateway/`. To leave a protocol out, delete its folder and its line here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from headrace.gateway.edge.description import Operation
+from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.operations import description, model_server_endpoints, openapi_endpoints, state_endpoints
+from headrace.gateway.protocol import OpenProtocol, Protocol
+from headrace.gateway.services import Services
+
+NAMES = (
+    "openai",
+    "responses",
+    "anthropic",
+    "grpc_text",
+    "console",
+)
+
+
+def _load(name: str) -> Protocol:
+    protocol = importlib.import_module(f"headrace.gateway.{name}.protocol").PROTOCOL
+    assert isinstance(protocol, Protocol), f"headrace.gateway.{name}.protocol.PROTOCOL is no Protocol"
+    return protocol
+
+
+PROTOCOLS = {name: _load(name) for name in NAMES}
+"""The protocols by name, in the order in which paths are matched."""
+
+OPERATIONS: Sequence[Operation] = (
+    *(operation for protocol in PROTOCOLS.values() for operation in protocol.operations),
+    *description.OPERATIONS,
+)
+"""What the OpenAPI document describes."""
+
+
+def endpoints(services: Services, opened: Sequence[OpenProtocol]) -> Sequence[Endpoint]:
+    """All HTTP endpoints: those of the open protocols, and those for operators."""
+    return [
+        *(endpoint for protocol in opened for endpoint in protocol.endpoints),
+        *state_endpoints.endpoints(services, [protocol.redis_states for protocol in opened]),
+        *model_server_endpoints.endpoints(services),
+        *openapi_endpoints.endpoints(OPERATIONS),
+    ]

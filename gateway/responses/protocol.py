@@ -1,0 +1,89 @@
+"""The Responses API as a protocol of the gateway: its endpoints, and the store of its responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from headrace.common.stores.redis_link import server_of
+from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol
+from headrace.gateway.responses.background import ResponseRuns
+from headrace.gateway.responses.description import OPERATIONS
+from headrace.gateway.responses.endpoints import endpoints
+from headrace.gateway.responses.redis_store import RedisStore
+from headrace.gateway.responses.store import DEFAULT_TTL_S, TENANT_BYTES, MemoryStore, Store
+from headrace.gateway.services import Services
+from headrace.protos.router_pb2 import RedisState
+
+
+class OpenResponses(OpenProtocol):
+    """The Responses API while the gateway runs."""
+
+    def __init__(self, services: Services, store: Store) -> None:
+        """Closes the store in the end."""
+        self._store = store
+        self.runs = ResponseRuns(store)
+        """The responses that are generated in the background."""
+        self.endpoints = endpoints(services, self.runs)
+
+    def redis_states(self) -> Mapping[str, RedisState]:
+        """The state of the store's Redis; unspecified without one."""
+        return {"responses": self._store.redis}
+
+    async def run(self) -> None:
+        """Watch the store's Redis."""
+        await self._store.watch()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Finish the responses in the background, or fail them."""
+        await self.runs.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Close the store."""
+        await self._store.close()
+
+
+def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
+    """Where responses are stored: in a Redis that gateways share, or in this process."""
+    url, ttl_s, tenant_bytes = flags["response_redis_url"], flags["response_ttl_s"], flags["response_tenant_mb"] << 20
+    if url is None:
+        return MemoryStore(ttl_s, tenant_bytes=tenant_bytes)
+    if shared_redis_url is not None and server_of(url) == server_of(shared_redis_url):
+        problem = (
+            "--response-redis is the Redis of --redis: responses would fill it, and leases, limits and keys be lost"
+        )
+        raise CannotServeError(f"{problem}; give it a Redis of its own, or leave it out to keep responses here")
+    try:
+        return RedisStore(url, ttl_s, tenant_bytes=tenant_bytes)
+    except ValueError as error:
+        # Without the URL: it may have a password.
+        raise CannotServeError(f"--response-redis is no URL of Redis: {error}") from None
+
+
+PROTOCOL = Protocol(
+    lambda setup: OpenResponses(setup.services, _store(setup.flags, setup.shared_redis_url)),
+    OPERATIONS,
+    options=(
+        click.Option(
+            ["--response-ttl", "response_ttl_s"],
+            default=DEFAULT_TTL_S,
+            type=click.FloatRange(min=1),
+            help="Seconds for which responses of the Responses API are stored.",
+        ),
+        click.Option(
+            ["--response-redis", "response_redis_url"],
+            envvar="HEADRACE_GATEWAY_RESPONSE_REDIS",
+            metavar="URL",
+            help="Redis for stored responses, shared by gateways; not the one of --redis.  [default: none, this "
+            "gateway's memory]",
+        ),
+        click.Option(
+            ["--response-tenant-mb"],
+            default=TENANT_BYTES >> 20,
+            type=click.IntRange(min=1),
+            help="MiB of stored responses for each tenant; the oldest are deleted first.",
+        ),
+    ),
+)

@@ -1,0 +1,189 @@
+"""The gateway as a process: wires the parts, listens, and stops within a bound when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import math
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from headrace.gateway.chat.answering import Answering
+from headrace.gateway.chat.formats import Formats
+from headrace.gateway.chat.generation import Generator
+from headrace.gateway.chat.planning import Chats
+from headrace.gateway.chat.prompts import Prompts
+from headrace.gateway.edge.cors import with_cors
+from headrace.gateway.edge.grpc_edge import GrpcService, start_grpc_server
+from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
+from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.protocol import CannotServeError, OpenProtocol, Setup
+from headrace.gateway.protocols import PROTOCOLS, endpoints
+from headrace.gateway.services import Services
+from headrace.gateway.structure.constraints import Constraints
+from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.text.models import Models
+from headrace.gateway.upstream.routers import Upstream
+
+NUM_TOKENIZER_THREADS = 2
+# Beyond the drain timeout, for the last events of streams that are interrupted then.
+STOP_S = 1.0
+
+_LOG = logging.getLogger("headrace.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line says."""
+
+    host: str
+    port: int
+    grpc_port: int
+    """0 for no gRPC edge."""
+    routers: tuple[str, ...]
+    drain_timeout_s: float
+    """How long running requests may take to end after SIGTERM."""
+    tool_parsers: Mapping[str, str]
+    """Names of formats by model; see `Formats`."""
+    reasoning_parsers: Mapping[str, str]
+    worker_wait_s: float | None
+    """How long a new request waits for a worker that is away; None: as long as its client."""
+    plain_grpc: bool
+    """Whether each request is an RPC of its own."""
+    security: SecuritySettings
+    protocol_flags: Mapping[str, Any]
+    """Values of the protocols' own options, by parameter name."""
+
+
+class _Threads:
+    """Threads for what would block the event loop."""
+
+    def __init__(self) -> None:
+        self.tokenizing = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize")
+        self.translating = ThreadPoolExecutor(1, "translate")
+        self.loading = ThreadPoolExecutor(1, "load")
+
+    def close(self) -> None:
+        for executor in (self.tokenizing, self.translating, self.loading):
+            executor.shutdown(cancel_futures=True)
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `CannotServeError` or `SecurityError` for what cannot be done."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    security = Security(settings.security)
+    bound = _bind(settings.host, settings.port)
+    await security.start()
+    threads = _Threads()
+    services = _services(settings, security, threads)
+    opened: list[OpenProtocol] = []
+    try:
+        for protocol in PROTOCOLS.values():
+            flags = protocol.flags(settings.protocol_flags)
+            opened.append(protocol.open(Setup(services, flags, settings.security.redis_url)))
+        await _run(settings, security, services, opened, bound, threads, stop)
+    finally:
+        await services.upstream.close()
+        for one in opened:
+            await one.close()
+        await security.close()
+        threads.close()
+        services.models.close()
+
+
+def _services(settings: Settings, security: Security, threads: _Threads) -> Services:
+    metrics = Metrics()
+    upstream = Upstream(
+        settings.routers,
+        security.transport,
+        worker_wait_s=settings.worker_wait_s,
+        plain_grpc=settings.plain_grpc,
+    )
+    models = Models(upstream, threads.loading)
+    formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
+    chats = Chats(models, Prompts(threads.tokenizing), Constraints(threads.translating), formats)
+    generator = Generator(upstream, metrics)
+    return Services(models, chats, generator, Answering(generator), upstream, metrics)
+
+
+async def _run(
+    settings: Settings,
+    security: Security,
+    services: Services,
+    opened: Sequence[OpenProtocol],
+    bound: socket.socket,
+    threads: _Threads,
+    stop: asyncio.Event,
+) -> None:
+    """Serve until `stop` is set, or the HTTP server or a background task ends; then drain."""
+    edge = HttpEdge(endpoints(services, opened), services.metrics, door=security.door, bodies=security.bodies)
+    grpc_server = await _start_grpc(settings, security, [one for protocol in opened for one in protocol.grpc_services])
+    stop_timeout_s = math.ceil(settings.drain_timeout_s + STOP_S)
+    application = with_cors(edge, security.cors_origins)
+    http_server = HttpServer(application, stop_timeout_s, security.connections, security.tls)
+    serving = asyncio.create_task(http_server.serve(sockets=[bound]))
+    # OpenVINO takes a third of a second to import: by the time a router has a model, it is there.
+    threads.loading.submit(importlib.import_module, "headrace.gateway.text.tokenizer")
+    works = (services.models.run(), *(protocol.run() for protocol in opened), _wait(stop))
+    tasks = [asyncio.create_task(work) for work in works]
+    _log_address(bound, security)
+    done, _ = await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    _LOG.info("stopping")
+    http_server.should_exit = True
+    for protocol in opened:
+        protocol.refuse_new()
+    interrupting = asyncio.get_running_loop().call_later(settings.drain_timeout_s, edge.interrupt)
+    drained = [protocol.drain(settings.drain_timeout_s) for protocol in opened]
+    stopped = [] if grpc_server is None else [grpc_server.stop(settings.drain_timeout_s)]
+    await asyncio.gather(serving, *drained, *stopped)
+    interrupting.cancel()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _start_grpc(
+    settings: Settings, security: Security, services: Sequence[GrpcService]
+) -> grpc.aio.Server | None:
+    if not settings.grpc_port:
+        return None
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"{host}:{settings.grpc_port}"
+    try:
+        server, _ = await start_grpc_server(services, address, security.door, security.tls)
+    except RuntimeError as error:
+        raise CannotServeError(
+            f"cannot listen for gRPC on {address}; is it in use? Choose another with --grpc-port"
+        ) from error
+    _LOG.info("listening for gRPC on %s", address)
+    return server
+
+
+def _log_address(bound: socket.socket, security: Security) -> None:
+    host, port = bound.getsockname()[:2]
+    scheme = "http" if security.tls is None else "https"
+    _LOG.info("listening on %s://%s", scheme, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return bound_socket(host, port)
+    except OSError as error:
+        raise CannotServeError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
+        ) from error
