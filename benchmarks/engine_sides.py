@@ -78,15 +78,12 @@ class HeadraceSide:
     """The worker's engine without its service."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        from headrace.worker.engine.engine import Engine
-        from headrace.worker.engine.scheduler import Scheduler
+        from headrace.worker.engine.build import build_engine
         from headrace.worker.host.numa import usable_cpus
-        from headrace.worker.kv.block_pool import BlockPool
-        from headrace.worker.kv.manager import KVCacheManager
         from headrace.worker.kv.memory import available_bytes
         from headrace.worker.model.decode_graph import wants_decode_graph
         from headrace.worker.model.runner import OpenVINOModelRunner
-        from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS
+        from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS, StepLimits
         from headrace.worker.request.params import SamplingParams
         from headrace.worker.request.request import Request
         from headrace.worker.sampling.sampler import BatchSampler
@@ -109,14 +106,13 @@ class HeadraceSide:
             decode_graph=has_decode_graph,
         )
         runner.allocate(settings.num_blocks)
-        pool = BlockPool(settings.num_blocks, runner.block_size)
         most, seqs = settings.max_num_batched_tokens, settings.max_num_seqs
         if settings.stays_exact and most > runner.exact_rows:
             most = runner.exact_rows
             seqs = min(seqs, most - ROOM_FOR_PROMPTS)
-        mixed = settings.max_num_mixed_tokens or most
-        scheduler = Scheduler(KVCacheManager(pool), seqs, most, mixed)
-        self.engine = Engine(scheduler, runner, BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus()))))
+        limits = StepLimits(seqs, most, settings.max_num_mixed_tokens or most, is_exact=most <= runner.exact_rows)
+        sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
+        self.engine = build_engine(runner, sampler, settings.num_blocks, limits)
 
     def add(self, index: int, job: Job) -> None:
         """See Side."""

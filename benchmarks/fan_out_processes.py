@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from headrace.worker import __main__ as worker
+from headrace.worker import serving
+from headrace.worker.__main__ import main as run_worker
 from headrace.worker.config import WorkerConfig
-from headrace.worker.engine.engine import Engine
 from headrace.worker.host.binding import Region
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.loading import LoadedModel, engine_for, model_card
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.step_limits import step_limits
@@ -52,6 +52,7 @@ class NoKernels:
     """In the place of a model runner."""
 
     vocab_size = _VOCABULARY
+    block_size = _BLOCK_SIZE
     infer_s = STEP_S
     small_decode = 0
 
@@ -68,14 +69,15 @@ class NoKernels:
         return Logits(np.zeros((self._num_rows, self.vocab_size), np.float32))
 
 
-def load_model(config: WorkerConfig) -> worker.LoadedModel:
+def load_model(config: WorkerConfig) -> LoadedModel:
     """An engine without kernels, for the model of a directory."""
     model_dir = read_model_dir(config.model_dir)
-    pool = BlockPool(_NUM_BLOCKS, _BLOCK_SIZE)
     limits = step_limits(None, None, None, exact_rows=1024)
-    engine = Engine(worker.scheduler_of(config, pool, limits), NoKernels(), BatchSampler())
-    card = worker.model_card(config, pool, model_dir, "0" * 64, kv_precision="u8", vocab_size=_VOCABULARY)
-    return worker.LoadedModel(engine, card, model_dir.tokenizer_bundle, Region(0, 0), limits.max_num_seqs)
+    engine = engine_for(config, NoKernels(), BatchSampler(), _NUM_BLOCKS, limits)
+    card = model_card(
+        config, engine.scheduler.kv_cache.pool, model_dir, "0" * 64, kv_precision="u8", vocab_size=_VOCABULARY
+    )
+    return LoadedModel(engine, card, model_dir.tokenizer_bundle, Region(0, 0), limits.max_num_seqs)
 
 
 async def tell_holds() -> None:
@@ -110,8 +112,8 @@ def main() -> None:
     role = sys.argv.pop(1)
     uvloop.run = telling(uvloop.run)
     if role == "worker":
-        worker.load_model = load_model
-        worker.main()
+        serving.load_model = load_model
+        run_worker()
     else:
         runpy.run_module(f"headrace.{role}", run_name="__main__", alter_sys=True)
 

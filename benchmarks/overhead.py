@@ -19,12 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.host.numa import usable_cpus
-from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
@@ -115,9 +114,8 @@ def measure(
     sampling: dict[str, float],
 ) -> str:
     """Run decode steps at a full batch; the share outside the kernels."""
-    pool = BlockPool(num_blocks, runner.block_size)
     sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
-    engine = Engine(Scheduler(KVCacheManager(pool), len(prompts), 1024, 1024), runner, sampler)
+    engine = build_engine(runner, sampler, num_blocks, StepLimits(len(prompts), 1024, 1024, is_exact=False))
     for index, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": 2 * steps, "seed": index, **sampling})  # type: ignore[arg-type]
         engine.scheduler.add(Request(str(index), prompt, params, 0, arrival_s=index))

@@ -17,12 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.overhead import KINDS, MODELS, PROMPT, directory_of, random_prompts, step, text_prompts
-from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.scheduler import Scheduler
+from headrace.worker.engine.build import build_engine
 from headrace.worker.host.numa import usable_cpus
-from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
@@ -38,8 +36,8 @@ def step_times(
 ) -> tuple[float, float]:
     """Median wall and CPU milliseconds of a decode step."""
     num_blocks = len(prompts) * (-(-(PROMPT + 2 * steps) // runner.block_size) + 1)
-    scheduler = Scheduler(KVCacheManager(BlockPool(num_blocks, runner.block_size)), len(prompts), 1024, 1024)
-    engine = Engine(scheduler, runner, sampler)
+    engine = build_engine(runner, sampler, num_blocks, StepLimits(len(prompts), 1024, 1024, is_exact=False))
+    scheduler = engine.scheduler
     for index, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": 2 * steps, "seed": index, **sampling})  # type: ignore[arg-type]
         scheduler.add(Request(str(index), prompt, params, 0, arrival_s=index))

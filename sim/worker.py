@@ -19,12 +19,12 @@ from headrace.protos.inference_pb2 import Belief
 from headrace.router.candidates import LoadReport
 from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
+from headrace.worker.engine.build import build_scheduler
 from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput
+from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepRates, StepShape
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
-from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
@@ -84,16 +84,10 @@ class SimulatedWorker:
         self._placed: list[Placed] = []
         self._version = 0
         self._load = LoadReport(max_num_seqs=settings.max_num_seqs)
-        pool = BlockPool(settings.num_blocks, settings.block_size)
         most = settings.max_num_batched_tokens
-        mixed = settings.max_num_mixed_tokens or most
-        self.scheduler = Scheduler(
-            KVCacheManager(pool),
-            settings.max_num_seqs,
-            most,
-            mixed,
-            target_step_ms=settings.target_step_ms,
-            clock=clock,
+        limits = StepLimits(settings.max_num_seqs, most, settings.max_num_mixed_tokens or most, is_exact=True)
+        self.scheduler = build_scheduler(
+            settings.num_blocks, settings.block_size, limits, target_step_ms=settings.target_step_ms, clock=clock
         )
         # For its reports; it never steps, so it has neither runner nor sampler.
         self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))

@@ -20,12 +20,10 @@ from openvino._offline_transformations import paged_attention_transformation
 import headrace.worker
 from headrace.cli.model_cache import model_directory
 from headrace.worker.config import ConfigurationError
+from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.pauses import LONGEST_S, Pauses
-from headrace.worker.engine.scheduler import Scheduler
+from headrace.worker.engine.pauses import LONGEST_S
 from headrace.worker.engine.step_cost import StepCostModel
-from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model import head as vocabulary_head
 from headrace.worker.model import runner as model_runner
 from headrace.worker.model.batch import Batch
@@ -33,7 +31,7 @@ from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import replace_head
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.sampled_rows import gathered
-from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS
+from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS, StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits, float_of
@@ -83,10 +81,10 @@ class RealEngine:
         however long they take."""
         budget = min(budget, self.runner.exact_rows)
         max_num_seqs = min(max_num_seqs, budget - ROOM_FOR_PROMPTS)
-        cache = KVCacheManager(BlockPool(num_blocks, self.runner.block_size))
-        pauses = Pauses(longest_pause_s)
-        scheduler = Scheduler(cache, max_num_seqs, budget, budget, step_costs=CHEAP_STEPS, pauses=pauses)
-        return Engine(scheduler, self.runner, BatchSampler())
+        limits = StepLimits(max_num_seqs, budget, budget, is_exact=True)
+        return build_engine(
+            self.runner, BatchSampler(), num_blocks, limits, max_pause_s=longest_pause_s, step_costs=CHEAP_STEPS
+        )
 
     def run(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> list[Request]:
         """Run greedy requests to their end, checked after every step."""

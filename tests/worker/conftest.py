@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCosts, StepShape
-from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.request.step import RequestOutput
@@ -109,11 +109,11 @@ def make_engine(
     max_num_mixed_tokens: int | None = None,
 ) -> EngineUnderTest:
     """A fresh engine over a fresh fake runner. Steps that streams have a part in are as large as others by default."""
-    kv_cache = KVCacheManager(BlockPool(num_blocks, BLOCK_SIZE))
     most = max_num_mixed_tokens or max_num_batched_tokens
-    scheduler = Scheduler(kv_cache, max_num_seqs, max_num_batched_tokens, most, step_costs=CHEAP_STEPS)
+    limits = StepLimits(max_num_seqs, max_num_batched_tokens, most, is_exact=True)
     runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-    return EngineUnderTest(Engine(scheduler, runner, BatchSampler()), runner)
+    engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS)
+    return EngineUnderTest(engine, runner)
 
 
 @pytest.fixture

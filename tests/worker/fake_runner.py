@@ -40,7 +40,7 @@ class FakeRunner:
         self.padding_block = num_blocks
         self.num_padding = 0
         self.blocks = np.full((num_blocks + 1, block_size), EMPTY, np.int64)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.block_size = vocab_size, block_size
         self.infer_s = 0.0
         self.small_decode = 0
         self._logits: deque[Logits] = deque(maxlen=2)

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 from headrace.protos import worker_pb2
-from headrace.worker import __main__ as worker
+from headrace.worker import serving
+from headrace.worker.__main__ import main
 from headrace.worker.config import WorkerConfig
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.host.binding import Region
+from headrace.worker.loading import LoadedModel
 from headrace.worker.sampling.logits import Logits
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, make_engine
 from tests.worker.fake_runner import FakeRunner
@@ -40,7 +42,7 @@ class HangingRunner(FakeRunner):
         return super().run()
 
 
-def load_model(config: WorkerConfig) -> worker.LoadedModel:
+def load_model(config: WorkerConfig) -> LoadedModel:
     """An engine over the fake runner, in the place of a model."""
     under_test = make_engine(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=256)
     under_test.engine.runner = HangingRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
@@ -62,10 +64,10 @@ def load_model(config: WorkerConfig) -> worker.LoadedModel:
         block_size=BLOCK_SIZE,
         eos_token_ids=[VOCAB_SIZE - 1],
     )
-    return worker.LoadedModel(under_test.engine, card, _BUNDLE, Region(0, 0), MAX_NUM_SEQS)
+    return LoadedModel(under_test.engine, card, _BUNDLE, Region(0, 0), MAX_NUM_SEQS)
 
 
 if __name__ == "__main__":
     HangingRunner.hangs_while = Path(sys.argv.pop(1))
-    worker.load_model = load_model
-    worker.main()
+    serving.load_model = load_model
+    main()

@@ -51,6 +51,7 @@ class ModelRunner(Protocol):
     their own; 0: none do."""
 
     vocab_size: int
+    block_size: int
     infer_s: float
     small_decode: int
 

@@ -1,0 +1,65 @@
+"""Puts an engine together: block pool, KV cache, scheduler, model runner and sampler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from headrace.worker.engine.engine import Engine, ModelRunner
+from headrace.worker.engine.isolation import Sampler
+from headrace.worker.engine.pauses import LONGEST_S, Pauses
+from headrace.worker.engine.scheduler import Scheduler
+from headrace.worker.engine.step_cost import StepCosts
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.model.step_limits import StepLimits
+
+
+def build_engine(
+    runner: ModelRunner,
+    sampler: Sampler,
+    num_blocks: int,
+    limits: StepLimits,
+    *,
+    target_step_ms: float | None = None,
+    max_pause_s: float = LONGEST_S,
+    step_costs: StepCosts | None = None,
+) -> Engine:
+    """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks. See `build_scheduler`."""
+    scheduler = build_scheduler(
+        num_blocks,
+        runner.block_size,
+        limits,
+        target_step_ms=target_step_ms,
+        max_pause_s=max_pause_s,
+        step_costs=step_costs,
+    )
+    return Engine(scheduler, runner, sampler)
+
+
+def build_scheduler(
+    num_blocks: int,
+    block_size: int,
+    limits: StepLimits,
+    *,
+    target_step_ms: float | None = None,
+    max_pause_s: float = LONGEST_S,
+    step_costs: StepCosts | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Scheduler:
+    """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens.
+
+    `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `max_pause_s` is
+    the longest pause of streams for prompts. `step_costs` is what is known of steps so far. ValueError if the limits
+    leave prompts no room beside a full batch.
+    """
+    return Scheduler(
+        KVCacheManager(BlockPool(num_blocks, block_size)),
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.max_num_mixed_tokens,
+        target_step_ms=target_step_ms,
+        pauses=Pauses(max_pause_s),
+        step_costs=StepCosts() if step_costs is None else step_costs,
+        clock=clock,
+    )

@@ -1,0 +1,206 @@
+"""Loads a model: reads and compiles it, allocates the KV cache, builds the engine and warms it up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.protos import inference_pb2, worker_pb2
+from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.engine.build import build_engine
+from headrace.worker.engine.engine import Engine, ModelRunner
+from headrace.worker.engine.pauses import LONGEST_S
+from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
+from headrace.worker.host.binding import Region
+from headrace.worker.host.numa import num_threads_for
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.memory import GIB, available_bytes, available_on_node, kv_cache_budget
+from headrace.worker.model.decode_graph import wants_decode_graph
+from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
+from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.model.step_limits import StepLimits, step_limits
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.sampling.sampler import BatchSampler
+
+if TYPE_CHECKING:
+    from headrace.worker.model.runner import OpenVINOModelRunner
+
+log = logging.getLogger("headrace.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to serve."""
+
+    engine: Engine
+    card: worker_pb2.ModelCard
+    tokenizer_bundle: bytes
+    kv_cache: Region
+    max_num_seqs: int
+
+
+def load_model(config: WorkerConfig) -> LoadedModel:
+    """Make a model ready to serve. This takes seconds to minutes.
+
+    ConfigurationError if the directory holds no model that can be served, or if it does not fit this host.
+    """
+    threads = num_threads_for(config.threads)
+    model_dir = read_model_dir(config.model_dir)
+    check_memory(config)
+    start = time.monotonic()
+    hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
+    # Importing OpenVINO takes long, so a wrong directory is refused before.
+    from headrace.worker.sampling.vocabulary_reducer import reducer_for
+
+    runner = compile_model(config, threads)
+    num_blocks = num_blocks_for(config, runner.block_bytes)
+    arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
+    log.info(
+        "%s loaded in %.1f s: %d threads, %s, KV cache %.2f GiB of %s, %d blocks of %d tokens",
+        config.name,
+        time.monotonic() - start,
+        threads,
+        "a second graph for small decode steps" if runner.small_decode else "one graph",
+        num_blocks * runner.block_bytes / GIB,
+        runner.kv_precision,
+        num_blocks,
+        runner.block_size,
+    )
+    limits = step_limits(
+        config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
+    )
+    log_limits(limits, runner.exact_rows)
+    # Touching the first pages while the first kernels are built saves a quarter of a second.
+    touching = threading.Thread(target=runner.touch, name="touch")
+    touching.start()
+    engine = engine_for(config, runner, BatchSampler(reducer_for(runner.vocab_size, threads)), num_blocks, limits)
+    warm_up(engine)
+    touching.join()
+    card = model_card(
+        config,
+        engine.scheduler.kv_cache.pool,
+        model_dir,
+        hashing.result(),
+        kv_precision=runner.kv_precision,
+        vocab_size=runner.vocab_size,
+    )
+    region = Region(arena.address, arena.size_bytes)
+    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs)
+
+
+def check_memory(config: WorkerConfig) -> None:
+    """Raise ConfigurationError before loading if the requested KV cache cannot fit beside the weights."""
+    if config.kv_cache_bytes is not None:
+        weights = (config.model_dir / WEIGHTS).stat().st_size
+        kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes() - weights)
+
+
+def compile_model(config: WorkerConfig, threads: int) -> OpenVINOModelRunner:
+    """Read and compile the model, with a second graph for small decode steps if that pays on this CPU."""
+    from headrace.worker.model.runner import OpenVINOModelRunner
+
+    has_decode_graph = wants_decode_graph(
+        config.decode_graph,
+        config.model_dir,
+        kv_precision=config.kv_precision,
+        execution_mode=config.execution_mode,
+        available=available_bytes(),
+    )
+    return OpenVINOModelRunner(
+        config.model_dir,
+        threads=threads,
+        kv_precision=config.kv_precision,
+        execution_mode=config.execution_mode,
+        decode_graph=has_decode_graph,
+    )
+
+
+def num_blocks_for(config: WorkerConfig, block_bytes: int) -> int:
+    """How many blocks of `block_bytes` the KV cache gets, at least 1. ConfigurationError if there is no room."""
+    on_node = available_on_node(config.memory_node) if config.memory_node is not None else None
+    most = int(on_node * config.kv_cache_node_share) if on_node is not None else None
+    budget = kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes(), most)
+    num_blocks = budget // block_bytes - 1  # the runner allocates one more, for padding
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"a KV cache of {budget / GIB:.3f} GiB holds no block of {block_bytes / GIB:.3f} GiB; "
+            "ask for more with --kv-cache-gb, or free memory"
+        )
+    return num_blocks
+
+
+def engine_for(
+    config: WorkerConfig, runner: ModelRunner, sampler: BatchSampler, num_blocks: int, limits: StepLimits
+) -> Engine:
+    """The engine that the flags describe."""
+    return build_engine(
+        runner,
+        sampler,
+        num_blocks,
+        limits,
+        target_step_ms=config.target_tpot_ms,
+        max_pause_s=LONGEST_S if config.max_pause_ms is None else config.max_pause_ms / 1000,
+    )
+
+
+def log_limits(limits: StepLimits, exact_rows: int) -> None:
+    """Log how large steps may be, and warn if prompts are not computed exactly in them."""
+    sizes = limits.max_num_batched_tokens, limits.max_num_mixed_tokens, limits.max_num_seqs
+    log.info("steps of up to %d tokens, %d with running streams; batches of up to %d requests", *sizes)
+    if not limits.is_exact:
+        log.warning(
+            "prompts may not be exact: in steps of up to %d tokens, the low bits of keys, values and logits may depend "
+            "on how a prompt is divided into chunks; on this CPU steps of up to %d tokens are exact "
+            "(--max-num-batched-tokens)",
+            limits.max_num_batched_tokens,
+            exact_rows,
+        )
+
+
+def warm_up(engine: Engine) -> None:
+    """Run short requests, so that the first caller does not wait for work that is done once. Run them again, to learn
+    what steps cost."""
+    pool = engine.scheduler.kv_cache.pool
+    most = pool.num_blocks * pool.block_size - 2
+    sampling = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
+    start = time.monotonic()
+    for num_tokens in (*WARM_UP_TOKENS, *WARM_UP_TOKENS):
+        engine.warm_up(Request("warm-up", [0] * min(num_tokens, most), sampling, 0))
+    log.info(
+        "warmed up in %.2f s: a step takes about %.0f ms, and %.2f ms more for each token of a prompt",
+        time.monotonic() - start,
+        engine.scheduler.step_costs.decode.predict_ms(ONE_STREAM),
+        engine.scheduler.step_costs.prompts.token_ms,
+    )
+
+
+def model_card(
+    config: WorkerConfig,
+    pool: BlockPool,
+    model_dir: ModelDir,
+    fingerprint: str,
+    *,
+    kv_precision: str,
+    vocab_size: int,
+) -> worker_pb2.ModelCard:
+    """What callers are told of the model. Its context is never longer than the whole KV cache."""
+    longest = config.max_context_tokens or model_dir.max_context_tokens
+    whole = ("top_k", "max_tokens")
+    sampling = {name: int(value) if name in whole else value for name, value in model_dir.sampling.items()}
+    return worker_pb2.ModelCard(
+        name=config.name,
+        fingerprint=fingerprint,
+        tokenizer_sha256=model_dir.tokenizer_sha256,
+        max_context_tokens=min(longest, pool.num_blocks * pool.block_size),
+        vocab_size=vocab_size,
+        block_size=pool.block_size,
+        eos_token_ids=model_dir.eos_token_ids,
+        default_sampling=inference_pb2.SamplingParams(**sampling),  # type: ignore[arg-type]
+        created_s=model_dir.created_s,
+        kv_precision=kv_precision,
+    )

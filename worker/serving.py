@@ -1,0 +1,202 @@
+"""Serves a loaded model: gRPC services, metrics, registration, and an orderly stop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health
+
+from headrace.common.stores.redis_link import connect
+from headrace.common.telemetry.logs import without_secrets
+from headrace.common.transport.channels import SERVER_OPTIONS, Transport
+from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
+from headrace.common.transport.session_server import SessionServer
+from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.model_identity import model_identity
+from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.engine.ending import end_process
+from headrace.worker.engine.mailbox import Mailbox
+from headrace.worker.engine.thread import EngineThread
+from headrace.worker.engine.watchdog import Watchdog, watch_engine
+from headrace.worker.grammar.compiler import Grammars, Vocabulary
+from headrace.worker.host.binding import keep_binding_known
+from headrace.worker.loading import LoadedModel, load_model
+from headrace.worker.server.admission import ModelLimits
+from headrace.worker.server.observer import RequestObserver
+from headrace.worker.server.registration import REDIS_TIMEOUT_S, RedisLease, Registration
+from headrace.worker.server.service import INFERENCE, SERVICE_NAMES, InferenceService, WorkerService
+from headrace.worker.server.watch import WatchHub
+
+log = logging.getLogger("headrace.worker")
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Bind the address, load the model and serve it until SIGTERM or SIGINT. ConfigurationError if that is not
+    possible."""
+    stop = _stop_signal()
+    if config.redis_url is not None:
+        check_redis_url(config.redis_url)
+    transport = Transport(config.tls_dir, config.join_token_file)
+    server = _bound_server(config, transport)
+    loading = asyncio.create_task(asyncio.to_thread(load_model, config))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        return
+    model = loading.result()
+    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.engine.scheduler.kv_cache.block_size)
+    mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish)
+    observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
+    health, sessions = add_services(server, config, model, mailbox, hub, observer)
+    thread = EngineThread(model.engine, mailbox, max_wait_s=config.max_ttft_s)
+    thread.start()
+    background = [
+        asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind)),
+        asyncio.create_task(watch_over(thread, config.stuck_after_s, hub, health)),
+    ]
+    await server.start()
+    probe = await _answer_probes(config.probe, health)
+    # What exists now lives as long as the process: the garbage collector need not look at it while streams wait.
+    gc.collect()
+    gc.freeze()
+    await set_serving(health, SERVICE_NAMES, hub.silent_because is None)
+    registrations = _registrations(config, transport, hub)
+    log.info("listening on %s", config.listen)
+    await stopping
+    for task in background:
+        task.cancel()
+    hub.stop()
+    await set_serving(health, SERVICE_NAMES, False)
+    await asyncio.gather(*(registration.close() for registration in registrations))
+    await mailbox.wait_until_empty(config.drain_timeout_s)
+    sessions.end_when_idle()
+    await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
+    mailbox.stop()
+    thread.join(1.0)
+
+
+def _stop_signal() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _bound_server(config: WorkerConfig, transport: Transport) -> grpc.aio.Server:
+    """A server that holds its port and does not answer yet."""
+    transport.refuse_strangers(config.listen, config.insecure)
+    server = grpc.aio.server(interceptors=transport.interceptors(), options=SERVER_OPTIONS)
+    try:
+        transport.bind(server, config.listen)
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot listen on {config.listen}; is it in use? Choose another --listen") from error
+    return server
+
+
+def _registrations(config: WorkerConfig, transport: Transport, hub: WatchHub) -> list[Registration | RedisLease]:
+    """Make the worker known to its routers."""
+    registrations: list[Registration | RedisLease] = [
+        Registration(router, config.worker_id, config.advertise, transport) for router in config.routers
+    ]
+    if config.redis_url is not None:
+        registrations.append(RedisLease(config.redis_url, config.worker_id, config.advertise, hub.note_lease))
+    return registrations
+
+
+async def watch_over(
+    thread: EngineThread, stuck_after_s: float, hub: WatchHub, servicer: health.aio.HealthServicer
+) -> None:
+    """While the engine is stuck, send nothing to watchers and report NOT_SERVING."""
+
+    async def fall_silent(why: str) -> None:
+        log.error("the engine is at %s", thread.position())
+        hub.fall_silent(why)
+        await set_serving(servicer, SERVICE_NAMES, False)
+
+    async def speak() -> None:
+        hub.speak()
+        await set_serving(servicer, SERVICE_NAMES, not hub.is_stopping)
+        if hub.draining:
+            await set_serving(servicer, [INFERENCE], False)
+
+    try:
+        await watch_engine(Watchdog(thread, stuck_after_s), fall_silent, speak, end_process)
+    except Exception as error:
+        end_process("the watchdog failed", error)
+
+
+async def _answer_probes(address: str | None, servicer: health.aio.HealthServicer) -> grpc.aio.Server | None:
+    try:
+        return None if address is None else await start_probe(address, servicer)
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot answer probes on {address}; choose another --probe") from error
+
+
+def check_redis_url(url: str) -> None:
+    """Raise ConfigurationError if this is not a Redis URL."""
+    try:
+        connect(url, REDIS_TIMEOUT_S)
+    except ValueError as error:
+        raise ConfigurationError(f"--redis {without_secrets(url)!r} is not a Redis URL: {error}") from None
+
+
+def add_services(
+    server: grpc.aio.Server,
+    config: WorkerConfig,
+    model: LoadedModel,
+    mailbox: Mailbox,
+    hub: WatchHub,
+    observer: RequestObserver,
+) -> tuple[health.aio.HealthServicer, SessionServer]:
+    """Register the worker's services. Returns its health service and its sessions."""
+    card = model.card
+    limits = ModelLimits(
+        model=card.name,
+        fingerprint=card.fingerprint,
+        vocab_size=card.vocab_size,
+        max_context_tokens=card.max_context_tokens,
+        eos_token_ids=frozenset(card.eos_token_ids),
+        model_identity=model_identity(card),
+        tokenizer_sha256=card.tokenizer_sha256,
+    )
+    grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
+    inference = InferenceService(mailbox, hub, limits, grammars, observer)
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+    described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
+    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub)
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
+    worker.health = add_introspection(server, SERVICE_NAMES)
+    return worker.health, inference.sessions
+
+
+def _vocabulary_of(model_dir: Path) -> Vocabulary:
+    # Imported late: this loads OpenVINO's tokenizers.
+    from headrace.worker.grammar.vocabulary import read_vocabulary
+
+    return read_vocabulary(model_dir)
+
+
+def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
+    """Serve Prometheus metrics at host:port in a thread of their own. Returns what records requests for them."""
+    # Imported late: this takes a while.
+    from prometheus_client import start_http_server
+
+    from headrace.worker.server.metrics import LoadCollector, RequestMetrics, new_registry
+
+    registry = new_registry()
+    registry.register(LoadCollector(hub))
+    metrics = RequestMetrics(registry)
+    host, _, port = address.rpartition(":")
+    try:
+        start_http_server(int(port), host or "0.0.0.0", registry=registry)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot serve metrics on {address}: {error}; choose another --metrics") from error
+    return RequestObserver(metrics)
