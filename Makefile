@@ -139,7 +139,8 @@ screenshots: .venv/.dev .links/headrace
 	$(BIN)/python -m tests.dashboard_picture
 
 # mkdocs advertises its successor unless it is told not to.
-docs: .venv/.docs
+docs: .venv/.docs .links/headrace
+	$(BIN)/python -m tests.cli_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/.docs: .venv/.dev

@@ -57,10 +57,11 @@ while True:
 """
 # Prefer memory of node 0 (set_mempolicy of x86-64); the status is that of the call.
 PREFER = "import ctypes, sys; sys.exit(-ctypes.CDLL(None).syscall(238, 1, ctypes.byref(ctypes.c_ulong(1)), 64))"
-# What is run of the README: what clients do at the published ports.
+# What clients do at the published ports.
 CLIENT_BLOCKS = [
     block
-    for block in blocks_of((ROOT / "README.md").read_text())
+    for document in ("README.md", "docs/reference/grpc.md")
+    for block in blocks_of((ROOT / document).read_text())
     if block.reason_not_to_run is None and ("127.0.0.1:8000" in block.code or "127.0.0.1:8001" in block.code)
 ]
 

@@ -1,0 +1,243 @@
+"""What the documents say of files, commands and flags is true: links resolve, and commands take what is written.
+
+tests/test_readme.py runs the examples. Commands that cannot be run in a test are parsed here by the real commands.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from tests.cli_reference import PAGE, commands, page
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+COMMANDS = dict(commands())
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
+# Options of other programs that documents name in running text.
+OF_OTHERS = {
+    *("--wait", "--build", "--scale", "--no-recreate", "--profile"),  # docker compose
+    *("--user", "--interleave", "--cpunodebind"),  # docker, numactl
+    *("--weight-format", "--grpc", "--pairs", "--case"),  # optimum-cli, buf, benchmarks
+}
+
+
+def identified(values: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in values]
+
+
+def prose(markdown: str) -> str:
+    """A document without its code blocks."""
+    return _FENCE.sub("", markdown)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that headings get, as GitHub and the site make them."""
+    found = re.findall(r"^#+ (.+)$", prose(path.read_text()), re.MULTILINE)
+    bare = (re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in found)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in bare}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identified(DOCUMENTS))
+def test_every_relative_link_resolves(path: Path) -> None:
+    for link in _LINK.findall(prose(path.read_text())):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), f"{link} leads nowhere"
+        assert not path.is_relative_to(DOCS) or target.is_relative_to(DOCS), f"{link} leaves the site"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def pages(entry: object) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, (list, dict)):
+            for inner in entry.values() if isinstance(entry, dict) else entry:
+                yield from pages(inner)
+
+    shown = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    decisions = set((DOCS / "decisions").glob("0*.md"))
+    assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in set(DOCS.rglob("*.md")) - decisions)
+    listed = set(re.findall(r"\]\((0[^)]*)\)", (DOCS / "decisions" / "index.md").read_text()))
+    assert listed == {path.name for path in decisions}
+
+
+def test_the_reference_of_the_command_line_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "make docs writes it anew"
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def shell_lines(markdown: str) -> Iterator[str]:
+    """Command lines of a document's shell blocks; of a console block those behind the prompt."""
+    for language, code in _FENCE.findall(markdown):
+        if language in ("bash", "sh", "console"):
+            lines = code.replace("\\\n", " ").splitlines()
+            yield from (
+                whole(line[2:] for line in lines if line.startswith("$ ")) if language == "console" else whole(lines)
+            )
+
+
+def whole(lines: Iterable[str]) -> Iterator[str]:
+    """Lines, with those joined that a quotation spans."""
+    begun = ""
+    for line in lines:
+        begun = f"{begun}\n{line}" if begun else line
+        try:
+            shlex.split(begun, comments=True)
+        except ValueError:
+            continue
+        yield begun
+        begun = ""
+    assert not begun, f"no closing quotation: {begun}"
+
+
+def invocations(line: str) -> Iterator[list[str]]:
+    """The arguments of each `headrace` in a command line."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if not word.strip("|&;"):
+            found = [i for i, word in enumerate(words) if re.fullmatch(r"(?:\S*/bin/)?headrace", word)]
+            at = found[-1] if found else 0
+            if found and (words[0] == "sudo" or all("=" in word for word in words[:at])):
+                yield words[at + 1 :]
+            words = []
+        else:
+            words.append(word)
+
+
+def refuse_unknown(args: list[str]) -> None:
+    """Raise click.UsageError, or fail, for what `headrace ARGS` does not take. Files need not exist."""
+    words = tuple(args[:2]) if tuple(args[:2]) in COMMANDS else tuple(args[:1])
+    if not words or args[0].startswith("-"):
+        assert args in (["--help"], ["--version"]), f"headrace {' '.join(args)}"
+        return
+    assert words in COMMANDS, f"there is no headrace {' '.join(args[:2])}"
+    command = COMMANDS[words]
+    assert not isinstance(command, click.Group) or len(args) == 1, f"there is no headrace {' '.join(args[:2])}"
+    context = click.Context(command, info_name=" ".join(words))
+    values, _, order = command.make_parser(context).parse_args(args[len(words) :])
+    for option in order:
+        if not isinstance(option.type, click.Path) and option.name in values:
+            option.type_cast_value(context, values[option.name])
+
+
+def inline_flags(markdown: str) -> set[str]:
+    """Long options in inline code."""
+    code = " ".join(re.findall(r"`([^`\n]+)`", prose(markdown)))
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", code))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identified(DOCUMENTS))
+def test_every_command_line_is_one_that_headrace_takes(path: Path) -> None:
+    for line in shell_lines(path.read_text()):
+        for args in invocations(line):
+            refuse_unknown(args)
+
+
+GUIDES = [path for path in DOCUMENTS if not {"decisions", "benchmarks"} & set(path.parts)]
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=identified(GUIDES))
+def test_every_flag_in_running_text_exists(path: Path) -> None:
+    options = {name for command in COMMANDS.values() for option in command.params for name in option.opts}
+    options |= {name for command in COMMANDS.values() for option in command.params for name in option.secondary_opts}
+    assert inline_flags(path.read_text()) <= options | OF_OTHERS | {"--help", "--version"}
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=identified(GUIDES))
+def test_every_make_target_exists(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    markdown = path.read_text()
+    said = set(re.findall(r"`make ([a-z-]+)", prose(markdown)))
+    said |= {line.split()[1] for line in shell_lines(markdown) if line.startswith("make ")}
+    assert said <= targets
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def literals() -> str:
+    """Every text in the product's source; what is filled in is a NUL."""
+    found = []
+    for path in (
+        path
+        for wing in ("cli", "common", "gateway", "protos", "router", "worker")
+        for path in (ROOT / wing).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%(?:\.\d)?[a-z]", "\0", node.value))
+    return "\n".join(found)
+
+
+def messages() -> list[str]:
+    """The longest fixed part of each message that the page explains."""
+    told = re.findall(r"^\| (?:\d+ )?(`[^|]*`)[^|`]*(?= \|)", TROUBLESHOOTING.read_text(), re.MULTILINE)
+    texts = [text for cell in told for text in re.findall(r"`([^`]+)`", cell) if " " in text]
+    return [
+        max(re.split(r"\b[A-Z]{1,9}\b|\.\.\.|(?<= )/?[A-Z]+(?=/)", text), key=len).strip(" :;,'()") for text in texts
+    ]
+
+
+PRODUCT = ("cli", "common", "gateway", "protos", "router", "worker")
+TROUBLESHOOTING = DOCS / "how-to" / "troubleshooting.md"
+
+
+def test_every_message_that_is_explained_is_one_of_ours() -> None:
+    source = literals()
+    explained = messages()
+    assert len(explained) > 60
+    assert [text for text in explained if text not in source] == []
+
+
+# --- the checks themselves --------------------------------------------------------------------------------------------
+
+
+def test_a_heading_has_the_anchor_of_its_words(tmp_path: Path) -> None:
+    document = tmp_path / "a.md"
+    document.write_text("# A `b` of [c](d.md), e\n\n```bash\n# no heading\n```\n")
+    assert anchors(document) == {"a-b-of-c-e"}
+
+
+@pytest.mark.parametrize(
+    ("line", "args"),
+    [
+        ("headrace status --json | python -m json.tool", [["status", "--json"]]),
+        ("sudo -u a X=1 /opt/headrace/bin/headrace status && headrace chat  # talk", [["status"], ["chat"]]),
+        ("cd headrace; make serve", []),
+        ("pip install 'headrace[convert]'", []),
+    ],
+)
+def test_invocations_are_found_in_a_line(line: str, args: list[list[str]]) -> None:
+    assert list(invocations(line)) == args
+
+
+@pytest.mark.parametrize(
+    "args", [["serve", "--no-such-flag"], ["serve", "--port", "x"], ["nothing"], ["keys", "forget"], ["--flag"]]
+)
+def test_what_headrace_does_not_take_is_noticed(args: list[str]) -> None:
+    with pytest.raises((click.UsageError, AssertionError)):
+        refuse_unknown(args)
+
+
+def test_what_headrace_takes_is_accepted() -> None:
+    refuse_unknown(["serve", "smollm2-135m", "--port", "8123", "--tls-cert", "not-here.pem"])
+    refuse_unknown(["keys", "create", "alice", "--file", "api-keys"])
