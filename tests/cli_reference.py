@@ -58,7 +58,10 @@ def _section(words: tuple[str, ...], command: click.Command) -> str:
     settings = {"auto_envvar_prefix": prefix, **command.context_settings}
     context = click.Context(command, info_name=title, **settings)
     usage = " ".join((title, *command.collect_usage_pieces(context)))
-    rows = [_row(option, context) for option in command.params if isinstance(option, click.Option)]
+    options = sorted(
+        (option for option in command.params if isinstance(option, click.Option)), key=lambda o: o.opts[-1]
+    )
+    rows = [_row(option, context) for option in options]
     table = "\n| Option | Default | Variable | Meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
     text = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
     return f"\n## {title}\n\n`{usage}`\n\n{text}\n{table}"
