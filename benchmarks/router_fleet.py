@@ -28,11 +28,12 @@ import grpc
 
 from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from headrace.router.admission import Admission, AdmissionConfig
-from headrace.router.fleet import Fleet, RoutedRequest
+from headrace.router.fleet import Fleet
 from headrace.router.links import LinkState, WorkerLink
 from headrace.router.prefix_index import PrefixIndex
 from headrace.router.prompt import Prompt
 from headrace.router.registry import Registry
+from headrace.router.routed_request import RoutedRequest
 
 NUM_ENTRIES = 1_000_000
 CHAIN_BLOCKS = 512

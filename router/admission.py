@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fair_queue import Entry, FairQueue
-from headrace.router.fleet import Fleet, PlacedRequest, RoutedRequest
+from headrace.router.fleet import Fleet
 from headrace.router.policy import predicted_wait_ms
 from headrace.router.refusals import queue_full, tenant_full, too_late
+from headrace.router.routed_request import PlacedRequest, RoutedRequest
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
-from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,39 +18,31 @@ import numpy as np
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.session_client import MAX_UNREAD_BYTES
 from headrace.common.transport.silence import Silences
-from headrace.protos import inference_pb2, router_pb2, worker_pb2
+from headrace.protos import router_pb2, worker_pb2
 from headrace.protos.answer_bounds import max_request_bytes
-from headrace.protos.block_hash import root_hash
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError
 from headrace.router.answer_lengths import AnswerLengths
-from headrace.router.beliefs import belief_message
 from headrace.router.bookings import Booking
-from headrace.router.candidates import Candidates, CandidateTable
+from headrace.router.candidates import Candidates
 from headrace.router.departed import Departed
+from headrace.router.known_models import REMEMBER_MODEL_S, KnownModels
 from headrace.router.links import HEARTBEAT_MS, LinkState, WorkerLink
-from headrace.router.policy import Placement, Priors, RequestFacts, place
-from headrace.router.pools import NOBODY, Members, Pool
+from headrace.router.policy import Placement, RequestFacts, place
+from headrace.router.pools import Members, Pools
 from headrace.router.predictions import Run
 from headrace.router.prefix_index import Depths, PrefixIndex
-from headrace.router.prompt import Prompt
 from headrace.router.registry import Registry
+from headrace.router.reported_load import report_interval_ms
+from headrace.router.routed_request import PlacedRequest, RoutedRequest
+from headrace.router.session_workers import SessionWorkers
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-# Reports a second of all workers together, about, and how far apart those of one may be for it.
-_REPORTS_PER_S = 3200
-_SHORTEST_INTERVAL_MS = 20
-_LONGEST_INTERVAL_MS = 250
-# Models whose workers are all gone are remembered, so that a restart of the last one is a wait and not a 404.
-_MAX_REMEMBERED_MODELS = 256
-_REMEMBER_MODEL_S = 600.0
 _MAX_DEPARTED = 4096
 # After so long gateways know of another tokenizer.
 _NEW_TOKENIZER_S = 2.0
-# A member that was not reached for so long since it became one counts no more when a model is said to be unknown.
-_SETTLE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,83 +56,6 @@ class FleetConfig:
     heartbeat_ms: int = HEARTBEAT_MS
     plain_grpc: bool = False
     """Whether each request to a worker is an RPC of its own, rather than one of many in a session."""
-
-
-class RoutedRequest:
-    """What placement needs of a request; the hashes of its blocks are computed once for each fingerprint."""
-
-    def __init__(
-        self,
-        request: inference_pb2.GenerateRequest,
-        prompt: Prompt,
-        generated: Sequence[int] = (),
-        model_identity: str = "",
-    ) -> None:
-        """`generated` are the tokens behind the prompt that were delivered. `model_identity` is that of the worker they
-        come from; empty for an answer that has not begun. Of `request` the tokens are not read."""
-        self.num_tokens = prompt.num_tokens + len(generated)
-        self._prompt = prompt
-        self._generated = array("I", generated)
-        self.model_identity = model_identity
-        self.tokenizer_sha256 = request.tokenizer_sha256
-        self.session_key = request.session_key
-        self.max_ttft_ms = math.inf
-        self.num_described = 0
-        """How many of the workers its placement shall describe."""
-        self.max_new_tokens: int | None = None
-        if request.sampling.HasField("max_tokens"):
-            self.max_new_tokens = max(request.sampling.max_tokens - len(generated), 0)
-        self._adapter = request.adapter
-        self._cache_salt = request.cache_salt
-        self._hashes: dict[tuple[str, int], list[int]] = {}
-
-    def num_expected_tokens(self, priors: Priors) -> int:
-        """Tokens to be computed and generated, as far as can be known."""
-        answer = priors.answer_tokens if self.max_new_tokens is None else min(self.max_new_tokens, priors.answer_tokens)
-        return self.num_tokens + answer
-
-    def may_go_to(self, card: worker_pb2.ModelCard) -> bool:
-        """Whether workers with this card would continue the answer with the weights and the tokenizer it began with."""
-        return not self.model_identity or self.model_identity == model_identity(card)
-
-    async def prepare(self, cards: Iterable[worker_pb2.ModelCard]) -> None:
-        """Copy and hash the prompt for workers with these cards, without holding the event loop for long."""
-        await self._prompt.prepare({(self._root(card), card.block_size) for card in cards})
-
-    def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
-        """Hashes of the full blocks, as workers with this card compute them."""
-        key = (card.fingerprint, card.block_size)
-        if key not in self._hashes:
-            self._hashes[key] = self._prompt.hashes(self._root(card), card.block_size, self._generated)
-        return self._hashes[key]
-
-    def _root(self, card: worker_pb2.ModelCard) -> int:
-        return root_hash(card.fingerprint, self._adapter, self._cache_salt)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedRequest:
-    """A request at its worker, decided in `decision_s`. Whoever holds it releases the booking, once."""
-
-    link: WorkerLink
-    card: worker_pb2.ModelCard
-    booking: Booking
-    placement: Placement
-    decision_s: float
-    prediction: Run | None
-    """Of the request's blocks at the worker."""
-
-    def belief(self, *, may_be_given_back: bool) -> inference_pb2.Belief:
-        """What the worker is told. Only where other routers place requests there too can it know better."""
-        placement = self.placement
-        believed = placement.belief if may_be_given_back and self.link.num_routers > 1 else None
-        return belief_message(self.link.watcher_id, self.booking, placement.predicted_cached_tokens, believed)
-
-
-def report_interval_ms(num_workers: int) -> int:
-    """How far apart reports of each of so many workers shall be: of few as often as workers tell, of many a few times a
-    second. Bookings stand for what was placed meanwhile."""
-    return min(max(1000 * num_workers // _REPORTS_PER_S, _SHORTEST_INTERVAL_MS), _LONGEST_INTERVAL_MS)
 
 
 class Fleet:
@@ -170,14 +82,11 @@ class Fleet:
         self._started_at_s = clock()
         self._links: dict[str, WorkerLink] = {}
         self._watcher_id = random.SystemRandom().randrange(1, 1 << 64)
-        self._table = CandidateTable()
-        self._pools: dict[str, Pool] = {}  # by model; workers that take requests
-        self._pool_of: dict[WorkerLink, str] = {}
+        self._pools = Pools()
         self._retiring: set[WorkerLink] = set()
-        self._live: dict[str, worker_pb2.ModelCard] | None = None  # what `models` answers, until something changes
-        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._departed = Departed(_REMEMBER_MODEL_S, _MAX_DEPARTED)
-        self._remembered: OrderedDict[str, tuple[worker_pb2.ModelCard, float]] = OrderedDict()
+        self._models = KnownModels(clock)
+        self._sessions = SessionWorkers(config.max_sessions)
+        self._departed = Departed(REMEMBER_MODEL_S, _MAX_DEPARTED)
         self._silences = Silences()
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
@@ -234,7 +143,7 @@ class Fleet:
             link = self._links[address]
             if address != gone and not self._is_given_up(link, is_elsewhere=link.registered_id in known_ids):
                 continue
-            self._live = None
+            self._models.workers_changed()
             link = self._links.pop(address)
             link.retire()
             self._retiring.add(link)
@@ -251,7 +160,7 @@ class Fleet:
             address,
             self.index,
             self._on_change,
-            self._on_load,
+            self._pools.note,
             self._on_room,
             heartbeat_ms=self._config.heartbeat_ms,
             watcher_id=self._watcher_id,
@@ -270,7 +179,8 @@ class Fleet:
             self._registry.expire(now_s)
             self._sync()
             self.index.expire(now_s)
-            self._remember_ready()
+            for card in self._pools.cards():
+                self._models.remember(card)
             for link in [link for link in self._retiring if link.num_in_flight == 0]:
                 self._retiring.discard(link)
                 await link.close()
@@ -305,7 +215,7 @@ class Fleet:
     @property
     def max_sessions(self) -> int:
         """Bound of `num_sessions`."""
-        return self._config.max_sessions
+        return self._sessions.max_sessions
 
     def links(self) -> list[WorkerLink]:
         """The links of all members, by name of the worker."""
@@ -317,56 +227,21 @@ class Fleet:
 
     def models(self) -> dict[str, worker_pb2.ModelCard]:
         """Model name -> card, for the models that a live worker serves; sorted."""
-        if self._live is None:
-            live = {
-                link.card.name: link.card
-                for link in self.links()
-                if link.card is not None and link.state is not LinkState.UNREACHABLE
-            }
-            self._live = dict(sorted(live.items()))
-        return self._live
+        return self._models.live(self.links)
 
     def resolve(self, model: str) -> worker_pb2.ModelCard | None:
         """The card of the model that a request means ("" is the only one there is), or None while that is open.
 
         Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD when "" could be several.
         """
-        live = self.models()
-        if model in live:
-            return live[model]
-        now_s = self._clock()
-        known = {
-            name: card for name, (card, seen_at_s) in self._remembered.items() if now_s - seen_at_s < _REMEMBER_MODEL_S
-        }
-        known |= live
-        if model:
-            if model in known:
-                return known[model]
-        else:
-            choice = live or known
-            if len(choice) > 1:
-                names = ", ".join(sorted(choice))
-                raise StatusError(
-                    Reason.INVALID_FIELD, f"model is empty and there are several: name one of {names}", field="model"
-                )
-            if choice:
-                return next(iter(choice.values()))
-        if not self._links or not known or any(self._is_settling(link, now_s) for link in self._links.values()):
-            return None
-        names = ", ".join(sorted(known))
-        raise StatusError(Reason.MODEL_NOT_FOUND, f"no model {model!r} here; there is {names}", field="model")
+        return self._models.resolve(model, self.links)
 
     def check(self) -> None:
         """Assert the invariants of the index, of all bookings and of who takes requests. For tests."""
         self.index.check()
         for link in (*self._links.values(), *self._retiring):
             link.check()
-        for pool in self._pools.values():
-            pool.check(self._links.values())
-        assert sum(len(pool.members()) for pool in self._pools.values()) == self.num_ready
-
-    def _is_settling(self, link: WorkerLink, now_s: float) -> bool:
-        return link.card is None and now_s - link.created_at_s < _SETTLE_S
+        self._pools.check(self._links.values())
 
     # -- the decision -----------------------------------------------------------------------------------------------
 
@@ -384,7 +259,7 @@ class Fleet:
         Raises StatusError (MODEL_CHANGED) if workers take requests, but none that has the prompt's tokenizer.
         """
         began_s = time.perf_counter()
-        members = self._members(card).of_tokenizer(request.tokenizer_sha256)
+        members = self._pools.members(card.name).of_tokenizer(request.tokenizer_sha256)
         if not members and self.is_served(card) and not request.model_identity:
             raise StatusError(
                 Reason.MODEL_CHANGED,
@@ -409,18 +284,17 @@ class Fleet:
 
     def cards(self, model: str) -> list[worker_pb2.ModelCard]:
         """The different cards, by fingerprint and block size, of workers of a model that take requests."""
-        pool = self._pools.get(model)
-        return [] if pool is None else [card for card, _ in pool.members().chains]
+        return [card for card, _ in self._pools.members(model).chains]
 
     @property
     def max_request_bytes(self) -> int | None:
         """Bytes that no valid request has, for any of the models that are known. None while none is."""
-        remembered = [card for card, _ in self._remembered.values()]
-        return max((max_request_bytes(card) for card in (*self.models().values(), *remembered)), default=None)
+        cards = (*self.models().values(), *self._models.remembered())
+        return max((max_request_bytes(card) for card in cards), default=None)
 
     def candidates(self, card: worker_pb2.ModelCard) -> Candidates:
         """The workers of this model that take requests, as the policy sees them."""
-        return self._members(card).candidates(self._table)
+        return self._pools.members(card.name).candidates(self._pools.table)
 
     def has_several_identities(self, model: str) -> bool:
         """Whether the workers known to serve a model, reachable or not, differ in weights or tokenizer."""
@@ -433,27 +307,21 @@ class Fleet:
 
     def is_served(self, card: worker_pb2.ModelCard) -> bool:
         """Whether a worker of this model takes requests."""
-        return card.name in self._pools
+        return self._pools.is_served(card.name)
 
     def has_room(self, card: worker_pb2.ModelCard) -> bool:
         """Whether a worker of this model has room in its batch."""
-        pool = self._pools.get(card.name)
-        return pool is not None and pool.has_room
+        return self._pools.has_room(card.name)
 
     def weigh(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> Placement | None:
         """The decision that `place` would take now, with nothing booked and all workers described; None if no worker of
         the model is ready."""
-        members = self._members(card)
+        members = self._pools.members(card.name)
         if not members:
             return None
         # Ties are broken by random numbers of its own: asking must not change what comes next.
         cached_blocks = self._cached_blocks(request, members)
         return self._decide(request, card.name, members, cached_blocks, random.Random(0), len(members))
-
-    def _members(self, card: worker_pb2.ModelCard) -> Members:
-        """The workers of this model that take requests."""
-        pool = self._pools.get(card.name)
-        return NOBODY if pool is None else pool.members()
 
     def _cached_blocks(self, request: RoutedRequest, members: Members) -> Depths:
         """For each worker, the blocks from the start of the prompt that are found there."""
@@ -471,11 +339,11 @@ class Fleet:
         rng: random.Random,
         num_described: int,
     ) -> Placement:
-        session_worker = self._sessions.get((model, request.session_key)) if request.session_key else None
+        session_worker = self._sessions.get(model, request.session_key)
         facts = RequestFacts(request.num_tokens, request.max_new_tokens, session_worker, request.max_ttft_ms)
         placement = place(
             facts,
-            members.candidates(self._table),
+            members.candidates(self._pools.table),
             cached_blocks,
             self._clock(),
             rng,
@@ -498,11 +366,7 @@ class Fleet:
         booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks)
         prediction = self.index.predict(link.address, hashes, num_cached_blocks, self._clock())
         if request.session_key:
-            session = (card.name, request.session_key)
-            self._sessions[session] = link.address
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > self._config.max_sessions:
-                self._sessions.popitem(last=False)
+            self._sessions.put(card.name, request.session_key, link.address)
         return booking, prediction
 
     # -- waiting for a change ---------------------------------------------------------------------------------------
@@ -515,40 +379,18 @@ class Fleet:
                 await self._changed.wait()
 
     def _on_room(self, link: WorkerLink) -> None:
-        model = self._pool_of.get(link)
-        if model is not None and self._pools[model].has_room_at(link):
+        model = self._pools.model_with_room_at(link)
+        if model is not None:
             self.on_room(model)
 
-    def _on_load(self, link: WorkerLink) -> None:
-        model = self._pool_of.get(link)
-        if model is not None:
-            self._pools[model].note(link)
-
     def _on_change(self, link: WorkerLink) -> None:
-        self._live = None
-        model = self._pool_of.pop(link, None)
-        if model is not None:
-            self._pools[model].remove(link)
-            if not self._pools[model].members():
-                del self._pools[model]
-            if link.card is not None:
-                self._departed.went(link.worker_id, model_identity(link.card), self._clock())
+        self._models.workers_changed()
+        if self._pools.remove(link) and link.card is not None:
+            self._departed.went(link.worker_id, model_identity(link.card), self._clock())
         if link.is_ready and link.card is not None:
-            model = self._pool_of[link] = link.card.name
+            self._pools.add(link)
             self._departed.came(link.worker_id)
-            self._pools.setdefault(model, Pool(self._table)).add(link)
-            self._remember(model, link.card, self._clock())
+            self._models.remember(link.card)
             self._on_room(link)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    def _remember_ready(self) -> None:
-        now_s = self._clock()
-        for model, pool in self._pools.items():
-            self._remember(model, pool.members().links[-1][1], now_s)
-
-    def _remember(self, model: str, card: worker_pb2.ModelCard, now_s: float) -> None:
-        self._remembered[model] = (card, now_s)
-        self._remembered.move_to_end(model)
-        while len(self._remembered) > _MAX_REMEMBERED_MODELS:
-            self._remembered.popitem(last=False)

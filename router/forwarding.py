@@ -33,9 +33,10 @@ from headrace.protos.status import Reason, StatusError, detail_of, details_of, e
 from headrace.router.admission import Admission, has_begun
 from headrace.router.beliefs import MAX_GIVEN_BACK
 from headrace.router.delivery import Delivery, FencedError
-from headrace.router.fleet import Fleet, PlacedRequest, RoutedRequest
+from headrace.router.fleet import Fleet
 from headrace.router.links import WorkerLink
 from headrace.router.metrics import RouterMetrics
+from headrace.router.routed_request import PlacedRequest, RoutedRequest
 from headrace.router.spans import MAX_CANDIDATES, describe_placement
 
 log = logging.getLogger(__name__)

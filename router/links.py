@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import enum
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
@@ -30,8 +29,10 @@ from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.silence import Peer, Silences
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
 from headrace.router.bookings import BOOKING_GRACE_S, Booking, Bookings
-from headrace.router.candidates import Candidate, LoadReport
+from headrace.router.candidates import Candidate
 from headrace.router.prefix_index import PrefixIndex
+from headrace.router.reported_load import ReportedLoad
+from headrace.router.silence_timer import SilenceTimer
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +108,7 @@ class WorkerLink:
         self.watcher_id = watcher_id
         self.num_routers = 1
         self._watched_since_s = 0.0
-        self._reported_at_s = 0.0
-        self._load_version = 0
+        self.reported = ReportedLoad()
         self.registered_id = ""
         self.card: worker_pb2.ModelCard | None = None
         self.epoch = 0
@@ -116,8 +116,6 @@ class WorkerLink:
         self.detail = "not reached yet"
         self.incarnation = 0  # counts how often the worker became ready
         self.created_at_s = clock()
-        self.load = LoadReport()
-        self.load_message = worker_pb2.Load()
         self._own_id = ""
         self._heartbeat_ms = heartbeat_ms
         self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
@@ -132,7 +130,6 @@ class WorkerLink:
         self._calls: dict[Abandonable, None] = {}  # in order of arrival, in which they go on elsewhere
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._gave_up = False
         self.slot = index.add_worker(address)
         self._transport = transport
         self._closing: set[asyncio.Task[None]] = set()
@@ -164,14 +161,13 @@ class WorkerLink:
 
     def info(self) -> router_pb2.WorkerInfo:
         """What ListWorkers says of this worker."""
-        age_ms = (self._clock() - self._reported_at_s) * 1000 if self._reported_at_s else 0
         return router_pb2.WorkerInfo(
             worker_id=self.worker_id,
             address=self.address,
             state=self.state.value,
             model=self.card.name if self.card else "",
-            load=self.load_message,
-            report_age_ms=int(age_ms),
+            load=self.reported.message,
+            report_age_ms=self.reported.age_ms(self._clock()),
             num_in_flight=self.num_in_flight,
             detail=self.detail,
             num_indexed_blocks=self._index.num_entries_of(self.address),
@@ -181,7 +177,7 @@ class WorkerLink:
     def candidate(self) -> Candidate:
         """This worker for the policy. It has a card."""
         assert self.card is not None, "a worker without a card is no candidate"
-        return Candidate.of(self.address, self.load, self.card.block_size, self._bookings)
+        return Candidate.of(self.address, self.reported.load, self.card.block_size, self._bookings)
 
     # -- bookings ---------------------------------------------------------------------------------------------------
 
@@ -304,7 +300,7 @@ class WorkerLink:
         if not (answer.card.name and answer.card.block_size and answer.card.max_context_tokens):
             raise _OutOfStepError("its model card lacks a name, a block size or a context length")
         self.card, self._own_id, self.epoch = answer.card, answer.worker_id, answer.epoch
-        self._load_version = 0
+        self.reported.begin_epoch()
         while True:
             self._watched_since_s = self._clock()
             watch = self._stub.Watch(
@@ -314,27 +310,28 @@ class WorkerLink:
                     watcher_id=self.watcher_id,
                 )
             )
-            silence = _SilenceTimer(self, watch)
+            peer = self._silences.watch(self.address, self._lost_after_s)
+            silence = SilenceTimer(peer, self._suspect_after_s, self._judge_silence, watch.cancel)
             try:
-                await self._follow(watch, silence.peer)
+                await self._follow(watch, silence)
             finally:
                 silence.stop()
                 watch.cancel()
 
-    async def _follow(self, watch: _Watch, peer: Peer) -> None:
+    async def _follow(self, watch: _Watch, silence: SilenceTimer) -> None:
         """Apply one watch; return when it has a gap, and so should be started again."""
         expected = 0
         while True:
             try:
                 message = await watch.read()
             except asyncio.CancelledError:
-                if self._gave_up:
-                    raise _OutOfStepError(f"silent for {peer.silent_s:.1f} s") from None
+                if silence.gave_up:
+                    raise _OutOfStepError(f"silent for {silence.peer.silent_s:.1f} s") from None
                 raise
             if message is grpc.aio.EOF:
                 raise _OutOfStepError("it ended the watch")
             assert isinstance(message, worker_pb2.WatchResponse)
-            peer.heard()
+            silence.peer.heard()
             if message.epoch != self.epoch:
                 raise _OutOfStepError("it restarted")
             if message.sequence != expected:
@@ -374,36 +371,15 @@ class WorkerLink:
             self._take_load(message.load, message.placement_ids)
 
     def _take_load(self, load: worker_pb2.Load, placement_ids: Sequence[int]) -> None:
-        """Take in a load in which these placements of this router are. One that is older than what is known counts no
-        more."""
-        now_s = self._reported_at_s = self._clock()
+        """Take in a load that shows these placements of this router."""
+        now_s = self._clock()
         if load.HasField("num_arrived"):
             self._bookings.settle_named(placement_ids)
         else:
             self._bookings.settle_until(now_s - BOOKING_GRACE_S)
-        if load.version >= self._load_version:
-            self._load_version = load.version
-            self._know_load(load, now_s - load.age_ms / 1000)
+        self.reported.take(load, now_s)
         self._on_load(self)
         self._on_room(self)
-
-    def _know_load(self, load: worker_pb2.Load, as_of_s: float) -> None:
-        self.load_message = load
-        self.load = LoadReport(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_uncached_tokens=load.num_uncached_tokens,
-            num_blocks=load.num_blocks,
-            num_free_blocks=load.num_free_blocks,
-            num_cached_blocks=load.num_cached_blocks,
-            prefill_tokens_per_s=_rate(load.prefill_tokens_per_s),
-            decode_step_ms=_rate(load.decode_step_ms),
-            max_num_seqs=load.max_num_seqs,
-            as_of_s=as_of_s,
-            num_arrived=load.num_arrived,
-            arrived_tokens=load.arrived_tokens,
-            arrived_blocks=load.arrived_blocks,
-        )
 
     def _judge_silence(self, peer: Peer) -> float | None:
         """Act on how long the worker has been silent; seconds until to look again, or None when it is given up."""
@@ -418,37 +394,4 @@ class WorkerLink:
         self._enter(LinkState.UNREACHABLE, why)
         for call in list(self._calls):
             call.abandon(f"worker {self.worker_id} is {why}")
-        self._gave_up = True
         return None
-
-
-class _SilenceTimer:
-    """Looks at a link's silence in time, without cost for each message, and cancels the watch when it is given up."""
-
-    def __init__(self, link: WorkerLink, watch: _Watch) -> None:
-        self._link = link
-        self._watch = watch
-        self._loop = asyncio.get_running_loop()
-        link._gave_up = False
-        self.peer = link._silences.watch(link.address, link._lost_after_s)
-        self._arm(link._suspect_after_s)
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._handle.cancel()
-        self.peer.close()
-
-    def _arm(self, delay_s: float) -> None:
-        self._handle = self._loop.call_later(delay_s, self._look)
-
-    def _look(self) -> None:
-        again_s = self._link._judge_silence(self.peer)
-        if again_s is None:
-            self._watch.cancel()
-        else:
-            self._arm(again_s)
-
-
-def _rate(value: float) -> float:
-    """A rate that can be divided by: what is no sensible number counts as unknown (0)."""
-    return value if math.isfinite(value) and value > 1e-6 else 0.0

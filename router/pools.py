@@ -6,7 +6,7 @@ waits is looked at again only when there is room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -134,3 +134,63 @@ class Pool:
             assert candidate.load.has_room(candidate.num_booked_requests) == (link in self._with_room)
         values = Candidates.of([link.candidate() for link, _ in self.members().links]).values
         assert np.array_equal(values, self._table.at(self.members().slots)), "the columns show loads and bookings"
+
+
+class Pools:
+    """The workers that take requests, by model."""
+
+    def __init__(self) -> None:
+        self.table = CandidateTable()
+        self._pools: dict[str, Pool] = {}
+        self._model_of: dict[WorkerLink, str] = {}
+
+    def add(self, link: WorkerLink) -> None:
+        """A worker with a card begins to take requests."""
+        assert link.card is not None, "who takes requests has a card"
+        self._model_of[link] = link.card.name
+        self._pools.setdefault(link.card.name, Pool(self.table)).add(link)
+
+    def remove(self, link: WorkerLink) -> bool:
+        """A worker takes requests no longer; whether it took any."""
+        model = self._model_of.pop(link, None)
+        if model is None:
+            return False
+        self._pools[model].remove(link)
+        if not self._pools[model].members():
+            del self._pools[model]
+        return True
+
+    def note(self, link: WorkerLink) -> None:
+        """The load or the bookings of a worker have changed."""
+        model = self._model_of.get(link)
+        if model is not None:
+            self._pools[model].note(link)
+
+    def model_with_room_at(self, link: WorkerLink) -> str | None:
+        """The model of a worker that has room in its batch; None without room."""
+        model = self._model_of.get(link)
+        return model if model is not None and self._pools[model].has_room_at(link) else None
+
+    def members(self, model: str) -> Members:
+        """The workers of a model."""
+        pool = self._pools.get(model)
+        return NOBODY if pool is None else pool.members()
+
+    def is_served(self, model: str) -> bool:
+        """Whether a worker of this model takes requests."""
+        return model in self._pools
+
+    def has_room(self, model: str) -> bool:
+        """Whether a worker of this model has room in its batch."""
+        pool = self._pools.get(model)
+        return pool is not None and pool.has_room
+
+    def cards(self) -> list[worker_pb2.ModelCard]:
+        """A card for each model that is served."""
+        return [pool.members().links[-1][1] for pool in self._pools.values()]
+
+    def check(self, links: Collection[WorkerLink]) -> None:
+        """Assert that of all links these are the members, and that what is noted is so. For tests."""
+        for pool in self._pools.values():
+            pool.check(links)
+        assert sum(len(pool.members()) for pool in self._pools.values()) == sum(link.is_ready for link in links)

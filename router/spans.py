@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace.common.telemetry.span import Span
-from headrace.router.fleet import PlacedRequest
 from headrace.router.policy import CostTerms
+from headrace.router.routed_request import PlacedRequest
 
 # Candidates that are described, cheapest first; a fleet may have hundreds.
 MAX_CANDIDATES = 16

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import grpc
 
-from headrace.common.transport import sessions
-from headrace.common.transport.sessions import Call, Metadata, Turns
-from headrace.common.transport.silence import Peer, Silences
+from headrace.common.transport.client_call import ClientCall
+from headrace.common.transport.client_session import ClientSession
+from headrace.common.transport.sessions import Call, Metadata
+from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
-from headrace.protos.inference_pb2 import BeginCall, CallPart, SessionRequest, SessionResponse
-from headrace.protos.status import DETAILS_KEY, Reason, details_of, error_of, is_peer_lost
+from headrace.protos.inference_pb2 import SessionRequest, SessionResponse
 
 GENERATE = "/headrace.v1.Inference/Generate"
 SESSION = "/headrace.v1.Inference/Session"
@@ -29,15 +23,6 @@ MAX_UNREAD_BYTES = 64 << 20
 MAX_AGE_S = 60.0
 # A request of more bytes travels alone, on a session of its own: it neither delays other calls nor fails them.
 LARGE_BYTES = 256 << 10
-# How long a peer that has no sessions is called without, and one whose session broke for a reason that may lie in one
-# of its calls.
-_WITHOUT_S = 60.0
-_BROKEN_S = 5.0
-# After so many heartbeats in silence a server hangs.
-_LOST_HEARTBEATS = 5
-
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
-_LOG = logging.getLogger(__name__)
 
 
 class SessionClient:
@@ -66,13 +51,13 @@ class SessionClient:
             request_serializer=SessionRequest.SerializeToString,
             response_deserializer=SessionResponse.FromString,
         )
-        self._sessions: list[_ClientSession | None] = [None] * num_sessions
-        self._retired: set[_ClientSession] = set()  # sessions that take no new calls and wait for the end of theirs
-        self._alone: dict[SharedPart, _ClientSession] = {}  # of large requests, by the first part that they share
+        self._sessions: list[ClientSession | None] = [None] * num_sessions
+        self._retired: set[ClientSession] = set()  # sessions that take no new calls and wait for the end of theirs
+        self._alone: dict[SharedPart, ClientSession] = {}  # of large requests, by the first part that they share
         self._turn = 0
         self._without_until_s = 0.0
         self.num_unread_bytes = 0
-        self._unread: dict[_ClientCall, None] = {}  # calls that keep some of that
+        self._unread: dict[ClientCall, None] = {}  # calls that keep some of that
         self.heartbeat_s = 0.0  # as promised last; it holds for a new session too, whose server may hang already
 
     @property
@@ -89,13 +74,13 @@ class SessionClient:
             return self.begin_alone(wire, timeout, metadata)
         return self._session_for(wire).begin(wire, timeout, metadata)
 
-    def _session_for(self, wire: WireRequest) -> _ClientSession:
+    def _session_for(self, wire: WireRequest) -> ClientSession:
         """The session of a new call: the next in turn, or for a large request one of its own. Requests that share their
         first part share that one too."""
         if wire.num_bytes > LARGE_BYTES:
             alone = self._alone.get(wire.shared[0]) if wire.shared else None
             if alone is None or alone.is_over:
-                alone = _ClientSession(self, self._begin_session())
+                alone = ClientSession(self, self._begin_session())
                 if wire.shared:
                     self._alone[wire.shared[0]] = alone
             alone.retire_soon()
@@ -106,17 +91,17 @@ class SessionClient:
             if open_session is not None and not open_session.is_over:
                 self._retired.add(open_session)
                 open_session.retire()
-            open_session = self._sessions[self._turn] = _ClientSession(self, self._begin_session())
+            open_session = self._sessions[self._turn] = ClientSession(self, self._begin_session())
         return open_session
 
-    def _is_due(self, session: _ClientSession) -> bool:
+    def _is_due(self, session: ClientSession) -> bool:
         """Whether another session takes the place of this one. There are as many old ones as new ones at most, so that
         long answers do not pile them up."""
         if len(self._sessions) == 1 or time.monotonic() - session.born_s <= MAX_AGE_S:
             return False
         return len(self._retired) < len(self._sessions)
 
-    def ended(self, session: _ClientSession) -> None:
+    def ended(self, session: ClientSession) -> None:
         """A session is over."""
         self._retired.discard(session)
         self._alone = {shared: alone for shared, alone in self._alone.items() if alone is not session}
@@ -131,23 +116,24 @@ class SessionClient:
                 return turn
         return turns[0]
 
-    def listen(self, silent: _ClientSession) -> None:
+    def listen(self, silent: ClientSession) -> None:
         """A session was given up for silence: begin one in its place, which is heard when the server goes on."""
         if silent in self._sessions:
-            session = _ClientSession(self, self._begin_session(), is_silent=True)
+            session = ClientSession(self, self._begin_session(), is_silent=True)
             self._sessions[self._sessions.index(silent)] = session
 
-    def took(self, call: _ClientCall, num_bytes: int) -> None:
-        """So much was pushed to a call, or, below 0, is not kept any more."""
+    def count_unread(self, call: ClientCall, num_bytes: int) -> None:
+        """A call holds so many more unread bytes, or fewer if below 0.
+
+        gRPC does not hold back single calls: if too much is unread, the call that holds most of it is ended.
+        """
         self.num_unread_bytes += num_bytes
         if call.num_unread_bytes:
             self._unread[call] = None
         else:
             self._unread.pop(call, None)
-
-    def give_up_slowest(self) -> None:
-        """Too much is unread, and gRPC does not hold back single calls: end the one that keeps most of it."""
-        max(self._unread, key=lambda call: call.num_unread_bytes).give_up()
+        if num_bytes > 0 and self.num_unread_bytes > MAX_UNREAD_BYTES:
+            max(self._unread, key=lambda call: call.num_unread_bytes).give_up()
 
     def do_without(self, seconds: float) -> None:
         """Begin no call in a session for this time."""
@@ -156,344 +142,3 @@ class SessionClient:
     def begin_alone(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> Call:
         """Begin a call as an RPC of its own."""
         return cast("Call", self._begin_single(wire.joined(), timeout=timeout, metadata=tuple(metadata)))
-
-
-class _ClientSession:
-    """One stream of SessionRequests and SessionResponses."""
-
-    def __init__(self, client: SessionClient, stream: Any, *, is_silent: bool = False) -> None:
-        """`is_silent` says that the server was given up; calls come here only if there is no other."""
-        self.born_s = time.monotonic()
-        self.is_over = False
-        self._client = client
-        self._stream = stream
-        self._was_silent = is_silent
-        self._failure: grpc.aio.AioRpcError | None = None
-        self._name: Hashable = client.peer or self  # of the server, as far as it is known
-        self._peer: Peer | None = None  # while calls are open
-        self._timer: asyncio.TimerHandle | None = None
-        self._calls: dict[int, _ClientCall] = {}
-        self._num_begun = 0
-        self._is_retired = False
-        self._spoken = asyncio.Event()
-        self._takes_shared = False
-        self._turns = Turns(self._send)
-        self._sender = asyncio.create_task(self._run_sender())
-        self._receiver = asyncio.create_task(self._receive())
-
-    def begin(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> _ClientCall:
-        """Open a call."""
-        self._num_begun += 1
-        call_id = self._num_begun
-        begin = BeginCall(call_id=call_id, request=wire.own)
-        for key, value in metadata:
-            assert isinstance(value, str), f"the metadata {key} of a call is no text"
-            begin.metadata[key] = value
-        if timeout is not None:
-            begin.timeout_ms = max(0, round(1000 * timeout))
-        if self._peer is None:  # nothing had to be said until now
-            self._peer = self._client.silences.watch(self._name, self._bound_s or math.inf)
-            self._arm(self._bound_s or sessions.HEARTBEAT_MS / 1000)
-        call = self._calls[call_id] = _ClientCall(self, call_id, wire, timeout, metadata)
-        self._turns.put((begin, wire.shared), len(wire.own), wire.shared)
-        return call
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the server was given up before this session, and has not been heard in it."""
-        return self._was_silent and not self.is_over
-
-    def cancel(self, call_id: int) -> None:
-        """Tell the server that nobody reads the call any more."""
-        if self._calls.pop(call_id, None) is not None:
-            self._turns.put(call_id, 0)
-            self._end_if_idle()
-
-    def retire_soon(self) -> None:
-        """End with the last call, of those that begin now too."""
-        self._is_retired = True
-
-    def retire(self) -> None:
-        """Begin no more; end with the last call."""
-        self._is_retired = True
-        self._end_if_idle()
-
-    def _end_if_idle(self) -> None:
-        if not self._calls:
-            self._listen_no_more()
-        if self._is_retired and not self._calls and not self.is_over:
-            self.is_over = True
-            self._client.ended(self)
-            asyncio.get_running_loop().call_later(1.0, self._stream.cancel)  # behind the last cancellations
-
-    @property
-    def _bound_s(self) -> float:
-        """How long the server may be silent; 0 if it promises nothing."""
-        return _LOST_HEARTBEATS * self._client.heartbeat_s
-
-    def _arm(self, delay_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
-
-    def _look(self) -> None:
-        """See whether the server is there, for as long as calls are open."""
-        peer = self._peer
-        if peer is None or not self._calls or self.is_over:
-            self._listen_no_more()
-            return
-        peer.bound_s = self._bound_s or math.inf
-        again_s = peer.judge()
-        if again_s:
-            self._arm(max(min(again_s, self._bound_s), sessions.HEARTBEAT_MS / 2000))
-            return
-        problem = f"the server has been silent for {peer.silent_s:.1f} s"
-        self._failure = _error(grpc.StatusCode.UNAVAILABLE, problem)
-        self.is_over = True
-        self._stream.cancel()
-        self._client.listen(self)
-
-    def _listen_no_more(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._peer is not None:
-            self._peer.close()
-        self._timer = self._peer = None
-
-    def _heard(self, message: SessionResponse) -> None:
-        if message.server_id and self._client.peer is None:
-            self._name = message.server_id
-        if self._peer is not None:
-            self._peer.heard(self._name)
-        self._was_silent = False
-        self._client.heartbeat_s = message.heartbeat_ms / 1000
-
-    async def _run_sender(self) -> None:
-        # What ends sending ends receiving too, and that is where it is told why.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-            await self._turns.run()
-
-    async def _send(self, items: list[Any]) -> None:
-        if any(not isinstance(item, int) and item[1] for item in items):
-            await self._spoken.wait()  # whether the server takes shared parts is said in its first message
-            if not self._takes_shared:
-                for item in items:
-                    await self._stream.write(_message([item], takes_shared=False))
-                return
-        await self._stream.write(_message(items, takes_shared=True))
-
-    async def _receive(self) -> None:
-        try:
-            while (message := await self._stream.read()) is not grpc.aio.EOF:
-                self._takes_shared = message.takes_shared
-                self._spoken.set()
-                self._heard(message)
-                for part in message.parts:
-                    self._take(part)
-            self._failure = self._failure or _error(grpc.StatusCode.UNKNOWN, "the server ended the session")
-        except grpc.aio.AioRpcError as error:
-            self._failure = self._failure or error
-        except asyncio.CancelledError:
-            pass  # the stream's, given up or with its channel closed, or the event loop's end
-        finally:
-            failure = self._failure
-            self.is_over = True
-            self._client.ended(self)
-            self._listen_no_more()
-            self._sender.cancel()
-            self._stream.cancel()
-            calls, self._calls = self._calls, {}
-            without_s = self._without_s(failure)
-            if without_s is not None:
-                self._client.do_without(without_s)
-            for call in calls.values():
-                if without_s is not None:
-                    call.begin_alone(self._client.begin_alone)
-                else:
-                    call.finish(_of_call(failure))
-
-    def _without_s(self, failure: grpc.aio.AioRpcError | None) -> float | None:
-        """For how long the server is called without sessions, seconds. None where calls would fail like the session:
-        the server is lost, or it has refused this caller.
-
-        Calls that go on one by one cannot harm one another: one that broke the session fails alone.
-        """
-        if failure is None or is_peer_lost(failure):
-            return None
-        if details_of(failure) is not None:
-            has_no_room = error_of(failure).reason is Reason.QUEUE_FULL
-            return _BROKEN_S if has_no_room else None
-        # Where a server without sessions says so while this end is still writing, gRPC makes an error of its own core
-        # of that.
-        core_failed = failure.code() is grpc.StatusCode.INTERNAL and not self._spoken.is_set()
-        is_unknown = failure.code() is grpc.StatusCode.UNIMPLEMENTED or core_failed
-        return _WITHOUT_S if is_unknown else _BROKEN_S
-
-    def _take(self, part: CallPart) -> None:
-        call = self._calls.get(part.call_id)
-        if call is None:
-            return  # cancelled a moment ago
-        if part.HasField("end"):
-            del self._calls[part.call_id]
-            end = part.end
-            call.finish(None if end.code == 0 else _error(_code(end.code), end.message, end.details))
-            self._end_if_idle()
-        else:
-            call.push(part.response)
-            if self._client.num_unread_bytes > MAX_UNREAD_BYTES:
-                self._client.give_up_slowest()
-
-    def took(self, call: _ClientCall, num_bytes: int) -> None:
-        """So much was pushed to a call, or, below 0, is not kept any more."""
-        self._client.took(call, num_bytes)
-
-
-class _ClientCall:
-    """One call of a session, for one reader."""
-
-    __slots__ = (
-        "_call_id",
-        "_deadline_s",
-        "_end",
-        "_is_cancelled",
-        "_pending",
-        "_retry",
-        "_session",
-        "_single",
-        "_timer",
-        "_waiter",
-        "num_unread_bytes",
-    )
-
-    def __init__(
-        self, session: _ClientSession, call_id: int, wire: WireRequest, timeout: float | None, metadata: Metadata
-    ) -> None:
-        self._session = session
-        self._call_id = call_id
-        self._retry: tuple[WireRequest, Metadata] | None = (wire, metadata)
-        self._deadline_s = None if timeout is None else time.monotonic() + timeout
-        self.num_unread_bytes = 0
-        self._pending: deque[bytes] = deque()
-        self._end: Any = None  # grpc.aio.EOF or an AioRpcError
-        self._is_cancelled = False
-        self._single: Call | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._expire)
-
-    async def read(self) -> Any:
-        """See `Call`."""
-        while not self._pending:
-            if self._single is not None:
-                return await self._single.read()
-            if self._is_cancelled:
-                raise asyncio.CancelledError
-            if self._end is not None:
-                if self._end is grpc.aio.EOF:
-                    return self._end
-                raise self._end
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        message = self._pending.popleft()
-        self._count(-len(message))
-        return message
-
-    def cancel(self) -> bool:
-        """See `Call`."""
-        if self._single is not None:
-            return self._single.cancel()
-        self._drop()
-        if self._end is not None or self._is_cancelled:
-            return False
-        self._is_cancelled = True
-        self._session.cancel(self._call_id)
-        self._close()
-        return True
-
-    def push(self, message: bytes) -> None:
-        """A message came."""
-        self._retry = None
-        self._pending.append(message)
-        self._count(len(message))
-        self._wake()
-
-    def give_up(self) -> None:
-        """It is not read: end it, with what it keeps."""
-        self._session.cancel(self._call_id)
-        self._drop()
-        self.finish(_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer was not read in time"))
-
-    def _drop(self) -> None:
-        """What is unread will not be read."""
-        self._pending.clear()
-        self._count(-self.num_unread_bytes)
-
-    def _count(self, num_bytes: int) -> None:
-        self.num_unread_bytes += num_bytes
-        self._session.took(self, num_bytes)
-
-    def finish(self, error: grpc.aio.AioRpcError | None) -> None:
-        """Nothing follows."""
-        self._end = error or grpc.aio.EOF
-        self._close()
-
-    def begin_alone(self, begin: Callable[[WireRequest, float | None, Metadata], Call]) -> None:
-        """Go on as an RPC of its own, if nothing came yet; else whoever reads resumes it, and that goes alone too."""
-        if self._retry is None:
-            self.finish(_error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did"))
-            return
-        wire, metadata = self._retry
-        left_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0.0)
-        self._single = begin(wire, left_s, metadata)
-        self._close()
-
-    def _expire(self) -> None:
-        self._session.cancel(self._call_id)
-        self.finish(_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
-
-    def _close(self) -> None:
-        self._retry = None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:
-    """Of ids of cancelled calls, and of calls that begin with the parts that they share."""
-    message = SessionRequest()
-    positions: dict[SharedPart, int] = {}
-    for item in items:
-        if isinstance(item, int):
-            message.cancelled_call_ids.append(item)
-            continue
-        begin, shared = item
-        if takes_shared:
-            begin.shared.extend(positions.setdefault(part, len(positions)) for part in shared)
-        else:
-            begin.request = WireRequest(begin.request, shared).joined()
-        message.begins.append(begin)
-    message.shared.extend(part.raw for part in positions)
-    return message
-
-
-def _of_call(failure: grpc.aio.AioRpcError | None) -> grpc.aio.AioRpcError:
-    """What the failure of a session is for its calls: a server's own answer, such as to a missing join token, or a
-    transport that broke, whatever gRPC calls it."""
-    if failure is None:
-        return _error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did")
-    details = details_of(failure)
-    if details is not None:
-        return _error(failure.code(), failure.details() or "", details)
-    return _error(
-        grpc.StatusCode.UNAVAILABLE, f"the session was lost: {failure.code().name}: {failure.details() or ''}"
-    )
-
-
-def _code(number: int) -> grpc.StatusCode:
-    return _CODES.get(number, grpc.StatusCode.UNKNOWN)
-
-
-def _error(code: grpc.StatusCode, message: str, details: bytes = b"") -> grpc.aio.AioRpcError:
-    trailing = grpc.aio.Metadata(*([(DETAILS_KEY, details)] if details else []))
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message)

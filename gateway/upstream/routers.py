@@ -18,18 +18,17 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import grpc
 
-from headrace.common.transport.channels import CHANNEL_OPTIONS, PLAIN, Options, Transport
-from headrace.common.transport.session_client import SessionClient
+from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
+from headrace.gateway.upstream.address import Address, connect
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
+from headrace.gateway.upstream.retries import Retries
 from headrace.protos.answer_bounds import closing_message
 from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse
 from headrace.protos.router_pb2 import (
@@ -40,29 +39,12 @@ from headrace.protos.router_pb2 import (
     RouterGetTokenizerRequest,
     WorkerInfo,
 )
-from headrace.protos.router_pb2_grpc import RouterStub
 from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
 from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest, ModelCard
-from headrace.protos.worker_pb2_grpc import WorkerStub
 
-_CHANNEL_OPTIONS: Options = (
-    *CHANNEL_OPTIONS,
-    # A name may stand for several routers (dns:///NAME:PORT): all are connected to and asked in turn. It is resolved
-    # again when a connection is lost.
-    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-)
 LIST_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
 GENERATE_TIMEOUT_S = 3600.0
-# Sessions with the routers behind one name.
-NAMED_SESSIONS = 4
-
-# Attempts that were lost and brought no token, before a generation is given up, and all that were lost.
-MAX_FRUITLESS_ATTEMPTS = 12
-MAX_ATTEMPTS = 32
-FIRST_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.5
 # An address that failed is asked again when this time is over, or when no other one is left.
 AVOID_S = 1.0
 # An address that goes on failing is told of again after so long without a failure.
@@ -75,74 +57,42 @@ _T = TypeVar("_T")
 Metadata = tuple[tuple[str, str], ...]
 
 
-@dataclass(slots=True)
-class _Endpoint:
-    """One address. `is_worker` is learned: a worker does not know the Router service."""
+class _Answer:
+    """The answer of one generation so far, over all attempts."""
 
-    address: str
-    channel: grpc.aio.Channel
-    sessions: SessionClient
-    router: Any
-    worker: Any
-    is_worker: bool = field(default=False)
-    avoided_until_s: float = field(default=0.0)
+    def __init__(self, request: GenerateRequest, num_prompt_tokens: int, card: ModelCard) -> None:
+        self._request = request
+        self._num_prompt_tokens = num_prompt_tokens
+        self._card = card
+        self._identity = request.model_identity
+        self._num_cached_tokens = 0
+        self.delivered: list[int] = list(request.resume_token_ids)
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether there is a connection, and somebody answers; if not, one is made."""
-        is_ready = self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
-        return is_ready and not self.sessions.is_silent
+    def take(self, message: GenerateResponse) -> bool:
+        """Add a message; False if it does not continue exactly after the delivered tokens: the stream is broken."""
+        if message.token_ids and message.start_pos != len(self.delivered):
+            return False
+        self.delivered.extend(message.token_ids)
+        self._identity = message.model_identity or self._identity
+        self._num_cached_tokens = self._num_cached_tokens or message.num_cached_tokens
+        return True
 
+    def closing(self) -> GenerateResponse | None:
+        """The last message, if the answer is complete without it; see `closing_message`."""
+        return closing_message(
+            self._request, self._num_prompt_tokens, self.delivered, self._num_cached_tokens, self._card
+        )
 
-@dataclass(slots=True)
-class Retries:
-    """How often a generation was attempted, and whether and when it is attempted again (pure)."""
-
-    num_addresses: int
-    attempt: int = 0
-    fruitless: int = 0
-    losses: int = 0
-    waits: int = 0
-
-    def after(
-        self, failure: StatusError, *, lost: bool, progress: bool = False, started: bool = True, present: bool = True
-    ) -> float | None:
-        """Seconds from the beginning of the failed attempt to the next one; None to give up.
-
-        `lost` means that the transport failed, `present` that there was a connection when the attempt began.
-        `progress` means that this attempt brought tokens, `started` that the client has any. An answer that has
-        started is never refused for want of room: that is waited out.
-        """
-        if progress:
-            self.fruitless = self.waits = 0
-        if _nobody_is_there(failure, lost, present) or (started and not lost and failure.reason in _CROWDED):
-            self.waits += 1
-            self.attempt += started  # for routers and workers, one that has not been taken in anywhere is new
-            return self._pause(self.waits)
-        if not (lost or failure.reason is Reason.DRAINING):
-            return None
-        self.attempt += 1
-        self.fruitless += 1
-        self.losses += 1
-        self.waits = 0
-        if self.fruitless >= MAX_FRUITLESS_ATTEMPTS or self.losses >= MAX_ATTEMPTS:
-            return None
-        return self._pause(self.fruitless)
-
-    def _pause(self, number: int) -> float:
-        """Seconds before the attempt that follows `number` vain ones."""
-        rounds, position = divmod(number, self.num_addresses)
-        if position:  # an address that has not been asked in this round
-            return 0.0
-        return min(FIRST_BACKOFF_S * 2.0 ** min(rounds - 1, 16), MAX_BACKOFF_S)
-
-
-_CROWDED = frozenset({Reason.QUEUE_FULL, Reason.DRAINING})
-
-
-def _nobody_is_there(failure: StatusError, lost: bool, present: bool) -> bool:
-    """Whether the request has come to no worker, because none takes requests or there is no way to them."""
-    return not present if lost else failure.reason is Reason.NO_CAPACITY
+    def resumption(self, attempt: int) -> GenerateRequest:
+        """The request that continues after the delivered tokens, with the model that began the answer."""
+        resumption = GenerateRequest()
+        resumption.CopyFrom(self._request)
+        del resumption.resume_token_ids[:]
+        resumption.resume_token_ids.extend(self.delivered)
+        resumption.attempt = attempt
+        if self.delivered:
+            resumption.model_identity = self._identity
+        return resumption
 
 
 class Upstream:
@@ -164,7 +114,7 @@ class Upstream:
         self._transport = transport
         self._version = transport.version
         self._silences = Silences()
-        self._endpoints = [self._endpoint(address) for address in addresses]
+        self._endpoints = [self._connect(address) for address in addresses]
         self._turn = 0
         self.on_retry: Callable[[Reason], None] = lambda reason: None
         """Called when a generation is attempted again, with the reason of the failure; set by whoever counts."""
@@ -172,11 +122,8 @@ class Upstream:
         """How the Redis of the router that was asked last for its models is."""
         self._closing: set[asyncio.Task[None]] = set()
 
-    def _endpoint(self, address: str) -> _Endpoint:
-        channel = self._transport.channel(address, _CHANNEL_OPTIONS)
-        num_sessions = NAMED_SESSIONS if _may_be_several(address) else 1
-        sessions = SessionClient(channel, num_sessions, plain_grpc=self._plain_grpc, silences=self._silences)
-        return _Endpoint(address, channel, sessions, RouterStub(channel), WorkerStub(channel))
+    def _connect(self, address: str) -> Address:
+        return connect(address, self._transport, self._silences, plain_grpc=self._plain_grpc)
 
     async def close(self) -> None:
         """End all calls and connections."""
@@ -192,7 +139,7 @@ class Upstream:
     async def list_models(self) -> list[ModelCard]:
         """Cards of the models that are served now. Raises `StatusError`."""
 
-        async def ask(endpoint: _Endpoint) -> list[ModelCard]:
+        async def ask(endpoint: Address) -> list[ModelCard]:
             if not endpoint.is_worker:
                 try:
                     answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S)
@@ -210,7 +157,7 @@ class Upstream:
     async def list_workers(self) -> list[WorkerInfo]:
         """All workers that the router knows; none when there is no router. Raises `StatusError`."""
 
-        async def ask(endpoint: _Endpoint) -> list[WorkerInfo]:
+        async def ask(endpoint: Address) -> list[WorkerInfo]:
             try:
                 answer = await endpoint.router.ListWorkers(ListWorkersRequest(), timeout=LIST_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
@@ -224,7 +171,7 @@ class Upstream:
     async def get_tokenizer(self, sha256: str) -> bytes:
         """The tokenizer bundle with this hash. Raises `StatusError`, or `BundleError` if other bytes came."""
 
-        async def ask(endpoint: _Endpoint) -> bytes:
+        async def ask(endpoint: Address) -> bytes:
             if not endpoint.is_worker:
                 try:
                     request = RouterGetTokenizerRequest(sha256=sha256)
@@ -260,30 +207,21 @@ class Upstream:
         The last message has a finish. Raises `StatusError` when the generation is refused, fails, or cannot be
         resumed within the bounds above.
         """
-        delivered: list[int] = list(request.resume_token_ids)
-        identity = request.model_identity
-        num_prompt_tokens = num_prompt_tokens or len(request.token_ids)
-        num_cached_tokens = 0
+        answer = _Answer(request, num_prompt_tokens or len(request.token_ids), card)
         retries = Retries(len(self._endpoints), request.attempt)
         asked_s = time.monotonic()
         while True:
-            num_before = len(delivered)
+            num_before = len(answer.delivered)
             endpoint = self._next_endpoint()
             began_s, present = time.monotonic(), endpoint.is_connected
             span = begin_attempt(request, endpoint.address)
             wire = WireRequest(request.SerializeToString(), shared)
             call = endpoint.sessions.generate(wire, metadata=span.onto(metadata), timeout=_remaining_s(deadline_s))
             try:
-                while True:
-                    raw = await call.read()
-                    if raw is grpc.aio.EOF:
-                        break
+                while (raw := await call.read()) is not grpc.aio.EOF:
                     message = GenerateResponse.FromString(raw)
-                    if not _fits(message, len(delivered)):
+                    if not answer.take(message):
                         break
-                    delivered.extend(message.token_ids)
-                    identity = message.model_identity or identity
-                    num_cached_tokens = num_cached_tokens or message.num_cached_tokens
                     yield message
                     if message.HasField("finish"):
                         return
@@ -295,23 +233,26 @@ class Upstream:
             finally:
                 call.cancel()
                 span.end()
-            closing = closing_message(request, num_prompt_tokens, delivered, num_cached_tokens, card)
-            if closing is not None:
+            if (closing := answer.closing()) is not None:
                 yield closing
                 return
-            started, progress = bool(delivered), len(delivered) > num_before
+            started, progress = bool(answer.delivered), len(answer.delivered) > num_before
             delay_s = retries.after(failure, lost=lost, progress=progress, started=started, present=present)
-            if delay_s is None:
-                raise _for_clients(failure) if lost else failure
-            if not started and self._worker_wait_s is not None and time.monotonic() - asked_s >= self._worker_wait_s:
-                raise _for_clients(failure)
-            self._avoid(endpoint, failure)
-            self.on_retry(failure.reason)
-            _LOG.debug("through %s, behind %d tokens: %s", endpoint.address, len(delivered), failure.message)
+            if delay_s is None or (not started and self._waited_enough(asked_s)):
+                raise _for_clients(failure) if lost or delay_s is not None else failure
+            self._retry_elsewhere(endpoint, failure, len(answer.delivered))
             await asyncio.sleep(max(0.0, began_s + delay_s - time.monotonic()))
-            request = _resumption(request, delivered, retries.attempt, identity)
+            request = answer.resumption(retries.attempt)
 
-    async def _first_that_works(self, ask: Callable[[_Endpoint], Awaitable[_T]]) -> _T:
+    def _waited_enough(self, asked_s: float) -> bool:
+        return self._worker_wait_s is not None and time.monotonic() - asked_s >= self._worker_wait_s
+
+    def _retry_elsewhere(self, endpoint: Address, failure: StatusError, num_delivered: int) -> None:
+        self._avoid(endpoint, failure)
+        self.on_retry(failure.reason)
+        _LOG.debug("through %s, after %d tokens: %s", endpoint.address, num_delivered, failure.message)
+
+    async def _first_that_works(self, ask: Callable[[Address], Awaitable[_T]]) -> _T:
         """The answer of one address, or of the next one while the transport fails. Raises `StatusError`."""
         for remaining in reversed(range(len(self._endpoints))):
             endpoint = self._next_endpoint()
@@ -324,7 +265,7 @@ class Upstream:
                 self._avoid(endpoint, error_of(error))
         raise AssertionError("there is at least one address")
 
-    def _next_endpoint(self) -> _Endpoint:
+    def _next_endpoint(self) -> Address:
         """The next address in turn, of those that seem to work if any does."""
         if self._transport.version != self._version:
             self._renew_channels()
@@ -344,30 +285,19 @@ class Upstream:
         """New calls go through channels with the new certificates; running ones end on the old channels."""
         self._version = self._transport.version
         old = [endpoint.channel for endpoint in self._endpoints]
-        self._endpoints = [self._endpoint(endpoint.address) for endpoint in self._endpoints]
+        self._endpoints = [self._connect(endpoint.address) for endpoint in self._endpoints]
         for channel in old:
             task = asyncio.create_task(channel.close(GENERATE_TIMEOUT_S))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    def _avoid(self, endpoint: _Endpoint, failure: StatusError) -> None:
+    def _avoid(self, endpoint: Address, failure: StatusError) -> None:
         """It failed: others first for a while. One line of the log stands for all requests that it fails meanwhile."""
         now_s = time.monotonic()
         if endpoint.avoided_until_s + TELL_AGAIN_S < now_s:
             _LOG.warning("%s fails requests, which go on or wait: %s", endpoint.address, failure.message)
         endpoint.is_worker = False
         endpoint.avoided_until_s = now_s + AVOID_S
-
-
-def _may_be_several(address: str) -> bool:
-    """Whether the address may stand for several routers, each of which a session is with one of."""
-    if address.startswith("unix:"):
-        return False
-    try:
-        ip_address(address.rpartition(":")[0].strip("[]"))
-    except ValueError:
-        return True
-    return False
 
 
 async def _joined(call: Any) -> bytes:
@@ -397,20 +327,3 @@ def _remaining_s(deadline_s: float | None) -> float:
     if remaining_s <= 0:
         raise StatusError(Reason.DEADLINE, "the time that this request was given is over")
     return min(remaining_s, GENERATE_TIMEOUT_S)
-
-
-def _fits(message: GenerateResponse, num_delivered: int) -> bool:
-    """Whether the message goes on exactly behind what was delivered. If not, the stream is as good as broken."""
-    return not message.token_ids or message.start_pos == num_delivered
-
-
-def _resumption(request: GenerateRequest, delivered: list[int], attempt: int, identity: str) -> GenerateRequest:
-    """The request that goes on behind what was delivered, with the model that began it."""
-    resumption = GenerateRequest()
-    resumption.CopyFrom(request)
-    del resumption.resume_token_ids[:]
-    resumption.resume_token_ids.extend(delivered)
-    resumption.attempt = attempt
-    if delivered:
-        resumption.model_identity = identity
-    return resumption

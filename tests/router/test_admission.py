@@ -29,7 +29,7 @@ async def failure_of(call: Any) -> StatusError:
 async def until_full(router: RunningRouter, worker: FakeWorker) -> None:
     """The worker says that it takes no more, and the router knows."""
     worker.report(**FULL)
-    await until(lambda: all(link.load.num_waiting for link in router.fleet.links()))
+    await until(lambda: all(link.reported.load.num_waiting for link in router.fleet.links()))
 
 
 async def asked(router: RunningRouter, number: int, **fields: Any) -> asyncio.Task[Any]:
@@ -84,7 +84,7 @@ async def test_one_worker_with_room_is_enough_not_to_wait(start_router: StartRou
     full, free = [await start_worker(name) for name in "ab"]
     router = await start_router(full, free)
     full.report(num_waiting=9, num_running=16)
-    await until(lambda: any(link.load.num_waiting for link in router.fleet.links()))
+    await until(lambda: any(link.reported.load.num_waiting for link in router.fleet.links()))
     await router.generate(PROMPT)
     assert (len(full.requests), len(free.requests)) == (0, 1)
 
@@ -160,7 +160,7 @@ async def test_a_worker_is_told_how_long_a_request_may_still_wait_and_judges_it(
     router = await start_router(worker, max_ttft_s=5.0)
     # At 1000 tokens/s the prompt comes after what the router allows. Only the worker knows what of that is waiting.
     worker.report(num_running=9, num_uncached_tokens=100_000)
-    await until(lambda: router.fleet.links()[0].load.num_uncached_tokens)
+    await until(lambda: router.fleet.links()[0].reported.load.num_uncached_tokens)
     await collected(router.call(LONG_PROMPT))
     await collected(router.call(LONG_PROMPT, max_wait_ms=300))
     await collected(router.call(LONG_PROMPT, max_wait_ms=9000))
@@ -217,7 +217,7 @@ async def test_who_has_waited_too_long_is_refused(start_router: StartRouter, sta
     worker.load.max_num_seqs = 0
     router = await start_router(worker, max_ttft_s=0.2)
     worker.report(max_num_seqs=1, num_waiting=9, decode_step_ms=0.1)
-    await until(lambda: router.fleet.links()[0].load.num_waiting)
+    await until(lambda: router.fleet.links()[0].reported.load.num_waiting)
     error = await failure_of(router.call(PROMPT))
     assert error.reason is Reason.QUEUE_FULL
     await router.until_idle()
@@ -268,7 +268,7 @@ async def test_an_answer_that_has_begun_neither_waits_nor_is_refused(
     worker = await start_worker()
     router = await start_router(worker, max_ttft_s=0.5)
     worker.report(num_uncached_tokens=10_000, **FULL)
-    await until(lambda: router.fleet.links()[0].load.num_waiting)
+    await until(lambda: router.fleet.links()[0].reported.load.num_waiting)
     tokens, _ = await router.generate(PROMPT, resume_token_ids=answer(PROMPT, 3), attempt=1)
     assert tokens == answer(PROMPT, 20)[3:]
 
@@ -299,7 +299,7 @@ async def test_the_workers_of_one_model_being_full_is_nothing_to_another(
     x, y = await start_worker("a", model="x"), await start_worker("b", model="y", fingerprint="e" * 64)
     router = await start_router(x, y)
     x.report(**FULL)
-    await until(lambda: any(link.load.num_waiting for link in router.fleet.links()))
+    await until(lambda: any(link.reported.load.num_waiting for link in router.fleet.links()))
     waiting = await asked(router, 1, model="x")
     await router.generate(PROMPT, model="y")
     assert (len(x.requests), len(y.requests)) == (0, 1)

@@ -129,16 +129,16 @@ async def test_a_request_that_is_given_back_is_placed_again_with_what_its_worker
     assert router.metrics.given_back._value.get() == 1
     assert router.metrics.resumes._value.get() == 0
     assert all(counter._value.get() == 0 for counter in router.metrics.worker_refusals.values())
-    loads = {link.worker_id: link.load for link in router.fleet.links()}
+    loads = {link.worker_id: link.reported.load for link in router.fleet.links()}
     assert (loads["warm"].num_arrived, loads["warm"].arrived_tokens) == (3, 100_000)
     await router.generate(prompt)
     assert len(other.requests) == 2, "the blocks are expected where the request went"
     warm.report()  # older than what is known
     warm.report(stored=[1])
     await until(lambda: len(router.fleet.index) == 3)
-    assert {link.worker_id: link.load for link in router.fleet.links()}["warm"].num_arrived == 3
+    assert {link.worker_id: link.reported.load for link in router.fleet.links()}["warm"].num_arrived == 3
     warm.report(version=10)
-    await until(lambda: not any(link.load.num_arrived for link in router.fleet.links()))
+    await until(lambda: not any(link.reported.load.num_arrived for link in router.fleet.links()))
     await router.until_idle()
 
 

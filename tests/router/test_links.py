@@ -10,9 +10,9 @@ import pytest
 
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.router.bookings import BOOKING_GRACE_S
-from headrace.router.fleet import report_interval_ms
 from headrace.router.links import LinkState, WorkerLink
 from headrace.router.prefix_index import PrefixIndex
+from headrace.router.reported_load import report_interval_ms
 from tests.router.conftest import HEARTBEAT_MS, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 
@@ -174,7 +174,7 @@ async def test_a_booking_is_settled_by_its_name_where_the_worker_tells_names(
     first, second, third = link.book(100, 7), link.book(10, 1), link.book(1, 1)
     worker.report(num_running=1)  # of a step that began before they came
     await asyncio.sleep(3 * BOOKING_GRACE_S)
-    await until(lambda: link.load.num_running == 1)
+    await until(lambda: link.reported.load.num_running == 1)
     assert link.candidate().num_booked_requests == 3
     worker.report(placement_ids=[second.placement_id, 99], num_arrived=1, arrived_tokens=10, arrived_blocks=1)
     await until(lambda: not second.is_pending)
@@ -200,8 +200,8 @@ async def test_the_backlog_is_as_old_as_the_worker_says(start_worker: StartWorke
     worker = await start_worker()
     link, _ = await linked(worker)
     worker.report(age_ms=5000, num_running=2)
-    await until(lambda: link.load.num_running == 2)
-    assert 5.0 <= time.monotonic() - link.load.as_of_s < 10.0
+    await until(lambda: link.reported.load.num_running == 2)
+    assert 5.0 <= time.monotonic() - link.reported.load.as_of_s < 10.0
     assert link.info().report_age_ms < 5000, "the report itself is new"
 
 
@@ -209,8 +209,8 @@ async def test_rates_that_are_no_numbers_count_as_unknown(start_worker: StartWor
     worker = await start_worker()
     link, _ = await linked(worker)
     worker.report(prefill_tokens_per_s=float("nan"), decode_step_ms=float("inf"))
-    await until(lambda: link.load.prefill_tokens_per_s == 0.0)
-    assert link.load.decode_step_ms == 0.0
+    await until(lambda: link.reported.load.prefill_tokens_per_s == 0.0)
+    assert link.reported.load.decode_step_ms == 0.0
 
 
 async def test_a_large_snapshot_is_applied_whole(start_worker: StartWorker, linked: Linked) -> None:

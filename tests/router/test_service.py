@@ -63,7 +63,7 @@ async def test_workers_are_listed_reachable_or_not(start_router: StartRouter, st
     workers[1].report(draining=True)
     await workers[2].kill()
     await router.until_ready(1)
-    await until(lambda: any(link.load.num_running == 3 for link in router.fleet.links()))
+    await until(lambda: any(link.reported.load.num_running == 3 for link in router.fleet.links()))
     listed = (await router.router.ListWorkers(router_pb2.ListWorkersRequest())).workers
     assert [(info.worker_id, info.state) for info in listed] == [
         ("a", router_pb2.WORKER_STATE_DRAINING),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.gateway.upstream.routers import (
+from headrace.gateway.upstream.retries import (
     FIRST_BACKOFF_S,
     MAX_ATTEMPTS,
     MAX_BACKOFF_S,

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.gateway.edge import exchange
 from headrace.gateway.edge.security import Security, SecuritySettings
-from headrace.gateway.upstream import routers as upstream
+from headrace.gateway.upstream import retries as upstream
 from headrace.protos.status import Reason, StatusError
 
 CHAT = "/v1/chat/completions"

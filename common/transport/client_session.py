@@ -1,0 +1,272 @@
+"""One session, at the caller's end (see `sessions`): a stream of SessionRequests and SessionResponses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from headrace.common.transport import sessions
+from headrace.common.transport.client_call import ClientCall, call_error
+from headrace.common.transport.sessions import Call, Metadata, Turns
+from headrace.common.transport.silence import Peer, Silences
+from headrace.common.transport.wire_request import SharedPart, WireRequest
+from headrace.protos.inference_pb2 import BeginCall, CallPart, SessionRequest, SessionResponse
+from headrace.protos.status import Reason, details_of, error_of, is_peer_lost
+
+# How long calls do without sessions: if the peer has none, and if a session broke because of one of its calls, perhaps.
+_WITHOUT_S = 60.0
+_BROKEN_S = 5.0
+# A server hangs that is silent for so many heartbeats.
+_LOST_HEARTBEATS = 5
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class SessionOwner(Protocol):
+    """The client of a session, as the session needs it."""
+
+    silences: Silences
+    peer: str | None
+    heartbeat_s: float
+
+    def ended(self, session: ClientSession) -> None:
+        """A session is over."""
+
+    def listen(self, silent: ClientSession) -> None:
+        """A session was given up because its server is silent."""
+
+    def count_unread(self, call: ClientCall, num_bytes: int) -> None:
+        """A call holds so many more unread bytes, or fewer if below 0."""
+
+    def do_without(self, seconds: float) -> None:
+        """Begin no call in a session for this time."""
+
+    def begin_alone(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> Call:
+        """Begin a call as an RPC of its own."""
+
+
+class ClientSession:
+    """One stream of SessionRequests and SessionResponses."""
+
+    def __init__(self, client: SessionOwner, stream: Any, *, is_silent: bool = False) -> None:
+        """`is_silent` says that the server was given up; calls come here only if there is no other."""
+        self.born_s = time.monotonic()
+        self.is_over = False
+        self._client = client
+        self._stream = stream
+        self._was_silent = is_silent
+        self._failure: grpc.aio.AioRpcError | None = None
+        self._name: Hashable = client.peer or self  # of the server, as far as it is known
+        self._peer: Peer | None = None  # while calls are open
+        self._timer: asyncio.TimerHandle | None = None
+        self._calls: dict[int, ClientCall] = {}
+        self._num_begun = 0
+        self._is_retired = False
+        self._spoken = asyncio.Event()
+        self._takes_shared = False
+        self._turns = Turns(self._send)
+        self._sender = asyncio.create_task(self._run_sender())
+        self._receiver = asyncio.create_task(self._receive())
+
+    def begin(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> ClientCall:
+        """Open a call."""
+        self._num_begun += 1
+        call_id = self._num_begun
+        begin = BeginCall(call_id=call_id, request=wire.own)
+        for key, value in metadata:
+            assert isinstance(value, str), f"the metadata {key} of a call is no text"
+            begin.metadata[key] = value
+        if timeout is not None:
+            begin.timeout_ms = max(0, round(1000 * timeout))
+        if self._peer is None:  # nothing had to be said until now
+            self._peer = self._client.silences.watch(self._name, self._bound_s or math.inf)
+            self._arm(self._bound_s or sessions.HEARTBEAT_MS / 1000)
+        call = self._calls[call_id] = ClientCall(self, call_id, wire, timeout, metadata)
+        self._turns.put((begin, wire.shared), len(wire.own), wire.shared)
+        return call
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server was given up before this session, and has not been heard in it."""
+        return self._was_silent and not self.is_over
+
+    def cancel(self, call_id: int) -> None:
+        """Tell the server that nobody reads the call any more."""
+        if self._calls.pop(call_id, None) is not None:
+            self._turns.put(call_id, 0)
+            self._end_if_idle()
+
+    def retire_soon(self) -> None:
+        """End with the last call, of those that begin now too."""
+        self._is_retired = True
+
+    def retire(self) -> None:
+        """Begin no more; end with the last call."""
+        self._is_retired = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if not self._calls:
+            self._listen_no_more()
+        if self._is_retired and not self._calls and not self.is_over:
+            self.is_over = True
+            self._client.ended(self)
+            asyncio.get_running_loop().call_later(1.0, self._stream.cancel)  # behind the last cancellations
+
+    @property
+    def _bound_s(self) -> float:
+        """How long the server may be silent; 0 if it promises nothing."""
+        return _LOST_HEARTBEATS * self._client.heartbeat_s
+
+    def _arm(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        """See whether the server is there, for as long as calls are open."""
+        peer = self._peer
+        if peer is None or not self._calls or self.is_over:
+            self._listen_no_more()
+            return
+        peer.bound_s = self._bound_s or math.inf
+        again_s = peer.judge()
+        if again_s:
+            self._arm(max(min(again_s, self._bound_s), sessions.HEARTBEAT_MS / 2000))
+            return
+        problem = f"the server has been silent for {peer.silent_s:.1f} s"
+        self._failure = call_error(grpc.StatusCode.UNAVAILABLE, problem)
+        self.is_over = True
+        self._stream.cancel()
+        self._client.listen(self)
+
+    def _listen_no_more(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._peer is not None:
+            self._peer.close()
+        self._timer = self._peer = None
+
+    def _heard(self, message: SessionResponse) -> None:
+        if message.server_id and self._client.peer is None:
+            self._name = message.server_id
+        if self._peer is not None:
+            self._peer.heard(self._name)
+        self._was_silent = False
+        self._client.heartbeat_s = message.heartbeat_ms / 1000
+
+    async def _run_sender(self) -> None:
+        # What ends sending ends receiving too, and that is where it is told why.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            await self._turns.run()
+
+    async def _send(self, items: list[Any]) -> None:
+        if any(not isinstance(item, int) and item[1] for item in items):
+            await self._spoken.wait()  # whether the server takes shared parts is said in its first message
+            if not self._takes_shared:
+                for item in items:
+                    await self._stream.write(_message([item], takes_shared=False))
+                return
+        await self._stream.write(_message(items, takes_shared=True))
+
+    async def _receive(self) -> None:
+        try:
+            while (message := await self._stream.read()) is not grpc.aio.EOF:
+                self._takes_shared = message.takes_shared
+                self._spoken.set()
+                self._heard(message)
+                for part in message.parts:
+                    self._take(part)
+            self._failure = self._failure or call_error(grpc.StatusCode.UNKNOWN, "the server ended the session")
+        except grpc.aio.AioRpcError as error:
+            self._failure = self._failure or error
+        except asyncio.CancelledError:
+            pass  # the stream's, given up or with its channel closed, or the event loop's end
+        finally:
+            failure = self._failure
+            self.is_over = True
+            self._client.ended(self)
+            self._listen_no_more()
+            self._sender.cancel()
+            self._stream.cancel()
+            calls, self._calls = self._calls, {}
+            without_s = self._without_s(failure)
+            if without_s is not None:
+                self._client.do_without(without_s)
+            for call in calls.values():
+                if without_s is not None:
+                    call.begin_alone(self._client.begin_alone)
+                else:
+                    call.finish(_of_call(failure))
+
+    def _without_s(self, failure: grpc.aio.AioRpcError | None) -> float | None:
+        """For how long the server is called without sessions, seconds. None where calls would fail like the session:
+        the server is lost, or it has refused this caller.
+
+        Calls that go on one by one cannot harm one another: one that broke the session fails alone.
+        """
+        if failure is None or is_peer_lost(failure):
+            return None
+        if details_of(failure) is not None:
+            has_no_room = error_of(failure).reason is Reason.QUEUE_FULL
+            return _BROKEN_S if has_no_room else None
+        # Where a server without sessions says so while this end is still writing, gRPC makes an error of its own core
+        # of that.
+        core_failed = failure.code() is grpc.StatusCode.INTERNAL and not self._spoken.is_set()
+        is_unknown = failure.code() is grpc.StatusCode.UNIMPLEMENTED or core_failed
+        return _WITHOUT_S if is_unknown else _BROKEN_S
+
+    def _take(self, part: CallPart) -> None:
+        call = self._calls.get(part.call_id)
+        if call is None:
+            return  # cancelled a moment ago
+        if part.HasField("end"):
+            del self._calls[part.call_id]
+            end = part.end
+            call.finish(None if end.code == 0 else call_error(_code(end.code), end.message, end.details))
+            self._end_if_idle()
+        else:
+            call.push(part.response)
+
+    def count_unread(self, call: ClientCall, num_bytes: int) -> None:
+        """A call holds so many more unread bytes, or fewer if below 0."""
+        self._client.count_unread(call, num_bytes)
+
+
+def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:
+    """Of ids of cancelled calls, and of calls that begin with the parts that they share."""
+    message = SessionRequest()
+    positions: dict[SharedPart, int] = {}
+    for item in items:
+        if isinstance(item, int):
+            message.cancelled_call_ids.append(item)
+            continue
+        begin, shared = item
+        if takes_shared:
+            begin.shared.extend(positions.setdefault(part, len(positions)) for part in shared)
+        else:
+            begin.request = WireRequest(begin.request, shared).joined()
+        message.begins.append(begin)
+    message.shared.extend(part.raw for part in positions)
+    return message
+
+
+def _of_call(failure: grpc.aio.AioRpcError | None) -> grpc.aio.AioRpcError:
+    """What the failure of a session is for its calls: a server's own answer, such as to a missing join token, or a
+    transport that broke, whatever gRPC calls it."""
+    if failure is None:
+        return call_error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did")
+    details = details_of(failure)
+    if details is not None:
+        return call_error(failure.code(), failure.details() or "", details)
+    return call_error(
+        grpc.StatusCode.UNAVAILABLE, f"the session was lost: {failure.code().name}: {failure.details() or ''}"
+    )
+
+
+def _code(number: int) -> grpc.StatusCode:
+    return _CODES.get(number, grpc.StatusCode.UNKNOWN)

@@ -1,0 +1,63 @@
+"""One address upstream: its channel and what is called through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Any
+
+import grpc
+
+from headrace.common.transport.channels import CHANNEL_OPTIONS, Options, Transport
+from headrace.common.transport.session_client import SessionClient
+from headrace.common.transport.silence import Silences
+from headrace.protos.router_pb2_grpc import RouterStub
+from headrace.protos.worker_pb2_grpc import WorkerStub
+
+_CHANNEL_OPTIONS: Options = (
+    *CHANNEL_OPTIONS,
+    # A name may stand for several routers (dns:///NAME:PORT): all are connected to and asked in turn. It is resolved
+    # again when a connection is lost.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+)
+# Sessions with the routers behind one name.
+NAMED_SESSIONS = 4
+
+
+@dataclass(slots=True)
+class Address:
+    """One address. `is_worker` is learned: a worker does not know the Router service."""
+
+    address: str
+    channel: grpc.aio.Channel
+    sessions: SessionClient
+    router: Any
+    worker: Any
+    is_worker: bool = field(default=False)
+    avoided_until_s: float = field(default=0.0)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection, and somebody answers; if not, one is made."""
+        is_ready = self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+        return is_ready and not self.sessions.is_silent
+
+
+def connect(address: str, transport: Transport, silences: Silences, *, plain_grpc: bool) -> Address:
+    """Make the channel to an address. `plain_grpc`: each generation is an RPC of its own."""
+    channel = transport.channel(address, _CHANNEL_OPTIONS)
+    num_sessions = NAMED_SESSIONS if _may_be_several(address) else 1
+    sessions = SessionClient(channel, num_sessions, plain_grpc=plain_grpc, silences=silences)
+    return Address(address, channel, sessions, RouterStub(channel), WorkerStub(channel))
+
+
+def _may_be_several(address: str) -> bool:
+    """Whether the address may stand for several routers, each of which a session is with one of."""
+    if address.startswith("unix:"):
+        return False
+    try:
+        ip_address(address.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return True
+    return False

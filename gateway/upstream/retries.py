@@ -1,0 +1,64 @@
+"""Whether and when a generation is attempted again (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.protos.status import Reason, StatusError
+
+# A generation is given up after so many lost attempts in a row without a token, and after so many lost attempts in all.
+MAX_FRUITLESS_ATTEMPTS = 12
+MAX_ATTEMPTS = 32
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.5
+
+
+@dataclass(slots=True)
+class Retries:
+    """How often a generation was attempted, and whether and when it is attempted again (pure)."""
+
+    num_addresses: int
+    attempt: int = 0
+    fruitless: int = 0
+    losses: int = 0
+    waits: int = 0
+
+    def after(
+        self, failure: StatusError, *, lost: bool, progress: bool = False, started: bool = True, present: bool = True
+    ) -> float | None:
+        """Seconds from the beginning of the failed attempt to the next one; None to give up.
+
+        `lost` means that the transport failed, `present` that there was a connection when the attempt began.
+        `progress` means that this attempt brought tokens, `started` that the client has any. An answer that has
+        started is never refused for want of room: that is waited out.
+        """
+        if progress:
+            self.fruitless = self.waits = 0
+        if _nobody_is_there(failure, lost, present) or (started and not lost and failure.reason in _CROWDED):
+            self.waits += 1
+            self.attempt += started  # for routers and workers, one that has not been taken in anywhere is new
+            return self._pause(self.waits)
+        if not (lost or failure.reason is Reason.DRAINING):
+            return None
+        self.attempt += 1
+        self.fruitless += 1
+        self.losses += 1
+        self.waits = 0
+        if self.fruitless >= MAX_FRUITLESS_ATTEMPTS or self.losses >= MAX_ATTEMPTS:
+            return None
+        return self._pause(self.fruitless)
+
+    def _pause(self, number: int) -> float:
+        """Seconds before the attempt that follows `number` vain ones."""
+        rounds, position = divmod(number, self.num_addresses)
+        if position:  # an address that has not been asked in this round
+            return 0.0
+        return min(FIRST_BACKOFF_S * 2.0 ** min(rounds - 1, 16), MAX_BACKOFF_S)
+
+
+_CROWDED = frozenset({Reason.QUEUE_FULL, Reason.DRAINING})
+
+
+def _nobody_is_there(failure: StatusError, lost: bool, present: bool) -> bool:
+    """Whether the request has come to no worker, because none takes requests or there is no way to them."""
+    return not present if lost else failure.reason is Reason.NO_CAPACITY
