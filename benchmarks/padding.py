@@ -82,7 +82,7 @@ def compare_loads(model_dir: Path, pairs: int, tokens: int) -> None:
         for number in range(pairs):
             order = list(found)
             for position, kind in enumerate(order if number % 2 else order[::-1]):
-                side.engine.padding = kind()
+                side.engine.meter.padding = kind()
                 jobs: list[Job] = mixed_jobs(np.random.default_rng([number, position]), count, per_s)
                 found[kind].append(figure(run_jobs(side, jobs)))
         ratios = sorted(a / b for a, b in zip(found[Padding], found[NoPadding], strict=True))

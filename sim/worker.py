@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,9 +20,10 @@ from headrace.router.candidates import LoadReport
 from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
 from headrace.worker.engine.build import build_scheduler
-from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.engine import EngineStats
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepRates, StepShape
+from headrace.worker.engine.step_meter import StepMeter
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
@@ -89,8 +90,8 @@ class SimulatedWorker:
         self.scheduler = build_scheduler(
             settings.num_blocks, settings.block_size, limits, target_step_ms=settings.target_step_ms, clock=clock
         )
-        # For its reports; it never steps, so it has neither runner nor sampler.
-        self._engine = Engine(self.scheduler, cast("Any", None), cast("Any", None))
+        self._meter = StepMeter(self.scheduler)
+        self._stats = EngineStats()
         self._warm_up()
         self._arrived: list[Request] = []
         self._answers: dict[Request, Sampled] = {}
@@ -111,12 +112,12 @@ class SimulatedWorker:
     @property
     def busy_s(self) -> float:
         """Seconds of all steps."""
-        return self._engine.stats.infer_s
+        return self._stats.infer_s
 
     @property
     def num_steps(self) -> int:
         """Steps that ended."""
-        return self._engine.stats.num_steps
+        return self._stats.num_steps
 
     @property
     def is_stepping(self) -> bool:
@@ -152,16 +153,10 @@ class SimulatedWorker:
             return None
         output = self.scheduler.schedule()
         assert output.scheduled, "there are requests and none can go on"
-        costs, padding = self.scheduler.step_costs, self._engine.padding
-        token_ms = costs.of(is_decode=output.is_decode).token_ms
-        num_padding = padding.of(
-            output.num_tokens, is_decode=output.is_decode, token_ms=token_ms, change_ms=costs.decode.change_ms
-        )
-        step = [(request.num_computed_tokens, new) for request, new in output.scheduled]
         self._output = output
-        shape = StepShape.of(step, padding=num_padding, changed=padding.changed)
+        shape = self._meter.size(output).shape
         self._step_ms = self.settings.cost.milliseconds(shape)
-        costs.observe(shape, self._step_ms, is_first=False)
+        self.scheduler.step_costs.observe(shape, self._step_ms, is_first=False)
         return self._step_ms
 
     def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:
@@ -174,8 +169,8 @@ class SimulatedWorker:
             if request.num_computed_tokens + new == request.num_tokens
         ]
         outputs = self.scheduler.update(output, sampled)
-        self._engine.stats.infer_s += self._step_ms / 1000
-        self._engine.stats.num_steps += 1
+        self._stats.infer_s += self._step_ms / 1000
+        self._stats.num_steps += 1
         for given in outputs:
             if given.is_last:
                 del self._answers[given.request]
@@ -195,7 +190,7 @@ class SimulatedWorker:
         return True
 
     def _report(self, now_s: float) -> Report:
-        report = report_of(self._engine)
+        report = report_of(self.scheduler, self._stats)
         self._arrivals.shown(self._num_taken)
         self._load = LoadReport(
             num_running=report.num_running,

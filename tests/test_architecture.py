@@ -44,6 +44,7 @@ SIM_MAY_IMPORT = {
     "worker.kv.manager",
     "worker.engine.scheduler",
     "worker.engine.step_cost",
+    "worker.engine.step_meter",
     "worker.model.step_limits",
     "worker.request.params",
     "worker.request.request",

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from headrace.worker.engine.ending import end_process
-from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.engine import Engine, EngineStats
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import Command, LoadReport, Mailbox
-from headrace.worker.engine.scheduler import SchedulerStats
+from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
 from headrace.worker.request.step import RequestOutput
 
 # Load is reported after a step at most this often, besides when the engine comes to rest.
@@ -56,7 +56,7 @@ class EngineThread(threading.Thread):
     @property
     def longest_expected_step_s(self) -> float:
         """How long the step that is being computed may take, as far as that can be told from those before."""
-        return self._engine.longest_expected_step_s
+        return self._engine.meter.longest_expected_step_s
 
     def run(self) -> None:
         """Step until stopped. With nothing to compute, wait for a command."""
@@ -73,10 +73,10 @@ class EngineThread(threading.Thread):
         return " < ".join(f"{at.filename.rpartition('/')[2]}:{at.lineno} {at.name}" for at in reversed(frames))
 
     def _run(self) -> None:
-        self._mailbox.deliver((), report_of(self._engine))
-        while (commands := self._take()) is not None:
-            self._obey(commands)
-            self._give_back_overdue()
+        self._mailbox.deliver((), report_of(self._engine.scheduler, self._engine.stats))
+        while (commands := self._receive()) is not None:
+            self._apply(commands)
+            self._refuse_overdue()
             has_stepped = self._engine.advance(self._deliver)
             if has_stepped:
                 self.num_turns += 1
@@ -84,7 +84,7 @@ class EngineThread(threading.Thread):
             if has_stepped or commands:
                 self._report = self._report_if_due(commands_came=bool(commands))
 
-    def _obey(self, commands: Sequence[Command]) -> None:
+    def _apply(self, commands: Sequence[Command]) -> None:
         scheduler = self._engine.scheduler
         refused = []
         for request, is_cancel in commands:
@@ -100,14 +100,14 @@ class EngineThread(threading.Thread):
         if refused:
             self._mailbox.deliver(refused, None)
 
-    def _give_back_overdue(self) -> None:
+    def _refuse_overdue(self) -> None:
         """End requests that have waited too long for their first step."""
         scheduler = self._engine.scheduler
         given_back = [scheduler.give_back(request, error) for request, error in self._forecast.overdue()]
         if given_back:
             self._mailbox.deliver(given_back, None)
 
-    def _take(self) -> list[Command] | None:
+    def _receive(self) -> list[Command] | None:
         """The commands that have come; waits for one if there is nothing to do."""
         if self._has_work:
             return self._mailbox.take(block=False)
@@ -135,12 +135,11 @@ class EngineThread(threading.Thread):
         if now < self._next_report_s and not at_rest and not commands_came:
             return None
         self._next_report_s = now + REPORT_INTERVAL_S
-        return report_of(self._engine, self._num_taken)
+        return report_of(self._engine.scheduler, self._engine.stats, self._num_taken)
 
 
-def report_of(engine: Engine, num_taken: int = 0) -> LoadReport:
-    """The engine's state now, in which it has taken so many requests; takes the pool's events."""
-    scheduler = engine.scheduler
+def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> LoadReport:
+    """The engine's state now, after it has received `num_taken` requests. Takes the pool's events."""
     rates = scheduler.step_costs.rates
     pool = scheduler.kv_cache.pool
     stored, evicted = pool.take_events()
@@ -150,11 +149,11 @@ def report_of(engine: Engine, num_taken: int = 0) -> LoadReport:
         for request in requests
     )
     counters = {name: getattr(scheduler.stats, name) for name in _COUNTERS}
-    counters["steps"] = engine.stats.num_steps
-    counters["infer_us"] = int(engine.stats.infer_s * 1e6)
-    counters["overhead_us"] = int(engine.stats.overhead_s * 1e6)
+    counters["steps"] = stats.num_steps
+    counters["infer_us"] = int(stats.infer_s * 1e6)
+    counters["overhead_us"] = int(stats.overhead_s * 1e6)
     counters["blocks_evicted"] = pool.num_evictions
-    counters["padding_tokens"] = engine.stats.num_padding_tokens
+    counters["padding_tokens"] = stats.num_padding_tokens
     return LoadReport(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),

@@ -179,10 +179,10 @@ def test_time_in_which_the_watchdog_did_not_run_does_not_count() -> None:
 def test_the_engine_expects_long_steps_where_they_are_long(
     engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.engine.longest_expected_step_s == 0.0
+    assert engine.engine.meter.longest_expected_step_s == 0.0
     engine.request([1] * 20, max_tokens=5)
     engine.run()
-    longest_s = engine.engine.longest_expected_step_s
+    longest_s = engine.engine.meter.longest_expected_step_s
     assert longest_s > 0.0
     for number in range(20):
         engine.request([number] * 9, max_tokens=2)
@@ -191,7 +191,7 @@ def test_the_engine_expects_long_steps_where_they_are_long(
     monkeypatch.setattr(StepCostModel, "predict_ms", lambda *_: 5000.0)
     engine.request([99] * 20, max_tokens=1)
     engine.run()
-    assert engine.engine.longest_expected_step_s == 5.0
+    assert engine.engine.meter.longest_expected_step_s == 5.0
 
 
 async def test_while_stuck_watchers_hear_nothing_and_afterwards_all() -> None:

@@ -216,9 +216,7 @@ def test_a_worker_that_has_warmed_up_knows_what_its_steps_cost() -> None:
     """The first step with a number of tokens teaches nothing, so the same prompts are computed twice."""
     engine = make_engine(num_blocks=64)
     costs = engine.scheduler.step_costs = StepCosts()
-    kept = []
     for num_tokens in (*WARM_UP_TOKENS, *WARM_UP_TOKENS):
-        kept.append((engine.engine.padding, engine.engine.small_padding))  # no object may come to lie where one was
         sampling = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
         engine.engine.warm_up(Request("warm-up", [1] * num_tokens, sampling, 0))
     assert costs.prompts.num_steps >= len(WARM_UP_TOKENS)

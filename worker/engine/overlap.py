@@ -1,0 +1,115 @@
+"""What overlaps with the kernels: work that the next step does not depend on, done while they compute it.
+
+    engine thread   schedule, build | kernels                           | sample, account
+    second thread                   | read log-probabilities of the last
+                                    | step and deliver its outputs; plan
+                                    | the sampling of this step
+
+The kernels release the GIL, so this costs no time as long as it is shorter than they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from headrace.protos.status import StatusError
+from headrace.worker.engine.isolation import NOT_PLANNED, IsolatedSampler, Planned
+from headrace.worker.request.request import Request, RequestState
+from headrace.worker.request.step import RequestOutput, Sampled
+from headrace.worker.sampling.logits import Logits
+
+Deliver = Callable[[list[RequestOutput]], None]
+
+
+class _Unread(NamedTuple):
+    """Sampled tokens whose log-probabilities have not been read from the logits yet."""
+
+    requests: Sequence[Request]
+    logits: Logits
+    sampled: Sequence[Sampled]
+
+
+class Overlap:
+    """Holds the outputs of a step until the next one is computed, and does the work described above.
+
+    The engine thread calls `begin` before the kernels and `finish` after them. Between the two it touches neither this
+    object nor any request.
+    """
+
+    def __init__(self, sampler: IsolatedSampler) -> None:
+        self._sampler = sampler
+        self._outputs: list[RequestOutput] = []
+        self._unread: _Unread | None = None
+        self._failed: set[Request] = set()
+        self._executor = ThreadPoolExecutor(1, "overlap")
+        self._work: Future[Planned] | None = None
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is something to deliver."""
+        return bool(self._outputs)
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the logits of the last step must stay valid while the next one is computed."""
+        return self._unread is not None
+
+    def hold(self, outputs: Sequence[RequestOutput]) -> None:
+        """Deliver these with the next step."""
+        self._outputs += outputs
+
+    def read_later(self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]) -> None:
+        """Read the log-probabilities of these tokens with the next step, for requests that want them."""
+        if any(request.sampling.num_logprobs is not None for request in requests):
+            self._unread = _Unread(requests, logits, sampled)
+
+    def begin(self, requests: Sequence[Request], vocab_size: int, deliver: Deliver) -> None:
+        """Start the work of a step in which `requests` are sampled."""
+        if self._unread is None and all(request.sampling.is_plain for request in requests):
+            self.deliver(deliver)  # too little to wake a thread for
+        else:
+            self._work = self._executor.submit(self._run, requests, vocab_size, deliver)
+
+    def finish(self) -> Planned:
+        """Wait for the work. Returns the plan for sampling. Raises what `deliver` raised."""
+        work, self._work = self._work, None
+        return NOT_PLANNED if work is None else work.result()
+
+    def deliver(self, deliver: Deliver) -> None:
+        """Deliver what is held, at once."""
+        deliver(self._take())
+
+    def take_failed(self) -> set[Request]:
+        """Requests whose log-probabilities could not be read since the last call. Their error has been delivered, so
+        nothing more may be."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def _run(self, requests: Sequence[Request], vocab_size: int, deliver: Deliver) -> Planned:
+        self.deliver(deliver)
+        return self._sampler.plan(requests, vocab_size)
+
+    def _take(self) -> list[RequestOutput]:
+        """The outputs that are held, with their log-probabilities."""
+        outputs, self._outputs = self._outputs, []
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return outputs
+        entries = dict(zip(unread.requests, self._sampler.logprobs(*unread), strict=True))
+        complete = []
+        for output in outputs:
+            request = output.request
+            entry = entries.get(request) if output.token_ids else None
+            if entry is None:
+                complete.append(output)
+            elif isinstance(entry, StatusError):
+                complete.append(RequestOutput(request, output.start_pos, (), error=entry))
+                if request.state is not RequestState.FINISHED:
+                    self._failed.add(request)
+            else:
+                complete.append(replace(output, logprobs=(entry,)))
+        return complete

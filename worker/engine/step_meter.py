@@ -1,0 +1,67 @@
+"""The size of each step, padding included, and what it costs: predicted before the step, learned from it afterwards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headrace.worker.engine.padding import Padding
+from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput
+from headrace.worker.engine.step_cost import StepCosts, StepRates, StepShape
+
+# The longest recent step is expected to happen again. It counts 0.1 % less with each step.
+_FORGETTING = 0.999
+
+
+class StepSize(NamedTuple):
+    """`shape` includes `num_padding` tokens. `is_small`: the step is computed by the graph for small decode steps."""
+
+    shape: StepShape
+    num_padding: int
+    is_small: bool
+
+
+class StepMeter:
+    """Measures the steps that a scheduler decides. What it learns is the scheduler's to use."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.padding, self.small_padding = Padding(), Padding()
+        self.longest_expected_step_s = 0.0
+        """How long the current step may take: its predicted time, or that of the longest recent step."""
+        self._longest_step_s = 0.0
+        self._seen: set[tuple[bool, int]] = set()
+
+    @property
+    def costs(self) -> StepCosts:
+        """What steps cost, as learned so far."""
+        return self._scheduler.step_costs
+
+    def size(self, output: SchedulerOutput, *, is_small: bool = False) -> StepSize:
+        """Decide the padding of the next step and predict its time. Each graph has its own run of steps."""
+        padding = self.small_padding if is_small else self.padding
+        num_padding = padding.of(
+            output.num_tokens,
+            is_decode=output.is_decode,
+            token_ms=self.costs.of(is_decode=output.is_decode).token_ms,
+            change_ms=self.costs.decode.change_ms,
+        )
+        tokens = ((request.num_computed_tokens, new) for request, new in output.scheduled)
+        shape = StepShape.of(tokens, padding=num_padding, changed=padding.changed)
+        model = self.costs.of(is_decode=shape.prompt_tokens == 0)
+        predicted_s = model.predict_ms(shape) / 1000 if model.num_steps else 0.0
+        self.longest_expected_step_s = max(self._longest_step_s, predicted_s)
+        return StepSize(shape, num_padding, is_small)
+
+    def observe(self, size: StepSize, step_s: float) -> None:
+        """Learn from a step that took `step_s` seconds."""
+        # Kernels are built in the first step of each size.
+        key = (size.is_small, size.shape.tokens)
+        self.costs.observe(size.shape, 1000 * step_s, is_first=key not in self._seen)
+        self._seen.add(key)
+        self._longest_step_s = max(step_s, _FORGETTING * self._longest_step_s)
+
+    def end_warm_up(self) -> None:
+        """Forget everything that depends on the steps so far, except what steps cost and which kernels are built."""
+        self.padding, self.small_padding = Padding(), Padding()
+        self.costs.rates = StepRates()
+        self.longest_expected_step_s = self._longest_step_s = 0.0
