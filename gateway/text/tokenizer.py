@@ -1,14 +1,10 @@
 """Text to token ids and token ids to bytes, from the OpenVINO graphs in a tokenizer bundle.
 
-The tokenizer graph runs as it is. The detokenizer graph runs once, when it is loaded, over the whole vocabulary: cut in
-front of the node that joins the tokens of a text, it gives the bytes of each token alone, which is what an
-incremental detokenizer needs.
+The tokenizer graph runs as it is. The detokenizer graph runs once, when it is loaded, and gives the bytes of each token
+alone: an incremental detokenizer needs nothing else.
 
-    ids -> VocabDecoder [-> ByteFallback, ...] -> | -> FuzeRagged -> UTF8Validate -> StringTensorPack -> text
-                                                 cut
-
-This is the only module of the gateway that imports OpenVINO, and the import takes a third of a second: import it
-late, in a thread.
+This is the only module of the gateway that imports OpenVINO, which takes a third of a second: import it late, in a
+thread.
 """
 
 from __future__ import annotations
@@ -20,12 +16,10 @@ from typing import Any
 
 import numpy as np
 import openvino
-import openvino_tokenizers  # noqa: F401  # registers its operations with every openvino.Core
 
+from headrace.common.model_files.vocabulary import COMPILE_OPTIONS, DetokenizerError, read_vocabulary
 from headrace.gateway.upstream.bundle import BundleError
 
-# One text is tokenized by one thread: parallelism is between requests.
-_COMPILE_OPTIONS = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1}
 _NO_LIMIT = 2**31 - 1
 _GRAPHS = ("openvino_tokenizer", "openvino_detokenizer")
 _the_core: Any = None
@@ -76,7 +70,7 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
             raise BundleError(f"{name} is missing in the tokenizer bundle")
     try:
         encoder_graph, decoder_graph = (_core().read_model(files[f"{g}.xml"], files[f"{g}.bin"]) for g in _GRAPHS)
-        token_bytes, special_ids = _vocabulary(decoder_graph)
+        token_bytes, special_ids = read_vocabulary(_core(), decoder_graph)
         chat_template = _rt_text(encoder_graph, "chat_template")
         tokens = _special_tokens(encoder_graph, token_bytes)
         _lift_truncation(encoder_graph)
@@ -84,6 +78,8 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         encoder = plain = _Encoder(encoder_graph)
         if _drop_added_tokens(encoder_graph):
             plain = _Encoder(encoder_graph)
+    except DetokenizerError as error:
+        raise BundleError(str(error)) from error
     except RuntimeError as error:
         raise BundleError(f"the tokenizer's OpenVINO graphs cannot be used: {error}") from error
     return Tokenizer(encoder, plain, token_bytes, special_ids, chat_template, tokens)
@@ -93,7 +89,7 @@ class _Encoder:
     """A compiled tokenizer graph and its idle inference requests, one for each thread that is encoding."""
 
     def __init__(self, graph: Any) -> None:
-        self._compiled: Any = _core().compile_model(graph, "CPU", _COMPILE_OPTIONS)
+        self._compiled: Any = _core().compile_model(graph, "CPU", COMPILE_OPTIONS)
         names = [output.get_names() for output in graph.outputs]
         self._ids = next((i for i, name in enumerate(names) if "input_ids" in name), 0)
         self._mask = next((i for i, name in enumerate(names) if "attention_mask" in name), None)
@@ -127,50 +123,6 @@ def _core() -> Any:
     if _the_core is None:
         _the_core = openvino.Core()
     return _the_core
-
-
-def _vocabulary(graph: Any) -> tuple[list[bytes], frozenset[int]]:
-    """Bytes of every token, and the ids that the detokenizer graph would skip."""
-    nodes = {node.get_type_name(): node for node in graph.get_ordered_ops()}
-    if "VocabDecoder" not in nodes or "FuzeRagged" not in nodes or "CharsToBytes" in nodes:
-        raise BundleError(
-            "openvino_detokenizer.xml does not decode through a vocabulary (VocabDecoder, FuzeRagged): "
-            "convert the tokenizer again with a current openvino-tokenizers and without its SentencePiece backend"
-        )
-    decoder, fuse = nodes["VocabDecoder"], nodes["FuzeRagged"]
-    size = decoder.input(1).get_shape()[0]
-    special_ids = frozenset(int(i) for i in decoder.get_attributes().get("skip_tokens", ()))
-    if decoder.get_input_size() > 4:
-        skipped = decoder.input(4)
-        (ids,) = _run([skipped.get_source_output()], [], [])
-        special_ids = frozenset(map(int, ids.tolist()))
-        skipped.replace_source_output(openvino.op.Constant(np.zeros((0,), np.int32)).output(0))
-    column = np.arange(size, dtype=graph.input(0).get_element_type().to_dtype())[:, None]
-    begins, ends, chars = _run(_before(fuse), graph.get_parameters(), [column])
-    raw = chars.tobytes()
-    token_bytes = [raw[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-    if len(token_bytes) != size:
-        raise BundleError(f"openvino_detokenizer.xml gives {len(token_bytes)} texts for {size} tokens")
-    return token_bytes, special_ids
-
-
-def _before(fuse: Any) -> list[Any]:
-    """Begins, ends and characters of single tokens, as they enter the node that joins them.
-
-    The node itself takes begins and ends of rows and tokens; the characters go past it to the next node.
-    """
-    for target in fuse.output(0).get_target_inputs():
-        if target.get_node().get_input_size() >= 3:
-            chars = target.get_node().input(2).get_source_output()
-            return [fuse.input(2).get_source_output(), fuse.input(3).get_source_output(), chars]
-    raise BundleError("openvino_detokenizer.xml does not end in a text")
-
-
-def _run(outputs: list[Any], parameters: list[Any], inputs: list[Any]) -> list[Any]:
-    """Values of the outputs, by a model of their own."""
-    compiled = _core().compile_model(openvino.Model(outputs, parameters, "part"), "CPU", _COMPILE_OPTIONS)
-    results = compiled(inputs)
-    return [np.array(results[i]) for i in range(len(outputs))]
 
 
 def _taking_bytes(graph: Any) -> Any:

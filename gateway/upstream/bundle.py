@@ -12,19 +12,8 @@ from typing import Any
 
 import msgspec
 
-FILE_NAMES = frozenset(
-    {
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "openvino_detokenizer.bin",
-        "openvino_detokenizer.xml",
-        "openvino_tokenizer.bin",
-        "openvino_tokenizer.xml",
-        "special_tokens_map.json",
-        "tokenizer_config.json",
-    }
-)
+from headrace.common.model_files.names import BUNDLE_FILES
+
 MAX_BUNDLE_BYTES = 256 * 1024 * 1024
 MAX_MEMBERS = 64
 
@@ -54,7 +43,7 @@ def read_bundle(raw: bytes) -> dict[str, bytes]:
             for position, member in enumerate(archive):
                 if position >= MAX_MEMBERS:
                     raise BundleError(f"the tokenizer bundle has more than {MAX_MEMBERS} members")
-                if member.name not in FILE_NAMES or not member.isreg():
+                if member.name not in BUNDLE_FILES or not member.isreg():
                     continue
                 content = archive.extractfile(member)
                 assert content is not None

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from headrace.common.model_files.names import BUNDLE_FILES
 from headrace.worker.config import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -33,17 +34,6 @@ REQUIRED_FILES = (
     "openvino_tokenizer.bin",
     "openvino_detokenizer.xml",
     "openvino_detokenizer.bin",
-)
-BUNDLE_FILES = (
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "openvino_detokenizer.bin",
-    "openvino_detokenizer.xml",
-    "openvino_tokenizer.bin",
-    "openvino_tokenizer.xml",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
 )
 UNKNOWN_CONTEXT_TOKENS = 2048
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openvino_tokenizers import tokenizer_pipeline as pipeline
 
+from headrace.common.model_files.vocabulary import read_vocabulary
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.models import load_text_side
 from headrace.gateway.text.tokenizer import load_tokenizer
@@ -67,9 +68,7 @@ def test_a_vocabulary_with_byte_fallback_gives_bytes_and_keeps_leading_spaces(ki
     whole = pipeline.TokenizerPipeline(vocab=vocab, skip_tokens=[0])
     whole.add_steps(decoding)
     decoder = whole.get_detokenizer_ov_subgraph()
-    from headrace.gateway.text.tokenizer import _vocabulary
-
-    token_bytes, special_ids = _vocabulary(decoder)
+    token_bytes, special_ids = read_vocabulary(kit.core, decoder)
     assert token_bytes == [b"<s>", b"\xe2", b"\x82", b"\xac", b" the", b" ", b"a"]
     assert special_ids == {0}
     assert detokenize([4, 1, 2, 3], token_bytes, special_ids) == " the€"

@@ -1,0 +1,1 @@
+"""Files of a model that both the gateway and the workers read."""

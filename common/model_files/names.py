@@ -1,0 +1,16 @@
+"""Names of the files of a model directory."""
+
+from __future__ import annotations
+
+BUNDLE_FILES = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "openvino_detokenizer.bin",
+    "openvino_detokenizer.xml",
+    "openvino_tokenizer.bin",
+    "openvino_tokenizer.xml",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+"""The tokenizer bundle: what a worker hands out of its model, as far as the files exist."""
