@@ -4,7 +4,7 @@ In virtual time, with the step cost that sim/step_cost_7b.json has by arithmetic
 ways to size the steps that streams and prompts share (docs/decisions/0032):
 
     256 tokens             whatever they take
-    in milliseconds        as a worker does by default: 100 ms, or twice what the step takes without prompts
+    in milliseconds        as a worker does by default: 150 ms, or 1.9 times what the step takes without prompts
     three times            the same with three times
 
 Printed are means over the loads: p99 of the time between two tokens of an answer and the longest; mean time per token;

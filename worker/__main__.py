@@ -104,8 +104,8 @@ DRAIN_TIMEOUT_S = 2.0
 @click.option(
     "--target-tpot-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Size steps so that running streams get a token this often; by default every 100 ms, or in twice the time "
-    "that a step takes without prompts.",
+    help="Size steps so that running streams get a token this often; by default every 150 ms, or in 1.9 times the "
+    "time that a step takes without prompts.",
 )
 @click.option(
     "--max-pause-ms",

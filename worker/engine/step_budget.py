@@ -3,12 +3,13 @@
 Three kinds of steps have prompts in them:
 
 - **with streams**: running streams wait for the whole step, so it keeps a target. By default that is `TARGET_STEP_MS`,
-  or twice the time of the same step without prompts where that is more. A target that a user sets may not be reachable:
-  prompts then still have a fifth of the step's time.
+  or 1.9 times what the step takes anyway, where that is more. A target that a user sets may not be reachable: prompts
+  then still have a fifth of the step's time. A step takes anyway what its streams take, and what reading the computed
+  part of the first prompt takes.
 - **alone, while streams pause**: no longer than the streams may still wait. They pause only where prompts get on faster
   by it, and where steps with streams are short against a pause.
-- **alone**: no one waits but other prompts. The step is so large that an eighth of its time is what any step costs,
-  or takes `ALONE_MS`.
+- **alone**: no one waits but other prompts. An eighth of the step's time is what any step and reading the computed
+  part of the first prompt cost, or the step takes `ALONE_MS`.
 
 Limits in tokens are caps on top. Before anything is learned, `step_cost` expects a large model on few cores, so first
 steps are small.
@@ -26,11 +27,11 @@ from headrace.worker.engine.step_cost import NOTHING, StepCosts, StepShape
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
 # Milliseconds of a step that streams have a part in, if they allow no more, and of one of prompts alone at least.
-TARGET_STEP_MS = 100.0
+TARGET_STEP_MS = 150.0
 ALONE_MS = 80.0
-# A step with prompts may take this many times what it would take without them, before it counts as too long: where a
-# user sets no target, and where one does.
-TIMES_WITHOUT_PROMPTS = 2.0
+# A step with prompts may take this many times what it would take without their new tokens, before it counts as too
+# long: where a user sets no target, and where one does.
+TIMES_WITHOUT_PROMPTS = 1.9
 LEAST_TIMES_WITHOUT_PROMPTS = 1.25
 # Part of a step of prompts alone that is what any step costs.
 STEP_COST_SHARE = 1 / 8
@@ -83,7 +84,7 @@ class StepBudget:
         """What prompts get beside streams. `prompts` are in the order in which they are served, at least one; `first`
         is the place of the first in rank among them."""
         decode = self.costs.decode if self.costs.decode.num_steps else self.costs.prompts
-        without_ms = decode.predict_ms(streams)
+        without_ms = decode.predict_ms(streams) + self.costs.prompts.reread_ms(prompts[first].past)
         if self.target_ms is None:
             limit_ms = max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * without_ms)
         else:
@@ -94,7 +95,8 @@ class StepBudget:
 
     def alone(self, prompts: Sequence[Prompt], first: int, limit_ms: float | None = None) -> Room:
         """What prompts get in a step of their own, of `limit_ms` at most."""
-        useful_ms = max(ALONE_MS, self.costs.prompts.step_ms / STEP_COST_SHARE)
+        costs = self.costs.prompts
+        useful_ms = max(ALONE_MS, (costs.step_ms + costs.reread_ms(prompts[first].past)) / STEP_COST_SHARE)
         most_ms = useful_ms if limit_ms is None else min(useful_ms, limit_ms)
         return self._room(most_ms, NOTHING, prompts, first, MIN_PROMPT_STEP, self.max_num_batched_tokens)
 
@@ -126,14 +128,19 @@ class StepBudget:
         base_ms = model.predict_ms(others)
         left_ms = limit_ms - base_ms
         past, remaining = prompts[first]
-        for_first = max(model.tokens_for(left_ms / FIRST_IN_RANK_SHARE, past), MIN_CHUNK_ROOM)
+        first_ms = left_ms / FIRST_IN_RANK_SHARE + model.reread_ms(past)
+        for_first = max(model.tokens_for(first_ms, past), MIN_CHUNK_ROOM)
         for_first = min(for_first, max(most // FIRST_IN_RANK_SHARE, MIN_CHUNK_ROOM), remaining)
-        tokens, prompts_ms, is_cut = for_first, model.chunk_ms(past, for_first), False
+        first_chunk_ms = model.chunk_ms(past, for_first)
+        tokens, prompts_ms, is_cut = for_first, first_chunk_ms, False
         for place, (past, remaining) in enumerate(prompts):
-            wanted = remaining - for_first if place == first else remaining
-            given = min(wanted, max(0, model.tokens_for(left_ms - prompts_ms, past)), most - tokens)
+            # The first in rank has begun: it is read from the cache once, whatever it gets.
+            begun, begun_ms = (for_first, first_chunk_ms) if place == first else (0, 0.0)
+            wanted = remaining - begun
+            affordable = model.tokens_for(left_ms - prompts_ms + begun_ms, past) - begun
+            given = min(wanted, max(0, affordable), most - tokens)
             tokens += given
-            prompts_ms += model.chunk_ms(past, given) if given else 0.0
+            prompts_ms += model.chunk_ms(past, begun + given) - begun_ms if given else 0.0
             if given < wanted:
                 is_cut = True
                 break

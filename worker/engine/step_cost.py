@@ -195,9 +195,13 @@ class StepCostModel:
         linear, square = self.token_ms + per_attended * (past + 0.5), per_attended / 2
         return int(2 * left_ms / (linear + math.sqrt(linear * linear + 4 * square * left_ms)))
 
+    def reread_ms(self, past: int) -> float:
+        """What a chunk costs for reading the `past` tokens before it from the cache, however many tokens it has."""
+        return self._weights[3] * REFERENCE[3] * past / 1000
+
     def _beginning_ms(self, past: int) -> float:
         """What a chunk costs before its first token: it is a sequence, and reads what was computed."""
-        return self._weights[3] * REFERENCE[3] * past / 1000 + self._weights[4] * REFERENCE[4]
+        return self.reread_ms(past) + self._weights[4] * REFERENCE[4]
 
     def observe(self, shape: StepShape, milliseconds: float) -> None:
         """Learn from a step."""

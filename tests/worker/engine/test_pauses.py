@@ -159,7 +159,7 @@ def test_streams_do_not_pause_where_prompts_get_on_no_faster_by_it() -> None:
 
 def test_streams_of_a_large_model_do_not_pause_for_steps_have_them_wait_anyway() -> None:
     engine = with_streams(knowing(large_engine(), 130.0, 10.0), 2)
-    assert 8 <= first_step_of(engine) <= 16, "300 ms, twice what a step of the streams takes"
+    assert 8 <= first_step_of(engine) <= 16, "285 ms, 1.9 times what a step of the streams takes"
     assert not engine.scheduler.pauses.is_pause
 
 
