@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-clients test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs bench bench-engine bench-router bench-gateway dev clean
+.PHONY: help serve lock image pin-images test test-clients test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make image                                    build the image, on a base image held by digest'
 	@echo 'make pin-images                               renew the digests of images that are not built here'
 	@echo 'make screenshots                              the pictures of console and dashboard, in docs/images'
+	@echo 'make docs-walk                                the picture of the walk, in docs/architecture.md'
 	@echo 'make docs                                     the documentation site, in .make/site; links are checked'
 	@echo 'make dev                                      set up only'
 
@@ -142,6 +143,10 @@ screenshots: .venv/.dev .links/headrace
 docs: .venv/.docs .links/headrace
 	$(BIN)/python -m tests.cli_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The picture of one chat's way through the gateway, in docs/architecture.md.
+docs-walk: .venv/.dev .links/headrace
+	HEADRACE_DRAW_WALK=1 $(BIN)/pytest -n 0 -q tests/gateway/test_walk.py
 
 .venv/.docs: .venv/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2
