@@ -283,7 +283,8 @@ async def test_requests_wait_for_a_worker_that_is_away_as_long_as_their_clients_
 
 async def test_an_operator_may_bound_how_long_new_requests_wait(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     router, gateway = pair
-    monkeypatch.setattr(gateway.upstream, "_worker_wait_s", 0.05)
+    monkeypatch.setattr(upstream, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(gateway.upstream, "_worker_wait_s", 1.0)
 
     async def away(own: Any, stream: Any, send: Any) -> None:
         raise StatusError(Reason.NO_CAPACITY, "nobody serves the model; try again in a moment")
