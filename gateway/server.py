@@ -125,7 +125,7 @@ async def _run(
     stop: asyncio.Event,
 ) -> None:
     """Serve until `stop` is set, or the HTTP server or a background task ends; then drain."""
-    edge = HttpEdge(endpoints(services, opened), services.metrics, door=security.door, bodies=security.bodies)
+    edge = HttpEdge(endpoints(services, opened), services.metrics, admission=security.admission, bodies=security.bodies)
     grpc_server = await _start_grpc(settings, security, [one for protocol in opened for one in protocol.grpc_services])
     stop_timeout_s = math.ceil(settings.drain_timeout_s + STOP_S)
     application = with_cors(edge, security.cors_origins)
@@ -161,7 +161,7 @@ async def _start_grpc(
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.grpc_port}"
     try:
-        server, _ = await start_grpc_server(services, address, security.door, security.tls)
+        server, _ = await start_grpc_server(services, address, security.admission, security.tls)
     except RuntimeError as error:
         raise CannotServeError(
             f"cannot listen for gRPC on {address}; is it in use? Choose another with --grpc-port"

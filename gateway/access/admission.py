@@ -1,14 +1,14 @@
-"""The door: who may come in with what, how many at a time, and for how long. All requests pass it, HTTP and gRPC.
+"""Admission control: authentication, rate limits and concurrency limits of all requests, over HTTP and gRPC.
 
-    request -> key known? (401) -> room for it in its key's limits? (429) -> handler
-                                       prompt known -> tokens in its key's limits? (429) -> generation -> settled
+    request -> key known? (401) -> within its key's rate limits? (429) -> handler
+                                       prompt known -> within its token limit? (429) -> generation -> settled
 
-Without keys everybody may come in; the bounds of the gateway itself hold for all.
+Without keys everybody is admitted; the bounds of the gateway itself hold for all.
 
-Tokens of a request are taken before it is generated: those of its prompts, and the longest answers that it asked for
-where it said so (`max_tokens` times the number of answers). When it has ended, that is settled to what was used:
-prompts and generated tokens, or nothing if nothing came. An answer whose length was left open is thus paid for behind,
-out of the next minutes.
+A request is charged before generation: for the tokens of its prompts, and for the longest answers that it allows
+(`max_tokens` times the number of answers), if it says so. At its end the charge is corrected to what was used: prompts
+and generated tokens, or nothing if there was no answer. A request without `max_tokens` is charged for its answers only
+then, which can use up the next minutes of its key.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Protocol
 
 from headrace.common.stores.api_keys import ApiKey
 from headrace.gateway.access.keys import KeyRing
-from headrace.gateway.access.limits import Answer, Entry, KeyLimits, LocalLimits, Standing
+from headrace.gateway.access.limits import Answer, Entry, KeyLimits, LimitState, LocalLimits
 from headrace.protos.status import Reason, StatusError
 
-CROWDED_RETRY_S = 1.0
+CONCURRENCY_RETRY_S = 1.0
 _BEARER = "bearer "
 _MAX_ECHO_CHARS = 100
 
@@ -35,38 +35,38 @@ Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class DoorBounds:
-    """Bounds of the gateway itself, for all callers together. Times in seconds."""
+class AdmissionBounds:
+    """Bounds of the gateway itself, for all callers together; times in seconds."""
 
     max_requests: int = 4096
     """Requests at a time."""
     request_timeout_s: float = 3600.0
     """From a request's arrival to the end of its answer."""
     early_headers_s: float | None = None
-    """When a stream begins although nothing came yet; None: never."""
+    """When a stream begins without a token; None: never."""
     open_metrics: bool = False
     """Whether metrics may be read without a key."""
     wants_certificate: bool = False
-    """Whether clients have to show a certificate, for all but health."""
+    """Whether clients need a certificate, except for health."""
 
 
 class Limits(Protocol):
-    """Where what keys have used is counted: here alone, or shared with other gateways."""
+    """Counts the usage of keys, for this gateway alone or shared with other gateways."""
 
-    async def enter(self, key: KeyLimits, visit: str) -> Entry:
-        """Let a request in, if there is room."""
+    async def enter(self, key: KeyLimits, request: str) -> Entry:
+        """Admit a request, if there is room."""
 
     async def take_tokens(self, key: KeyLimits, cost: int) -> Answer:
         """Count tokens, if there is room."""
 
     def settle(self, key: KeyLimits, delta: int) -> None:
-        """Count tokens (or take them back) in any case."""
+        """Count tokens, or give them back if negative, even without room."""
 
-    def leave(self, key: KeyLimits, visit: str) -> None:
-        """A request that was let in has ended."""
+    def leave(self, key: KeyLimits, request: str) -> None:
+        """An admitted request has ended."""
 
     def retain(self, key_ids: Collection[str]) -> None:
-        """These are all the keys there are."""
+        """Forget all keys but these."""
 
 
 class OwnLimits:
@@ -75,9 +75,9 @@ class OwnLimits:
     def __init__(self, local: LocalLimits) -> None:
         self._local = local
 
-    async def enter(self, key: KeyLimits, visit: str) -> Entry:
+    async def enter(self, key: KeyLimits, request: str) -> Entry:
         """As `Limits.enter`."""
-        return self._local.enter(key, visit)
+        return self._local.enter(key, request)
 
     async def take_tokens(self, key: KeyLimits, cost: int) -> Answer:
         """As `Limits.take_tokens`."""
@@ -88,17 +88,17 @@ class OwnLimits:
         if key.tokens_per_minute is not None and delta:
             self._local.take_tokens(key, delta, anyway=True)
 
-    def leave(self, key: KeyLimits, visit: str) -> None:
+    def leave(self, key: KeyLimits, request: str) -> None:
         """As `Limits.leave`."""
-        self._local.leave(key, visit)
+        self._local.leave(key, request)
 
     def retain(self, key_ids: Collection[str]) -> None:
         """As `Limits.retain`."""
         self._local.retain(key_ids)
 
 
-class Visit:
-    """A request with a key, from the door to its end."""
+class Authorization:
+    """What a key allows one request, and what the request has used of it."""
 
     def __init__(self, key: ApiKey, name: str, limits: Limits) -> None:
         self.key = key
@@ -106,16 +106,16 @@ class Visit:
         self._limits = limits
         self._of_key = KeyLimits(key.id, key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
         self._num_holders = 0
-        self._requests: Standing | None = None
-        self._tokens: Standing | None = None
+        self._requests: LimitState | None = None
+        self._tokens: LimitState | None = None
 
     async def enter(self) -> None:
-        """Come in, until `leave`. Raises StatusError (QUOTA)."""
+        """Count the request until `leave`. Raises StatusError (QUOTA)."""
         entry = await self._limits.enter(self._of_key, self._name)
-        self._requests = entry.standing
-        if entry.is_crowded:
+        self._requests = entry.state
+        if entry.is_at_max_concurrent:
             problem = f"this key may have {self.key.max_concurrent} requests at a time, and has them"
-            raise StatusError(Reason.QUOTA, problem, retry_after_s=CROWDED_RETRY_S)
+            raise StatusError(Reason.QUOTA, problem, retry_after_s=CONCURRENCY_RETRY_S)
         if entry.wait_us:
             problem = f"this key may make {self.key.requests_per_minute} requests a minute"
             raise _too_soon(problem, entry.wait_us)
@@ -123,7 +123,7 @@ class Visit:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While inside, the request is not over, although its exchange may be."""
+        """While inside, the request counts, even if its exchange has ended."""
         self._num_holders += 1
         try:
             yield
@@ -131,13 +131,13 @@ class Visit:
             self.leave()
 
     def leave(self) -> None:
-        """One of those who hold the visit is done with it."""
+        """A holder is done; the request ends with the last one."""
         self._num_holders -= 1
         if self._num_holders == 0:
             self._limits.leave(self._of_key, self._name)
 
     def check(self, model: str, priority: int) -> None:
-        """Whether the key is good for a model and a priority. Raises StatusError (PERMISSION_DENIED)."""
+        """Check that the key allows a model and a priority. Raises StatusError (PERMISSION_DENIED)."""
         if not self.may_use(model):
             problem = f"this key is not for model {model[:_MAX_ECHO_CHARS]!r}"
             raise StatusError(Reason.PERMISSION_DENIED, problem, field="model")
@@ -146,11 +146,11 @@ class Visit:
             raise StatusError(Reason.PERMISSION_DENIED, problem, field="priority")
 
     def may_use(self, model: str) -> bool:
-        """Whether the key is good for a model."""
+        """Whether the key allows a model."""
         return not self.key.models or model in self.key.models
 
     async def take_tokens(self, num_tokens: int) -> None:
-        """Count tokens. Raises StatusError: QUOTA if there is no room now, INVALID_FIELD if there never is."""
+        """Count tokens. Raises StatusError: QUOTA if they exceed the limit now, INVALID_FIELD if they always would."""
         limit = self.key.tokens_per_minute
         if limit is None:
             return
@@ -159,48 +159,48 @@ class Visit:
             remedy = "shorten the prompt, or ask for less with max_tokens"
             raise StatusError(Reason.INVALID_FIELD, f"{problem}: {remedy}", field="max_tokens")
         answer = await self._limits.take_tokens(self._of_key, num_tokens)
-        self._tokens = answer.standing
+        self._tokens = answer.state
         if answer.wait_us:
             problem = f"this key may use {limit} tokens a minute, and this request may take {num_tokens}"
             raise _too_soon(problem, answer.wait_us)
 
     def settle(self, delta: int) -> None:
-        """So many more tokens (or fewer) were used than taken."""
+        """Correct the count: so many more tokens (or fewer, if negative) were used than taken."""
         self._limits.settle(self._of_key, delta)
 
     def headers(self) -> Headers:
-        """What a response says of the limits, as OpenAI's does."""
+        """The rate limit headers of a response, as OpenAI has them."""
         found: Headers = []
-        for kind, told in ((b"requests", self._requests), (b"tokens", self._tokens)):
-            if told is not None:
+        for kind, state in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if state is not None:
                 found += [
-                    (b"x-ratelimit-limit-" + kind, b"%d" % told.limit),
-                    (b"x-ratelimit-remaining-" + kind, b"%d" % told.remaining),
-                    (b"x-ratelimit-reset-" + kind, duration_of(told.reset_us).encode()),
+                    (b"x-ratelimit-limit-" + kind, b"%d" % state.limit),
+                    (b"x-ratelimit-remaining-" + kind, b"%d" % state.remaining),
+                    (b"x-ratelimit-reset-" + kind, duration_of(state.reset_us).encode()),
                 ]
         return found
 
 
-class Door:
-    """Lets requests in. Without a key ring, everybody's."""
+class AdmissionControl:
+    """Admits requests. Without a key ring, it admits everybody."""
 
     def __init__(
-        self, bounds: DoorBounds = DoorBounds(), keys: KeyRing | None = None, limits: Limits | None = None
+        self, bounds: AdmissionBounds = AdmissionBounds(), keys: KeyRing | None = None, limits: Limits | None = None
     ) -> None:
         self.bounds = bounds
         self._keys = keys
         self._limits = limits
-        self._num_inside = 0
+        self._num_admitted = 0
         own = secrets.token_hex(8)
         self._names = (f"{own}-{number}" for number in itertools.count())  # unique among all gateways
 
     @property
     def has_keys(self) -> bool:
-        """Whether a key is asked for."""
+        """Whether requests need a key."""
         return self._keys is not None
 
     def identify(self, header: Callable[[str], str]) -> ApiKey | None:
-        """Whose request this is by its headers; None if no keys are asked for. Raises StatusError."""
+        """The key of a request, from its headers; None if no keys are needed. Raises StatusError."""
         if self._keys is None:
             return None
         secret = secret_of(header)
@@ -209,38 +209,38 @@ class Door:
             raise StatusError(Reason.UNAUTHENTICATED, problem)
         return self._keys.find(secret)
 
-    def visit(self, key: ApiKey | None) -> Visit | None:
-        """The visit of a request that has this key; it is not let in yet."""
+    def authorize(self, key: ApiKey | None) -> Authorization | None:
+        """The authorization of a request with this key. The request does not count yet."""
         if key is None or self._limits is None:
             return None
-        return Visit(key, next(self._names), self._limits)
+        return Authorization(key, next(self._names), self._limits)
 
     @asynccontextmanager
     async def admitted(
-        self, visit: Visit | None, *, counted: bool, timeout_s: float | None = None
+        self, authorization: Authorization | None, *, counted: bool, timeout_s: float | None = None
     ) -> AsyncIterator[None]:
-        """A request that may be answered, while inside. Only `counted` ones count for limits. Its caller gives it
-        `timeout_s`.
+        """While inside, the request is admitted. Only `counted` requests count against limits. `timeout_s` is the
+        caller's own bound.
 
-        Raises StatusError: QUOTA for what the key does not have, QUEUE_FULL when the gateway has its fill, DEADLINE
-        when the answer takes too long.
+        Raises StatusError: QUOTA beyond the limits of the key, QUEUE_FULL when the gateway is full, DEADLINE when the
+        answer takes too long.
         """
-        if counted and self._num_inside >= self.bounds.max_requests:
-            problem = f"the gateway has {self._num_inside} requests at a time, as many as it takes"
-            raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=CROWDED_RETRY_S)
-        self._num_inside += counted
+        if counted and self._num_admitted >= self.bounds.max_requests:
+            problem = f"the gateway has {self._num_admitted} requests at a time, as many as it takes"
+            raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=CONCURRENCY_RETRY_S)
+        self._num_admitted += counted
         try:
             async with self._timed(timeout_s):
-                if visit is None or not counted:
+                if authorization is None or not counted:
                     yield
                     return
-                await visit.enter()
+                await authorization.enter()
                 try:
                     yield
                 finally:
-                    visit.leave()
+                    authorization.leave()
         finally:
-            self._num_inside -= counted
+            self._num_admitted -= counted
 
     @asynccontextmanager
     async def _timed(self, own_s: float | None) -> AsyncIterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.gateway.access.admission import Visit
+from headrace.gateway.access.admission import Authorization
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Caller:
     """W3C trace context; empty for none."""
     arrived_s: float
     """Monotonic time of the request's arrival."""
-    visit: Visit | None = None
+    authorization: Authorization | None = None
     """What its key allows; None without keys."""
     deadline_s: float | None = None
     """Monotonic time at which the caller wants no answer any more; None if it did not say."""

@@ -1,15 +1,15 @@
-"""Limits of keys: how many requests and tokens a minute, how many requests at a time. Pure: the caller brings the time.
+"""Rate limits of keys: requests and tokens per minute, concurrent requests (pure; the caller passes the clock).
 
-A rate of N a minute is a bucket that holds N and drains evenly, N in 60 s: whoever was idle may spend N at once, then
-one each 60/N s, and never has to wait for the end of a window. Levels are whole numbers, so nothing is ever rounded,
-and a refusal tells the exact moment from which the same request would have been taken:
+A rate of N per minute is a leaky bucket that holds N and drains N in 60 s. An idle key may spend N at once, then one
+every 60/N s; it never waits for the end of a window. Levels are integers, so nothing is rounded, and a refusal gives
+the exact time at which the same request will fit:
 
     level    in 1/60,000,000 of what is counted
     drains   N levels each microsecond
-    full     at N * 60,000,000, which is below 2^53 for every limit that a key may have: the same script of the same
-             arithmetic in Redis, where numbers are doubles, decides the same (see `quota`)
+    full     at N * 60,000,000, below 2^53 for every limit that a key may have: Redis computes with doubles and still
+             decides the same (see `quota`)
 
-What was used in the end may be more than what was taken; then the level is over full, and the debt drains first.
+A request may use more than was taken for it. Then the level is over full, and the debt drains first.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Bucket(NamedTuple):
 _EMPTY = Bucket(0, 0)
 
 
-class Standing(NamedTuple):
-    """What a caller is told of a limit: how much there is, how much of it is left, and when it is whole again."""
+class LimitState(NamedTuple):
+    """The state of a limit for its caller: the limit, what remains of it, and the time until it is whole again."""
 
     limit: int
     remaining: int
@@ -42,10 +42,10 @@ class Standing(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """`wait_us` is 0 if it was taken; otherwise nothing was, and the same would be taken in so many microseconds."""
+    """`wait_us` is 0 if the cost was taken. Otherwise nothing was, and the same cost fits in so many microseconds."""
 
     wait_us: int
-    standing: Standing
+    state: LimitState
 
 
 def drained(bucket: Bucket, limit: int, now_us: int) -> int:
@@ -66,28 +66,28 @@ def take(bucket: Bucket, limit: int, cost: int, now_us: int, *, anyway: bool = F
         wait_us = -(-over // limit)
     else:
         level = min(max(0, level + cost * LEVELS), MAX_LEVEL)
-    return Bucket(level, now_us), Answer(wait_us, standing(level, limit))
+    return Bucket(level, now_us), Answer(wait_us, state_at(level, limit))
 
 
-def standing(level: int, limit: int) -> Standing:
-    """What to tell of a level."""
-    return Standing(limit, max(0, limit * LEVELS - level) // LEVELS, -(-level // limit))
+def state_at(level: int, limit: int) -> LimitState:
+    """The state of a limit at this level."""
+    return LimitState(limit, max(0, limit * LEVELS - level) // LEVELS, -(-level // limit))
 
 
 class Entry(NamedTuple):
-    """What was said to a request at the door. `is_crowded` means that the key has as many at a time as it may.
+    """Whether a request is admitted. `is_at_max_concurrent`: the key already has its maximum of concurrent requests.
 
-    `standing` is that of its requests a minute, None without such a limit.
+    `state` is that of its requests per minute, None without such a limit.
     """
 
     wait_us: int
-    is_crowded: bool
-    standing: Standing | None
+    is_at_max_concurrent: bool
+    state: LimitState | None
 
     @property
     def is_in(self) -> bool:
-        """Whether it was let in."""
-        return not self.wait_us and not self.is_crowded
+        """Whether the request is admitted."""
+        return not self.wait_us and not self.is_at_max_concurrent
 
 
 @dataclass(slots=True)
@@ -114,19 +114,19 @@ class LocalLimits:
         self._now_us = now_us
         self._accounts: dict[str, _Account] = {}
 
-    def enter(self, key: KeyLimits, visit: str, *, anyway: bool = False) -> Entry:
-        """Let a request in, if its key has room; a refused one counts for nothing."""
+    def enter(self, key: KeyLimits, request: str, *, anyway: bool = False) -> Entry:
+        """Admit a request, if its key has room. A refused request does not count."""
         account = self._account(key.key_id)
         if key.max_concurrent is not None and len(account.inside) >= key.max_concurrent and not anyway:
-            return Entry(0, True, self._standing(account, key))
-        told = None
+            return Entry(0, True, self._state(account, key))
+        state = None
         if key.requests_per_minute is not None:
             account.requests, answer = take(account.requests, key.requests_per_minute, 1, self._now_us(), anyway=anyway)
-            told = answer.standing
+            state = answer.state
             if answer.wait_us:
-                return Entry(answer.wait_us, False, told)
-        account.inside.add(visit)
-        return Entry(0, False, told)
+                return Entry(answer.wait_us, False, state)
+        account.inside.add(request)
+        return Entry(0, False, state)
 
     def take_tokens(self, key: KeyLimits, cost: int, *, anyway: bool = False) -> Answer:
         """Count tokens, if there is room or `anyway`. The key has such a limit."""
@@ -135,14 +135,14 @@ class LocalLimits:
         account.tokens, answer = take(account.tokens, key.tokens_per_minute, cost, self._now_us(), anyway=anyway)
         return answer
 
-    def leave(self, key: KeyLimits, visit: str) -> None:
-        """A request that was let in has ended."""
+    def leave(self, key: KeyLimits, request: str) -> None:
+        """An admitted request has ended."""
         account = self._accounts.get(key.key_id)
         if account is not None:
-            account.inside.discard(visit)
+            account.inside.discard(request)
 
     def num_inside(self, key: KeyLimits) -> int:
-        """Requests of a key that were let in and have not ended."""
+        """Admitted requests of a key that have not ended."""
         account = self._accounts.get(key.key_id)
         return 0 if account is None else len(account.inside)
 
@@ -154,6 +154,6 @@ class LocalLimits:
     def _account(self, key_id: str) -> _Account:
         return self._accounts.setdefault(key_id, _Account())
 
-    def _standing(self, account: _Account, key: KeyLimits) -> Standing | None:
+    def _state(self, account: _Account, key: KeyLimits) -> LimitState | None:
         limit = key.requests_per_minute
-        return None if limit is None else standing(drained(account.requests, limit, self._now_us()), limit)
+        return None if limit is None else state_at(drained(account.requests, limit, self._now_us()), limit)

@@ -4,15 +4,14 @@
     headrace:quota:{KEY}:tokens      the same for tokens
     headrace:quota:{KEY}:inside      sorted set of requests at a time, each with the time at which its lease ends
 
-Decisions are scripts, so they are atomic, and on the clock of Redis, so that gateways need not agree on the time.
-Requests inside hold a lease that is renewed: those of a gateway that died give their places back.
+Decisions are scripts: they are atomic, and they use the clock of Redis, so gateways need not agree on the time. An
+admitted request holds a lease that its gateway renews. When the gateway dies, the lease ends and the place is free.
 
-All that a gateway asks and tells goes over one connection, in order, as much as has come together in one message.
+A gateway sends its decisions and notes over one connection, in order, with as many as are ready in one message.
 
-While Redis is away each gateway keeps serving and holds every key to its limits by itself, with what this gateway has
-let in before counted: a key cannot start anew, but may get its limits from each of the gateways. That Redis is away is
-known from the first message that fails or takes longer than `TIMEOUT_S`, and it is looked every `LOOK_S`; from then on
-nobody waits for it, until it answers again.
+While Redis is away, each gateway counts by itself and begins with the requests that it has already admitted. A key
+cannot start over, but it gets its limits from each gateway. The first message that fails or takes longer than
+`TIMEOUT_S` shows that Redis is away. Until it answers again nobody waits for it, and the gateway looks every `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.common.stores.redis_link import RedisClient, connect, failures
-from headrace.gateway.access.limits import Answer, Entry, KeyLimits, LocalLimits, Standing
+from headrace.gateway.access.limits import Answer, Entry, KeyLimits, LimitState, LocalLimits
 
 TIMEOUT_S = 1.0
 LOOK_S = 0.5
 LEASE_S = 30.0
 MAX_NOTES = 10_000
-"""Ended requests and settlements that wait to be told to Redis; what is more is left to leases, or lost."""
+"""Bound of ended requests and corrections that wait for Redis. Beyond it, corrections are lost and leases end."""
 _BATCH = 256
 # A wait that ends this late says that the gateway itself stood still, and nothing about Redis.
 _STALL_S = 0.25
@@ -56,7 +55,7 @@ local function keep(key, limit, level)
   redis.call('HSET', key, 'level', string.format('%.0f', level), 'at_us', string.format('%.0f', now))
   redis.call('PEXPIRE', key, string.format('%.0f', math.ceil(level / limit / 1000) + 1000))
 end
-local function told(limit, level)
+local function state(limit, level)
   return math.floor(math.max(0, limit * 60000000 - level) / 60000000), math.ceil(level / limit)
 end
 """
@@ -75,7 +74,7 @@ else
   level = math.min(math.max(0, level + cost * 60000000), 9007199254740991)
   keep(KEYS[1], limit, level)
 end
-local remaining, reset = told(limit, level)
+local remaining, reset = state(limit, level)
 return {wait, remaining, reset}
 """
 )
@@ -85,11 +84,11 @@ return {wait, remaining, reset}
 ENTER = (
     _PRELUDE
     + """
-local limit, most, visit, lease = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local limit, most, request, lease = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local level, remaining, reset = 0, 0, 0
 if limit > 0 then
   level = drained(KEYS[1], limit)
-  remaining, reset = told(limit, level)
+  remaining, reset = state(limit, level)
 end
 if most > 0 then
   redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%.0f', now))
@@ -100,10 +99,10 @@ if limit > 0 then
   if over > 0 then return {math.ceil(over / limit), 0, remaining, reset} end
   level = level + 60000000
   keep(KEYS[1], limit, level)
-  remaining, reset = told(limit, level)
+  remaining, reset = state(limit, level)
 end
 if most > 0 then
-  redis.call('ZADD', KEYS[2], string.format('%.0f', now + lease), visit)
+  redis.call('ZADD', KEYS[2], string.format('%.0f', now + lease), request)
   redis.call('PEXPIRE', KEYS[2], string.format('%.0f', math.ceil(lease / 1000)))
 end
 return {0, 0, remaining, reset}
@@ -163,7 +162,7 @@ class SharedLimits:
         ]
 
     async def close(self) -> None:
-        """Tell Redis what is still to be told, if it answers, and stop."""
+        """Send what waits to be sent, if Redis answers, and stop."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -171,50 +170,52 @@ class SharedLimits:
             await self._tell()
         await self._redis.aclose()
 
-    async def enter(self, key: KeyLimits, visit: str) -> Entry:
-        """Let a request in, if its key has room; a refused one counts for nothing. `visit` is a name of its own."""
+    async def enter(self, key: KeyLimits, request: str) -> Entry:
+        """Admit a request, if its key has room. A refused request does not count. `request` is its unique name."""
         limit, most = key.requests_per_minute or 0, key.max_concurrent or 0
         names = [_name(key, "requests"), _name(key, "inside")]
         try:
-            told = await self._ask(ENTER, names, ["", limit, most, visit, _LEASE_US])
+            reply = await self._ask(ENTER, names, ["", limit, most, request, _LEASE_US])
         except asyncio.CancelledError:
-            self.leave(key, visit)  # Redis may let it in, or have done so
+            self.leave(key, request)  # Redis may let it in, or have done so
             raise
-        if told is None:
-            entry = self._local.enter(key, visit)
+        if reply is None:
+            entry = self._local.enter(key, request)
         else:
-            wait_us, is_crowded, remaining, reset_us = told
-            entry = Entry(wait_us, bool(is_crowded), Standing(limit, remaining, reset_us) if limit else None)
+            wait_us, is_at_max_concurrent, remaining, reset_us = reply
+            entry = Entry(
+                wait_us, bool(is_at_max_concurrent), LimitState(limit, remaining, reset_us) if limit else None
+            )
             if entry.is_in:
-                self._local.enter(key, visit, anyway=True)
+                self._local.enter(key, request, anyway=True)
         if entry.is_in:
-            self._inside[visit] = key
+            self._inside[request] = key
         return entry
 
     async def take_tokens(self, key: KeyLimits, cost: int) -> Answer:
         """Count tokens, if there is room. The key has such a limit."""
         limit = key.tokens_per_minute
         assert limit is not None
-        told = await self._ask(TAKE, [_name(key, "tokens")], ["", cost, limit, 0])
-        if told is None:
+        reply = await self._ask(TAKE, [_name(key, "tokens")], ["", cost, limit, 0])
+        if reply is None:
             return self._local.take_tokens(key, cost)
-        wait_us, remaining, reset_us = told
+        wait_us, remaining, reset_us = reply
         if not wait_us:
             self._local.take_tokens(key, cost, anyway=True)
-        return Answer(wait_us, Standing(limit, remaining, reset_us))
+        return Answer(wait_us, LimitState(limit, remaining, reset_us))
 
     def settle(self, key: KeyLimits, delta: int) -> None:
-        """So many tokens more (or fewer, if negative) were used than taken. Redis is told in a moment."""
+        """So many tokens more (or fewer, if negative) were used than taken. Redis hears of it a moment later."""
         if key.tokens_per_minute is not None and delta:
             self._local.take_tokens(key, delta, anyway=True)
             self._note(_Script(TAKE, [_name(key, "tokens")], ["", delta, key.tokens_per_minute, 1]))
 
-    def leave(self, key: KeyLimits, visit: str) -> None:
-        """A request that was let in has ended. Redis is told in a moment."""
-        self._local.leave(key, visit)
-        self._inside.pop(visit, None)
+    def leave(self, key: KeyLimits, request: str) -> None:
+        """An admitted request has ended. Redis hears of it a moment later."""
+        self._local.leave(key, request)
+        self._inside.pop(request, None)
         if key.max_concurrent is not None:
-            self._note(_Script(LEAVE, [_name(key, "inside")], [visit]))
+            self._note(_Script(LEAVE, [_name(key, "inside")], [request]))
 
     def retain(self, key_ids: Collection[str]) -> None:
         """Forget all other keys, where nothing of them is inside."""
@@ -260,7 +261,7 @@ class SharedLimits:
                 if script.answer is not None and not script.answer.done():
                     script.answer.set_result(answer)
             if answers is None:
-                # What was only told is not told again: it may have been heard, and would count twice.
+                # Notes are not sent again: Redis may have them, and they would count twice.
                 self._is_away()
 
     async def _in_time(self, command: asyncio.Future[Any]) -> Any:
@@ -283,7 +284,7 @@ class SharedLimits:
         return None
 
     def _is_away(self) -> None:
-        """Nobody waits for Redis from now on; what it is only told waits until it is back."""
+        """Stop waiting for Redis; notes for it wait until it is back."""
         self.is_shared = False
         waiting = [script for script in self._queue if script.answer is not None]
         self._queue = deque(script for script in self._queue if script.answer is None)
@@ -316,12 +317,12 @@ class SharedLimits:
 
     def _renew_leases(self) -> None:
         by_key: dict[KeyLimits, list[str]] = {}
-        for visit, key in self._inside.items():
+        for request, key in self._inside.items():
             if key.max_concurrent is not None:
-                by_key.setdefault(key, []).append(visit)
-        for key, visits in by_key.items():
-            for start in range(0, len(visits), _BATCH):
-                batch = visits[start : start + _BATCH]
+                by_key.setdefault(key, []).append(request)
+        for key, names in by_key.items():
+            for start in range(0, len(names), _BATCH):
+                batch = names[start : start + _BATCH]
                 self._note(_Script(RENEW, [_name(key, "inside")], ["", _LEASE_US, *batch]))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from headrace.common.telemetry.tracing import current_span
 from headrace.common.transport.wire_request import SharedPart
-from headrace.gateway.access.admission import Visit
+from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.chat.choice import Choice, Ending, Piece
 from headrace.gateway.chat.sampling import Sampling, check_sampling, sampling_params, take_large_fields
@@ -167,34 +167,34 @@ class Generator:
         with reason `error`. Raises `StatusError` when none ends well; then nothing more comes of any choice.
         """
         pieces = self._pieces(plans, caller)
-        return pieces if caller.visit is None else self._paid(pieces, plans, caller.visit)
+        return pieces if caller.authorization is None else self._paid(pieces, plans, caller.authorization)
 
     async def _paid(
-        self, pieces: AsyncGenerator[tuple[int, Piece], None], plans: Sequence[Plan], visit: Visit
+        self, pieces: AsyncGenerator[tuple[int, Piece], None], plans: Sequence[Plan], authorization: Authorization
     ) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The pieces, on the account of the caller's key: see `door` for what is taken and when it is settled."""
+        """The pieces, charged to the caller's key; see `access.admission`."""
         num_prompt_tokens = num_taken = num_used = 0
-        scope = cache_scope(visit.key.tenant, visit.key.cache_group)
+        scope = cache_scope(authorization.key.tenant, authorization.key.cache_group)
         for plan in plans:
-            visit.check(plan.job.model.name, plan.job.priority)
+            authorization.check(plan.job.model.name, plan.job.priority)
             num_prompt_tokens += len(plan.job.token_ids)
             for request in plan.requests:
-                request.tenant = visit.key.tenant
+                request.tenant = authorization.key.tenant
                 request.cache_salt = scoped_salt(scope, plan.job.cache_salt)
                 if plan.job.session_key:
                     request.session_key = scoped_salt(scope, plan.job.session_key)
                 if plan.job.sampling.max_tokens is not None:
                     num_taken += request.sampling.max_tokens
         num_taken += num_prompt_tokens
-        with visit.held():
-            await visit.take_tokens(num_taken)
+        with authorization.held():
+            await authorization.take_tokens(num_taken)
             try:
                 async with aclosing(pieces):
                     async for indexed in pieces:
                         num_used = (num_used or num_prompt_tokens) + indexed[1].num_tokens
                         yield indexed
             finally:
-                visit.settle(num_used - num_taken)
+                authorization.settle(num_used - num_taken)
 
     async def _pieces(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
         """As `stream`, whoever pays."""

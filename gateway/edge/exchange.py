@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from headrace.gateway.access.admission import Visit
+from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.failures import ErrorShape, Headers, HttpError, failure_of
@@ -107,13 +107,13 @@ class Exchange:
             raise StatusError(Reason.INVALID_FIELD, problem, field=TIMEOUT_HEADER)
         return seconds
 
-    def enter(self, visit: Visit | None, timeout_s: float | None = None) -> None:
-        """The request was let in, with a key or without; the client gives it `timeout_s` from its arrival."""
+    def enter(self, authorization: Authorization | None, timeout_s: float | None = None) -> None:
+        """The request is authorized, with a key or without; the client gives it `timeout_s` from its arrival."""
         if timeout_s is not None:
             self.caller = replace(self.caller, deadline_s=self.caller.arrived_s + timeout_s)
-        if visit is not None:
-            self.caller = replace(self.caller, visit=visit)
-            self.owner = visit.key.tenant
+        if authorization is not None:
+            self.caller = replace(self.caller, authorization=authorization)
+            self.owner = authorization.key.tenant
 
     async def body(self) -> bytes:
         """The whole body; from now on, the task is cancelled when the client disconnects.
@@ -213,7 +213,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _limits(self) -> Headers:
-        return [] if self.caller.visit is None else self.caller.visit.headers()
+        return [] if self.caller.authorization is None else self.caller.authorization.headers()
 
     async def fail(self, error: StatusError | HttpError) -> None:
         """Tell the client of a failure: as the response, or as the last event of the stream that has begun."""

@@ -16,12 +16,12 @@ import grpc
 from headrace.common.stores.api_keys import ApiKey
 from headrace.common.transport.channels import SERVER_OPTIONS, refusing
 from headrace.common.transport.introspection import add_introspection, set_serving
-from headrace.gateway.access.admission import Door, Visit
+from headrace.gateway.access.admission import AdmissionControl, Authorization
 from headrace.gateway.edge.tls import EdgeTls
 from headrace.protos.status import StatusError, abort
 
-visit_var: contextvars.ContextVar[Visit | None] = contextvars.ContextVar("visit", default=None)
-"""The visit of the call that the running task answers; None without keys."""
+authorization_var: contextvars.ContextVar[Authorization | None] = contextvars.ContextVar("authorization", default=None)
+"""The authorization of the call that the running task answers; None without keys."""
 
 # gRPC calls at a time besides the requests that admission lets in, such as health and reflection.
 OTHER_CALLS = 256
@@ -44,13 +44,13 @@ class GrpcService:
 
 
 async def start_grpc_server(
-    services: Sequence[GrpcService], address: str, door: Door, tls: EdgeTls | None = None
+    services: Sequence[GrpcService], address: str, admission: AdmissionControl, tls: EdgeTls | None = None
 ) -> tuple[grpc.aio.Server, int]:
     """Serve the services on an address; gives the server and its port. Raises RuntimeError if the address is taken."""
     server = grpc.aio.server(
-        interceptors=[AuthInterceptor(door, services)],
+        interceptors=[AuthInterceptor(admission, services)],
         options=SERVER_OPTIONS,
-        maximum_concurrent_rpcs=door.bounds.max_requests + OTHER_CALLS,
+        maximum_concurrent_rpcs=admission.bounds.max_requests + OTHER_CALLS,
     )
     for service in services:
         service.add(server)
@@ -68,8 +68,8 @@ async def start_grpc_server(
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Checks key and limits of each call to a protocol's service, and refuses it with the status of the reason."""
 
-    def __init__(self, door: Door, services: Sequence[GrpcService]) -> None:
-        self._door = door
+    def __init__(self, admission: AdmissionControl, services: Sequence[GrpcService]) -> None:
+        self._admission = admission
         self._guarded_prefixes = tuple(f"/{service.name}/" for service in services)
         self._uncounted = {f"/{service.name}/{method}" for service in services for method in service.uncounted}
 
@@ -88,7 +88,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return value if isinstance(value, str) else ""
 
         try:
-            key = self._door.identify(header)
+            key = self._admission.identify(header)
         except StatusError as error:
             return refusing(error)
         return self._guarded(handler, key, method not in self._uncounted)
@@ -107,9 +107,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _stream(self, behaviour: Callable[..., Any], key: ApiKey | None, counted: bool) -> Callable[..., Any]:
         async def guarded(request: Any, context: _Context) -> AsyncIterator[Any]:
             try:
-                visit = self._door.visit(key)
-                async with self._door.admitted(visit, counted=counted):
-                    visit_var.set(visit)
+                authorization = self._admission.authorize(key)
+                async with self._admission.admitted(authorization, counted=counted):
+                    authorization_var.set(authorization)
                     async with aclosing(behaviour(request, context)) as responses:
                         async for response in responses:
                             yield response
@@ -121,9 +121,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _unary(self, behaviour: Callable[..., Any], key: ApiKey | None, counted: bool) -> Callable[..., Any]:
         async def guarded(request: Any, context: _Context) -> Any:
             try:
-                visit = self._door.visit(key)
-                async with self._door.admitted(visit, counted=counted):
-                    visit_var.set(visit)
+                authorization = self._admission.authorize(key)
+                async with self._admission.admitted(authorization, counted=counted):
+                    authorization_var.set(authorization)
                     return await behaviour(request, context)
             except StatusError as error:
                 await abort(context, error)

@@ -1,4 +1,4 @@
-"""The HTTP surface: finds the endpoint of a request, lets it in and counts what became of it.
+"""The HTTP edge: finds the endpoint of a request, admits the request and counts its outcome.
 
 Starlette only finds the route; requests are read and answered on the bare ASGI messages (see `exchange`), so that a
 chunk of a stream costs one prepared write. What is served is listed in `gateway/protocols.py`.
@@ -18,7 +18,7 @@ import uvicorn
 from starlette.routing import Route, Router
 
 from headrace.common.telemetry.logs import request_id_var
-from headrace.gateway.access.admission import Door
+from headrace.gateway.access.admission import AdmissionControl
 from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.connections import ConnectionBounds, connections_within
 from headrace.gateway.edge.cors import Application
@@ -43,13 +43,13 @@ class HttpEdge:
         endpoints: Sequence[Endpoint],
         metrics: Metrics,
         *,
-        door: Door | None = None,
+        admission: AdmissionControl | None = None,
         bodies: Bodies | None = None,
     ) -> None:
-        """Without `door`, everybody is let in."""
-        self._door = Door() if door is None else door
+        """Without `admission`, everybody is admitted."""
+        self._admission = AdmissionControl() if admission is None else admission
         self.bodies = Bodies() if bodies is None else bodies
-        self.early_headers_s = self._door.bounds.early_headers_s
+        self.early_headers_s = self._admission.bounds.early_headers_s
         self._metrics = metrics
         self._running: set[Exchange] = set()
         resources: dict[str, dict[str, Endpoint]] = {}
@@ -78,7 +78,7 @@ class HttpEdge:
         span = begin_request(exchange, endpoint)
         try:
             try:
-                await self._let_in(exchange, endpoint)
+                await self._admit(exchange, endpoint)
             except asyncio.CancelledError:
                 outcome = "cancelled"
                 task = asyncio.current_task()
@@ -110,17 +110,17 @@ class HttpEdge:
             end_request(span, exchange, endpoint, outcome)
             await exchange.close()
 
-    async def _let_in(self, exchange: Exchange, endpoint: Endpoint) -> None:
-        """Run an endpoint for a request that may be answered. Raises what the door and the handler raise."""
-        bounds = self._door.bounds
+    async def _admit(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        """Authorize and admit a request, then run its endpoint. Raises what admission and the handler raise."""
+        bounds = self._admission.bounds
         if bounds.wants_certificate and endpoint.name != "health" and not exchange.has_certificate:
             raise HttpError(403, "certificate_required", "the connection needs a client certificate")
         is_open = endpoint.is_open or (endpoint.name == "metrics" and bounds.open_metrics)
-        key = None if is_open else self._door.identify(exchange.header)
-        visit, timeout_s = self._door.visit(key), exchange.timeout_s()
-        exchange.enter(visit, timeout_s)
+        key = None if is_open else self._admission.identify(exchange.header)
+        authorization, timeout_s = self._admission.authorize(key), exchange.timeout_s()
+        exchange.enter(authorization, timeout_s)
         counted = endpoint.method == "POST" and endpoint.makes_work
-        async with self._door.admitted(visit, counted=counted, timeout_s=timeout_s):
+        async with self._admission.admitted(authorization, counted=counted, timeout_s=timeout_s):
             await endpoint.handler(exchange)
 
 

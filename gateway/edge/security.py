@@ -1,4 +1,4 @@
-"""What the gateway is told of security, and what becomes of it: the door, its bounds, and TLS on both sides."""
+"""The security flags of the gateway, and what is made of them: admission control, bounds, and TLS on both sides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from headrace.common.transport.channels import Transport, TransportError
-from headrace.gateway.access.admission import Door, DoorBounds, Limits, OwnLimits
+from headrace.gateway.access.admission import AdmissionBounds, AdmissionControl, Limits, OwnLimits
 from headrace.gateway.access.keys import KeyFile, KeyRing, KeysError, KeyTable
 from headrace.gateway.access.limits import LocalLimits
 from headrace.gateway.access.quota import SharedLimits
@@ -77,7 +77,7 @@ class Security:
         except (TransportError, TlsError) as error:
             raise SecurityError(str(error)) from None
         wants_certificate = self.tls is not None and self.tls.wants_client_certificate
-        bounds = DoorBounds(
+        bounds = AdmissionBounds(
             settings.max_requests,
             settings.request_timeout,
             settings.early_headers,
@@ -85,7 +85,7 @@ class Security:
             wants_certificate,
         )
         limits = self._limits(settings)
-        self.door = Door(bounds, self._key_ring(settings, limits.retain), limits)
+        self.admission = AdmissionControl(bounds, self._key_ring(settings, limits.retain), limits)
 
     def _limits(self, settings: SecuritySettings) -> Limits:
         local = LocalLimits(lambda: time.monotonic_ns() // 1000)

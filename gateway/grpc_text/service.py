@@ -19,7 +19,7 @@ from headrace.gateway.chat.choice import Piece
 from headrace.gateway.chat.generation import Account, Plan
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.failures import draining, spread
-from headrace.gateway.edge.grpc_edge import visit_var
+from headrace.gateway.edge.grpc_edge import authorization_var
 from headrace.gateway.grpc_text.values import FIELD_NAMES, Answers, chat_request, completion_request, tokenize_request
 from headrace.gateway.services import Services
 from headrace.gateway.telemetry.metrics import outcome_of
@@ -194,4 +194,4 @@ def _caller(context: Context) -> Caller:
         request_id = f"req_{secrets.token_hex(16)}"
     now_s, remaining_s = time.monotonic(), context.time_remaining()
     deadline_s = None if remaining_s is None else now_s + remaining_s
-    return Caller(request_id, metadata.get("traceparent", ""), now_s, visit_var.get(), deadline_s)
+    return Caller(request_id, metadata.get("traceparent", ""), now_s, authorization_var.get(), deadline_s)

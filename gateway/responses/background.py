@@ -109,8 +109,8 @@ class ResponseRuns:
         except BaseException:
             del self._runs[run.response_id]
             raise
-        if run.caller.visit is not None:
-            run.holding.enter_context(run.caller.visit.held())
+        if run.caller.authorization is not None:
+            run.holding.enter_context(run.caller.authorization.held())
         run.task = asyncio.create_task(self._run(run, generate), name=run.response_id)
 
     async def cancel(self, run: ResponseRun) -> None:

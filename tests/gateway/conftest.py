@@ -374,14 +374,16 @@ async def serving_gateway(
             name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))
             for name, protocol in PROTOCOLS.items()
         }
-        edge = HttpEdge(endpoints(services, [*opened.values()]), metrics, door=security.door, bodies=security.bodies)
+        edge = HttpEdge(
+            endpoints(services, [*opened.values()]), metrics, admission=security.admission, bodies=security.bodies
+        )
         bound = bound_socket("127.0.0.1", 0)
         url = f"{'http' if security.tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
         application = with_cors(edge, security.cors_origins)
         http_server = HttpServer(application, 2, security.connections, security.tls)
         serving = asyncio.create_task(http_server.serve(sockets=[bound]))
         grpc_services = [service for protocol in opened.values() for service in protocol.grpc_services]
-        grpc_server, grpc_port = await start_grpc_server(grpc_services, "127.0.0.1:0", security.door)
+        grpc_server, grpc_port = await start_grpc_server(grpc_services, "127.0.0.1:0", security.admission)
         await models.listed()
         try:
             async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:

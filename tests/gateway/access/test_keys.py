@@ -1,4 +1,4 @@
-"""API keys at the door: who is let in, over HTTP and gRPC, what a key allows, and what is told of it."""
+"""API keys over HTTP and gRPC: who is admitted, what a key allows, and what responses say of its limits."""
 
 from __future__ import annotations
 

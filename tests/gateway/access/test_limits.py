@@ -77,20 +77,20 @@ def test_a_refusal_tells_the_exact_microsecond_from_which_the_same_would_be_take
 
 
 @given(limits_of_keys, st.lists(st.tuples(pauses_us, st.integers(-2000, 2000)), max_size=20))
-def test_what_is_told_holds(limit: int, steps: list[tuple[int, int]]) -> None:
+def test_what_is_state_holds(limit: int, steps: list[tuple[int, int]]) -> None:
     bucket, now_us = Bucket(0, 0), 0
     for pause_us, cost in steps:
         now_us += pause_us
         bucket, answer = take(bucket, limit, cost, now_us, anyway=True)
-        told = answer.standing
-        assert (told.limit, answer.wait_us) == (limit, 0)
-        assert 0 <= told.remaining <= limit
-        if told.remaining:
-            assert take(bucket, limit, told.remaining, now_us)[1].wait_us == 0, "as much as is said to remain"
-        if told.remaining < limit:
-            assert take(bucket, limit, told.remaining + 1, now_us)[1].wait_us > 0, "and no more"
-        assert drained(bucket, limit, now_us + told.reset_us) == 0
-        assert told.reset_us == 0 or drained(bucket, limit, now_us + told.reset_us - 1) > 0
+        state = answer.state
+        assert (state.limit, answer.wait_us) == (limit, 0)
+        assert 0 <= state.remaining <= limit
+        if state.remaining:
+            assert take(bucket, limit, state.remaining, now_us)[1].wait_us == 0, "as much as is said to remain"
+        if state.remaining < limit:
+            assert take(bucket, limit, state.remaining + 1, now_us)[1].wait_us > 0, "and no more"
+        assert drained(bucket, limit, now_us + state.reset_us) == 0
+        assert state.reset_us == 0 or drained(bucket, limit, now_us + state.reset_us - 1) > 0
 
 
 def test_a_clock_that_goes_back_neither_drains_nor_locks() -> None:
@@ -110,7 +110,7 @@ def test_requests_of_a_key_are_counted_and_its_tokens_and_those_at_a_time() -> N
     assert local.enter(key, "1").is_in
     assert local.enter(key, "2").is_in
     crowded = local.enter(key, "3")
-    assert (crowded.is_in, crowded.is_crowded) == (False, True)
+    assert (crowded.is_in, crowded.is_at_max_concurrent) == (False, True)
     local.leave(key, "1")
     assert local.enter(key, "3").is_in
     local.leave(key, "2")
@@ -167,8 +167,8 @@ def test_redis_decides_about_tokens_as_the_pure_module_does(
     for pause_us, cost, anyway in steps:
         now_us += pause_us
         bucket, answer = take(bucket, limit, cost, now_us, anyway=anyway)
-        told = client.eval(TAKE, 1, "bucket", now_us, cost, limit, int(anyway))
-        assert told == [answer.wait_us, answer.standing.remaining, answer.standing.reset_us]
+        state = client.eval(TAKE, 1, "bucket", now_us, cost, limit, int(anyway))
+        assert state == [answer.wait_us, answer.state.remaining, answer.state.reset_us]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -191,9 +191,9 @@ def test_redis_lets_requests_in_as_one_process_does(
             client.zrem("inside", inside.pop(0))
         entry = local.enter(key, f"{number}")
         lease_us = 10 * MINUTE_US
-        told = client.eval(ENTER, 2, "bucket", "inside", clock.now_us, limit, most, f"{number}", lease_us)
-        assert entry.standing is not None
-        assert told == [entry.wait_us, int(entry.is_crowded), entry.standing.remaining, entry.standing.reset_us]
+        state = client.eval(ENTER, 2, "bucket", "inside", clock.now_us, limit, most, f"{number}", lease_us)
+        assert entry.state is not None
+        assert state == [entry.wait_us, int(entry.is_at_max_concurrent), entry.state.remaining, entry.state.reset_us]
         if entry.is_in:
             inside.append(f"{number}")
 
@@ -207,7 +207,7 @@ async def test_two_gateways_share_every_limit_exactly(redis_server: RedisServer)
         assert limits.is_shared
     key = KeyLimits("k", requests_per_minute=10, tokens_per_minute=1000)
     begun_s = time.monotonic()
-    entries = await asyncio.gather(*(both[i % 2].enter(key, f"visit-{i}") for i in range(60)))
+    entries = await asyncio.gather(*(both[i % 2].enter(key, f"request-{i}") for i in range(60)))
     answers = await asyncio.gather(*(both[i % 2].take_tokens(key, 100) for i in range(60)))
     drained_since = int((time.monotonic() - begun_s) / 6)
     assert 10 <= sum(entry.is_in for entry in entries) <= 10 + drained_since
@@ -230,7 +230,7 @@ async def test_places_come_back_from_a_gateway_that_died(redis_server: RedisServ
         await limits.start()
     assert (await one.enter(key, "a")).is_in
     assert (await other.enter(key, "b")).is_in
-    assert (await other.enter(key, "c")).is_crowded
+    assert (await other.enter(key, "c")).is_at_max_concurrent
     one.leave(key, "a")
     name = "headrace:quota:{k}:inside"
     await asyncio.to_thread(until, lambda: client.zcard(name) == 1, "it has left")
@@ -251,8 +251,8 @@ async def test_without_redis_each_gateway_goes_on_with_what_it_knows_and_notices
     limits = SharedLimits(server.url, LocalLimits(clock))
     await limits.start()
     key = KeyLimits("k", requests_per_minute=4, tokens_per_minute=100, max_concurrent=10)
-    for visit in ("a", "b", "c"):
-        assert (await limits.enter(key, visit)).is_in
+    for request in ("a", "b", "c"):
+        assert (await limits.enter(key, request)).is_in
     server.kill()
     assert (await limits.enter(key, "d")).is_in, "it is let in by this gateway alone"
     assert not limits.is_shared
