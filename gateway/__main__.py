@@ -113,7 +113,7 @@ def _raise_file_limit() -> None:
 
 
 def main() -> None:
-    """Run the command; exit status 2 and one sentence on standard error if what was asked cannot be done."""
+    """Run the command; exit status 2 and one sentence on standard error if the flags cannot be honoured."""
     try:
         command.main(prog_name="headrace gateway", standalone_mode=False)
     except (click.ClickException, CannotServeError, SecurityError, TracingUnavailableError) as error:

@@ -31,7 +31,7 @@ class TokenLogprob:
     logprob: float
     """Natural logarithm."""
     top: tuple[tuple[int, float], ...]
-    """The most probable tokens and their log-probabilities, best first, as many as were asked for."""
+    """The most probable tokens and their log-probabilities, best first, as many as the request wants."""
     offset: int
     """Where the token's text begins in the text of the choice (or of the prompt), in characters."""
     rank: int = 0
@@ -67,7 +67,7 @@ class Piece:
     token_ids: Sequence[int] = ()
     """The tokens that arrived."""
     prompt_logprobs: Sequence[TokenLogprob] = ()
-    """With the first piece, if asked for: the prompt's tokens from the second on."""
+    """With the first piece, if requested: the prompt's tokens from the second on."""
 
 
 class Choice:
@@ -102,7 +102,7 @@ class Choice:
     ) -> None:
         """`shown_ids` are special tokens that are text whatever the caller asks: who reads the text needs them.
 
-        `prompt` are the prompt's tokens; needed only if their log-probabilities are asked for. Cached tokens are
+        `prompt` are the prompt's tokens; needed only if their log-probabilities are requested. Cached tokens are
         counted in whole blocks of `block_size`: the exact number would tell how far a guess at a prompt is right.
         """
         skipped = special_ids - shown_ids if sampling.skip_special_tokens else frozenset[int]()
@@ -200,7 +200,7 @@ class Choice:
 
 
 class _Prompt:
-    """The prompt of a choice whose log-probabilities are asked for."""
+    """The prompt of a choice whose log-probabilities are requested."""
 
     __slots__ = ("_special_ids", "_token_bytes", "_token_ids")
 

@@ -26,7 +26,7 @@ class ModelFormat:
 
 
 class Formats:
-    """Tells formats. What the operator says of a model goes before what its chat template tells."""
+    """Finds the format of a model. The operator's flags override what the chat template shows."""
 
     def __init__(
         self, tool_parsers: Mapping[str, str] | None = None, reasoning_parsers: Mapping[str, str] | None = None

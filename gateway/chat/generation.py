@@ -1,8 +1,8 @@
 """From token ids to pieces of text: the path that HTTP and gRPC share.
 
-A `Job` is one prompt and the number of answers wanted to it. Every answer is one generation upstream, with a seed of
-its own; their pieces come out of one iterator in the order in which they arrive. Closing the iterator, or cancelling
-who iterates, cancels all generations at once, and a choice that a stop string ended is cancelled at once too.
+A `Job` is one prompt and the number of its answers. Each answer is one generation upstream, with its own seed. One
+iterator gives the pieces of all answers in the order of their arrival. Closing the iterator, or cancelling the task
+that iterates, cancels all generations. A stop string cancels the generation of its choice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Job:
     sampling: Sampling
     num_choices: int = 1
     shown_ids: frozenset[int] = frozenset()
-    """Special tokens that are text to whoever reads the answer."""
+    """Special tokens that the parsers of the answer read as text."""
     session_key: str = ""
     cache_salt: str = ""
     priority: int = 0
@@ -161,10 +161,10 @@ class Generator:
         upstream.on_retry = metrics.retried
 
     def stream(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Pieces of all choices, each with its index: choice i of plan p is the i-th behind those of earlier plans.
+        """Pieces of all choices, each with its index: choices are numbered plan by plan.
 
-        The last piece of each choice has an ending. A choice that fails while another goes on, or has ended well, ends
-        with reason `error`. Raises `StatusError` when none ends well; then nothing more comes of any choice.
+        The last piece of each choice has an ending. If a choice fails and another one is running or has succeeded, the
+        failed one ends with reason `error`. Raises `StatusError` when no choice succeeds.
         """
         pieces = self._pieces(plans, caller)
         return pieces if caller.authorization is None else self._paid(pieces, plans, caller.authorization)
@@ -197,27 +197,29 @@ class Generator:
                 authorization.settle(num_used - num_taken)
 
     async def _pieces(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
-        """As `stream`, whoever pays."""
-        asked = [(plan, request) for plan in plans for request in plan.requests]
-        if len(asked) > MAX_CHOICES_PER_REQUEST:
-            raise invalid("n", f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {len(asked)}")
-        if self._num_running + len(asked) > MAX_GENERATIONS:
+        """As `stream`, without charging a key."""
+        generations = [(plan, request) for plan in plans for request in plan.requests]
+        if len(generations) > MAX_CHOICES_PER_REQUEST:
+            raise invalid(
+                "n", f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {len(generations)}"
+            )
+        if self._num_running + len(generations) > MAX_GENERATIONS:
             raise StatusError(Reason.QUEUE_FULL, "the gateway has as many streams as it takes", retry_after_s=1.0)
-        self._num_running += len(asked)
-        if asked:
-            describe_generation(asked[0][1], len(asked), sum(len(plan.job.token_ids) for plan in plans))
+        self._num_running += len(generations)
+        if generations:
+            describe_generation(generations[0][1], len(generations), sum(len(plan.job.token_ids) for plan in plans))
         try:
-            if len(asked) == 1:
-                plan, request = asked[0]
+            if len(generations) == 1:
+                plan, request = generations[0]
                 async with aclosing(self._one(plan, request, caller)) as pieces:
                     async for piece in pieces:
                         yield 0, piece
             else:
-                async with aclosing(self._merged(asked, caller)) as merged:
+                async with aclosing(self._merged(generations, caller)) as merged:
                     async for indexed in merged:
                         yield indexed
         finally:
-            self._num_running -= len(asked)
+            self._num_running -= len(generations)
 
     async def _one(self, plan: Plan, request: GenerateRequest, caller: Caller) -> AsyncGenerator[Piece, None]:
         """Pieces of one choice."""
@@ -265,21 +267,23 @@ class Generator:
             self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, last_s - first_s)
 
     async def _merged(
-        self, asked: Sequence[tuple[Plan, GenerateRequest]], caller: Caller
+        self, generations: Sequence[tuple[Plan, GenerateRequest]], caller: Caller
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of several choices as they arrive. One that fails does not end the others."""
-        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(_QUEUED_PIECES_PER_CHOICE * len(asked))
+        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(
+            _QUEUED_PIECES_PER_CHOICE * len(generations)
+        )
 
         async def follow(index: int, plan: Plan, request: GenerateRequest) -> None:
             try:
                 async with aclosing(self._one(plan, request, caller)) as pieces:
                     async for piece in pieces:
                         await queue.put((index, piece))
-            except Exception as error:  # whatever it is, the one who iterates gets it
+            except Exception as error:  # raised again where the pieces are iterated over
                 await queue.put((index, error))
 
-        tasks = [asyncio.create_task(follow(i, *one)) for i, one in enumerate(asked)]
-        failures = _Failures(len(asked))
+        tasks = [asyncio.create_task(follow(i, *one)) for i, one in enumerate(generations)]
+        failures = _Failures(len(generations))
         try:
             num_open = len(tasks)
             while num_open:

@@ -17,7 +17,7 @@ def token_bytes_of(token_bytes: Sequence[bytes], token_id: int) -> bytes:
 
 
 class _TokenNames:
-    """What tokens are called: by their text, or `token_id:7` when the caller wants to tell them apart."""
+    """Names of tokens: their text, or `token_id:7` for callers that need unique names."""
 
     def __init__(self, token_bytes: Sequence[bytes], as_ids: bool) -> None:
         self._token_bytes = token_bytes

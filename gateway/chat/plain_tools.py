@@ -1,7 +1,7 @@
 """Tools for models whose chat template takes none: everything about them is text of ordinary turns (pure).
 
     tools                     ->  a block at the end of the system message that lists them and says how to call
-    calls of the assistant    ->  <tool_call>{"name": ..., "arguments": {...}}</tool_call> behind its content
+    calls of the assistant    ->  <tool_call>{"name": ..., "arguments": {...}}</tool_call> after its content
     results                   ->  <tool_response>...</tool_response> in a turn of the user
 
 The model's calls are read back in the same format, which is that of the family `hermes`.

@@ -62,7 +62,7 @@ class Chats:
     def __init__(
         self, models: Models, prompts: Prompts, constraints: Constraints, formats: Formats | None = None
     ) -> None:
-        """Without `formats`, chat templates tell how models write tool calls and reasoning."""
+        """Without `formats`, chat templates decide how models write tool calls and reasoning."""
         self._models = models
         self._prompts = prompts
         self._constraints = constraints

@@ -58,7 +58,7 @@ class ChatPrompt:
 
     token_ids: Sequence[int]
     ending: str
-    """The end of its text: what the answer follows on. Of a message that goes on, its content."""
+    """The end of the prompt's text, which the answer continues; the content of a message that is continued."""
 
 
 class Prompts:
@@ -77,7 +77,7 @@ class Prompts:
         return await self._run(encode, len(text))
 
     async def of_words(self, model: Model, words: Sequence[str]) -> list[list[int]]:
-        """Token ids of words, each as a text begins with it and as it stands behind a space."""
+        """Token ids of words, each at the beginning of a text and after a space."""
 
         def encode() -> list[list[int]]:
             found: dict[tuple[int, ...], None] = {}

@@ -1,4 +1,4 @@
-"""What a chat, a completion and their sampling are, whatever protocol asked for them (pure).
+"""Chats and completions with their sampling, independent of the protocol (pure).
 
 Each protocol decodes and checks its own wire and makes these values of it. Refusals name fields as they are called
 here, after OpenAI's; a protocol whose names differ translates them (`field_names`).
@@ -88,7 +88,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class Chat(Generation, kw_only=True):
-    """A conversation that the model goes on with."""
+    """A conversation that the model continues."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -214,7 +214,7 @@ def sampling_of(request: Chat | Completion, structure: Structure | None) -> Samp
             if logprobs is not None:
                 prompt_logprobs = max(logprobs, prompt_logprobs or 0)
     if logprobs is None and (request.best_of or 1) > (request.n or 1):
-        logprobs = 0  # by which the best are told
+        logprobs = 0  # to rank the answers
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,

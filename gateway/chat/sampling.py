@@ -1,4 +1,4 @@
-"""What a caller asks of a generation, checked, and what the worker is told (pure).
+"""The sampling of a generation: checked values of the caller, and the message for the worker (pure).
 
 Both edges of the gateway, HTTP and gRPC, make a `Sampling`; the ranges and defaults are here once.
 """
@@ -106,7 +106,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
 
 
 def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int, seed: int) -> SamplingParams:
-    """What the worker is told: the caller's values over those of the model's card.
+    """The message for the worker: the caller's values, and the model card's defaults for the rest.
 
     `seed` is used if the caller gave none. Raises `StatusError` (CONTEXT_TOO_LONG) if the prompt leaves no room, or
     less than the caller's max_tokens; a default of max_tokens is shortened to the room that is left.
@@ -150,8 +150,8 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
 
 
 def take_large_fields(params: SamplingParams) -> SamplingParams:
-    """Move the fields that may be large out of `params`; the two merged are what it was. A constraint stays as an empty
-    one, which tells that there is one."""
+    """Move the fields that may be large out of `params`; merging the two restores it. An empty constraint stays, to
+    show that there is one."""
     large = SamplingParams()
     for name in _LARGE_FIELDS:
         getattr(large, name).MergeFrom(getattr(params, name))
@@ -175,7 +175,7 @@ def shortest(value: float) -> float:
 def _max_tokens(sampling: Sampling, defaults: SamplingParams, max_context_tokens: int, num_prompt_tokens: int) -> int:
     room = max_context_tokens - num_prompt_tokens
     if sampling.max_tokens is not None:
-        wanted = max(sampling.max_tokens, 1)  # a worker computes a prompt only for a token behind it
+        wanted = max(sampling.max_tokens, 1)  # a worker computes a prompt only to sample a token
         if wanted > room:
             raise _context_too_long(max_context_tokens, num_prompt_tokens, wanted)
         return wanted

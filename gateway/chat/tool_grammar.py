@@ -24,7 +24,7 @@ from headrace.protos.inference_pb2 import Constraint
 # As the models' own examples are spaced; without freedom, or small models write nothing but spaces.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# As content is written without tools beside it: docs/decisions/0007.
+# As content is written without tools: docs/decisions/0007.
 _CONTENT_OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
 # An escape of an expression, as it is; or what has a meaning between the slashes that Lark has around an expression.
 _DELIMITER = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -43,7 +43,7 @@ def tool_structure(
 ) -> Structure | None:
     """What holds an answer to the tools; None if they leave it free.
 
-    With `content`, an answer that is no call is as it says. Raises `StatusError` if what is asked cannot be enforced
+    `content` is the structure of an answer without calls. Raises `StatusError` if the request cannot be enforced
     for the model's family.
     """
     if not use.required and not use.strict and (content is None or not use.schemas):
@@ -124,7 +124,7 @@ class _Writer:
         return "call"
 
     def several(self, call: str, separator: str) -> str:
-        """Calls one behind the other, or a single one."""
+        """Several calls in a row, or a single one."""
         return f"{call} ({literal(separator)} {call})*" if self.use.parallel else call
 
     def until(self, end: str) -> str:
@@ -251,7 +251,8 @@ def _deepseek(writer: _Writer) -> str:
 
 
 def _gpt_oss(writer: _Writer) -> str:
-    """One call, behind reasoning or not: its message is the last. Or, if it need not be a call, the final message."""
+    """One call, with or without reasoning before it, as the last message. Or the final message, if a call is
+    optional."""
     channel, message, start, constrain = (
         writer.markup(tag) for tag in (harmony.CHANNEL, harmony.MESSAGE, harmony.START, harmony.CONSTRAIN)
     )

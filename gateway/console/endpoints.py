@@ -31,7 +31,7 @@ from headrace.protos.worker_pb2 import ModelCard
 
 FILES = Path(__file__).parent / "page"
 MIN_INTERVAL_S = 0.9
-"""The router is asked no more often than this, however many consoles look, and not at all when none does."""
+"""The least interval between two requests to the router, for all open consoles together."""
 
 _CONTENT_TYPES = {
     ".html": b"text/html; charset=utf-8",
@@ -88,7 +88,7 @@ class _File:
 
 
 class FleetView:
-    """The workers as the router lists them, asked for by whoever looks and shared by all who look at once."""
+    """The router's list of workers. Consoles that ask at the same time share one request to the router."""
 
     def __init__(self, upstream: Upstream, clock: Callable[[], float] = time.monotonic) -> None:
         self._upstream = upstream
@@ -101,12 +101,12 @@ class FleetView:
         """Why no newer list came; empty when it did."""
 
     async def refresh(self) -> None:
-        """Have a list no older than `MIN_INTERVAL_S`, if the router can be asked."""
+        """Fetch a list that is at most `MIN_INTERVAL_S` old, if the router answers."""
         if self._asking is None and self._clock() - self._asked_s >= MIN_INTERVAL_S:
             self._asked_s = self._clock()
             self._asking = asyncio.create_task(self._ask())
         if self._asking is not None:
-            # Whoever goes away must not take the answer from the others.
+            # A console that disconnects must not cancel the request of the others.
             await asyncio.shield(self._asking)
 
     def routers(self) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def _since(exchange: Exchange) -> int:
 
 
 def host_of(address: str, own_host: str) -> str:
-    """The host in a gRPC target, for people; `own_host` if the target stays on the host of whoever uses it."""
+    """The host in a gRPC target, for people; `own_host` if the target is local."""
     if address.startswith(("unix:", "unix-abstract:")):
         return own_host
     target = address.rpartition("/")[2]

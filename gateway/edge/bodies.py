@@ -1,4 +1,4 @@
-"""Bounds of the bodies of requests: of each, of all together, and of the time that one may take to come."""
+"""Bounds of request bodies: the size of each, the size of all together, and the time for one to arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 
 @dataclass(slots=True)
 class Bodies:
-    """The bounds, and what all requests together hold now. One event loop."""
+    """The bounds, and the bytes that all requests hold now. For one event loop."""
 
     max_bytes: int = MAX_BODY_BYTES
     timeout_s: float = 60.0

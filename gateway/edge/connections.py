@@ -1,11 +1,11 @@
-"""The connections of the HTTP edge: what a client may do before there is a request that could be refused.
+"""Bounds of HTTP connections, which hold before there is a request that could be refused.
 
     connected --head_timeout_s--> head complete --> answered --75 s--> closed
                                   413, 408 by the exchange; then closed
 
-Bounded are the open connections, the time until a request's head is complete, the size of the head (and of trailers),
-what is sent around a body without being body, and the time for the rest of a body whose request was answered already.
-Refusals are JSON of the one shape.
+There are bounds for open connections, the time until a request's head is complete, the size of the head (and of
+trailers), the framing around a body, and the time for the rest of a body whose request is already answered. Refusals
+are JSON in OpenAI's error format.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Answered; the rest of a body that nobody wants may come, but not for ever."""
+        """The request is answered; the unread rest of its body may arrive for a limited time."""
         super().on_response_complete()
         if self._is_open_message and not self.transport.is_closing():
             self._unset_keepalive_if_required()

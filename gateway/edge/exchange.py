@@ -1,8 +1,7 @@
 """One HTTP request and its response, on the bare ASGI messages.
 
-What every endpoint needs and none should repeat: the request's id, its body within bounds, the one shape of errors,
-server-sent events with comments while they are idle, and cancellation of the endpoint when the client is gone or the
-server stops.
+It has what all endpoints need: the request's id, the bounded body, errors, server-sent events with keep-alive comments,
+and cancellation of the endpoint when the client disconnects or the server stops.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.failures import ErrorShape, Headers, HttpError, failure_of
 from headrace.protos.status import Reason, StatusError
 
-# How much more than a body may have is read, so that the client hears the refusal.
+# Bytes beyond the bound that are read and discarded, so that the client receives the refusal.
 MAX_DISCARDED_BYTES = 48 * 1024 * 1024
 KEEP_ALIVE_S = 15.0
 TIMEOUT_HEADER = "x-request-timeout"
@@ -54,7 +53,7 @@ class Exchange:
         self._bodies = Bodies() if bodies is None else bodies
         self._num_body_bytes = 0
         self.errors = errors
-        """How failures look; a stream that has begun may have a shape of its own."""
+        """The format of failures; a stream that has begun may have another one."""
         self.scope = scope
         self._receive = receive
         self._send = send
@@ -73,7 +72,7 @@ class Exchange:
             time.monotonic(),
         )
         self.owner = ""
-        """Whose key the request came with: what it leaves behind is only for the same owner. Empty without keys."""
+        """The tenant of the request's key, who owns what the request stores. Empty without keys."""
         self.status = 0
         """Of the response, once it has begun."""
         self.keep_alive_event = COMMENT
@@ -169,7 +168,7 @@ class Exchange:
             self._cancel()
 
     def interrupt(self) -> None:
-        """Cancel the endpoint because the server stops; the client is told so."""
+        """Cancel the endpoint because the server stops, and send the client an error that says so."""
         if not self._ended and not self.disconnected:
             self.interrupted = True
             self._cancel()
@@ -226,7 +225,7 @@ class Exchange:
     # --- server-sent events -----------------------------------------------------------------------------------------
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Send events, at once. The first ones begin the response; behind the last ones nothing may be written."""
+        """Send events at once. The first events begin the response; nothing may be written after the last ones."""
         async with self._lock:
             if self._ended:
                 return

@@ -1,4 +1,4 @@
-"""What an HTTP client is told of a failure, before its protocol gives it a shape."""
+"""Failures as HTTP clients see them, before a protocol gives them its error format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Headers = list[tuple[bytes, bytes]]
 
 MIN_RETRY_AFTER_S = 1.0
 RETRY_SPREAD = 0.5
-"""Times to come back are up to this part longer than they need be."""
+"""Random extra part of Retry-After times."""
 _RANDOM = random.Random()
 
 
@@ -58,9 +58,9 @@ class ErrorShape(Protocol):
 
 
 def spread(error: StatusError) -> StatusError:
-    """The error with a time to come back that is not too short, and not the same for all who get it at once.
+    """The error with a Retry-After that is not too short and has jitter, so that clients do not all return at once.
 
-    That of a key's limits stays: it is exact, and the key's own.
+    The time of a rate limit stays exact.
     """
     if error.row.http_status not in (429, 503) or error.reason is Reason.QUOTA:
         return error

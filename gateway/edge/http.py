@@ -145,7 +145,7 @@ class _Resource:
 
     async def _wrong_method(self, exchange: Exchange) -> None:
         if exchange.scope["path_params"]:
-            # A collection does not tell which names it has: /responses/compact is a path that others serve.
+            # The name in the path could be another server's endpoint, such as /responses/compact.
             await _unknown_path(exchange)
         methods = [method for method in ("GET", "HEAD", "POST", "DELETE") if method in self._endpoints]
         usable = " or ".join(method for method in methods if method != "HEAD")

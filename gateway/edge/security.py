@@ -26,7 +26,7 @@ _FILE = click.Path(path_type=Path)
 
 
 class SecurityError(ValueError):
-    """What was asked cannot be done as asked; the message is a sentence with the remedy."""
+    """The flags cannot be honoured. The message is a sentence with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

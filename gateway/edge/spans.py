@@ -1,7 +1,7 @@
-"""What traces and the access log are told of HTTP requests.
+"""Spans and the access log of HTTP requests.
 
-Attributes are named by OpenTelemetry's semantic conventions, those of generative AI among them; what these do not know
-begins with `headrace.`. No text of a prompt or an answer is in any.
+Attributes have the names of OpenTelemetry's semantic conventions, including those of generative AI; others begin with
+`headrace.`. No attribute contains text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -56,6 +56,6 @@ def end_request(span: Span, exchange: Exchange, endpoint: Endpoint, outcome: str
 
 
 def _path(exchange: Exchange) -> str:
-    """As it was sent, percent signs and all, and without what stands behind a question mark: that may be a secret."""
+    """The path as it was sent, percent-encoded, and without the query, which may contain a secret."""
     raw: bytes = exchange.scope.get("raw_path", b"")
     return raw[:_MAX_PATH_BYTES].decode("ascii", "replace")

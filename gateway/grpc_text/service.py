@@ -96,7 +96,7 @@ class TextService(TextServicer):
         return await self._answered(text, "grpc_detokenize", context)
 
     async def ListModels(self, request: TextListModelsRequest, context: Context) -> TextListModelsResponse:
-        """The models that can be asked for."""
+        """The available models."""
 
         async def models() -> TextListModelsResponse:
             listed = await self._models.listed()

@@ -148,7 +148,7 @@ class Completion(Shape):
 
 
 class ModelCard(Shape):
-    """A model that can be asked for."""
+    """An available model."""
 
     id: str
     object: Literal["model"]
@@ -167,7 +167,7 @@ class ModelList(Shape):
 
 
 class Tokens(Shape):
-    """Tokens of a text or a conversation; their texts if asked for."""
+    """Tokens of a text or a conversation, and their texts if requested."""
 
     count: int
     max_model_len: int

@@ -1,4 +1,4 @@
-"""The models that can be asked for, and their tokens."""
+"""The available models, and their tokenizers."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class _Events:
             self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._close
 
     def tail(self, logprobs: bytes = _NO_LOGPROBS, token_ids: Sequence[int] = ()) -> bytes:
-        """What comes behind a chunk's text. `logprobs` are encoded; `token_ids` are those of the chunk, if shown."""
+        """The end of a chunk, after its text. `logprobs` are encoded; `token_ids` are those of the chunk, if shown."""
         if logprobs is _NO_LOGPROBS and not token_ids:
             return self._plain_tail
         shown = b',"token_ids":' + encode(list(token_ids)) if token_ids else b""

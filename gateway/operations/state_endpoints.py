@@ -1,4 +1,4 @@
-"""Whether the gateway can be asked, and its metrics with those of the fleet."""
+"""Health of the gateway, its version, and its metrics with those of the fleet."""
 
 from __future__ import annotations
 

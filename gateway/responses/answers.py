@@ -208,7 +208,7 @@ class ResponseAnswer:
     def last_event(self) -> bytes:
         """The event that says how the response ended, as its status is now."""
         status = self.response["status"]
-        # There is no event for a response that was cancelled; it failed to whoever follows its stream.
+        # The API has no event for a cancelled response: its stream ends as failed.
         kind = f"response.{'failed' if status == 'cancelled' else status}"
         return self._encoded(kind, {"response": self.response})
 

@@ -1,11 +1,11 @@
-"""Responses that run in the background: nobody waits for them, and anyone may look, follow or cancel.
+"""Responses that are generated in the background. Clients retrieve, follow or cancel them later.
 
-A run lives in the gateway that took it. Its state is in the store from the beginning, so that other gateways that
-share the store can show it, cancel it through the store, and tell when the run's gateway is gone:
+A run lives in one gateway. Its state is in the store from the beginning. Other gateways with the same store can show
+the response, cancel it through the store, and see that its gateway is gone:
 
     ID            the response
-    ID:alive      the run's gateway is there; renewed every `HEARTBEAT_S`
-    ID:cancel     somebody wants the run cancelled
+    ID:alive      the run's gateway is alive; renewed every `HEARTBEAT_S`
+    ID:cancel     a client has cancelled the run
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ResponseRun:
-    """One run, and the sink of its stream: whoever follows it reads the events that its answer remembers."""
+    """One run, and the sink of its stream. Followers read the events that its answer remembers."""
 
     def __init__(self, caller: Caller, answer: ResponseAnswer, stored: StoredResponse) -> None:
         self.caller = caller
@@ -37,7 +37,7 @@ class ResponseRun:
         self.stored = stored
         self.task: asyncio.Task[None] | None = None
         self.holding = ExitStack()
-        """What is let go when the run has ended."""
+        """Released when the run has ended."""
         self.ended = False
         self._last = b""
         self._changed = asyncio.Event()
@@ -48,17 +48,17 @@ class ResponseRun:
         return str(self.answer.response["id"])
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Tell those who follow that there is more."""
+        """Wake the followers: there are new events."""
         if last and not self.ended:
             self.end()
         self._wake()
 
     async def keep_alive(self, begun: asyncio.Event) -> None:
-        """Nothing to do: those who follow see to it themselves."""
+        """Nothing to do: followers keep their own connections alive."""
         await asyncio.Event().wait()
 
     def end(self) -> None:
-        """The response is as it will be."""
+        """The response is final."""
         self.ended = True
         self._last = self.answer.last_event()
         if self.stored.events is not None:
@@ -86,7 +86,7 @@ class ResponseRun:
 
 
 class ResponseRuns:
-    """The runs of this gateway, at most `MAX_RUNS` at a time."""
+    """The runs of this gateway, at most `MAX_RUNS` at once."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -128,16 +128,16 @@ class ResponseRuns:
         return response_id in self._runs or await self.store.get(f"{response_id}:alive") is not None
 
     async def drain(self, timeout_s: float) -> None:
-        """Let the runs come to their end; those that do not within the time fail."""
+        """Wait for the runs to end; fail those that take longer."""
         tasks = {run.task: run for run in self._runs.values() if run.task is not None}
         if not tasks:
             return
-        _, late = await asyncio.wait(tasks, timeout=timeout_s)
-        for task in late:
+        _, unfinished = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in unfinished:
             tasks[task].answer.fail(failure_of(draining()))
             task.cancel()
-        if late:
-            await asyncio.wait(late)
+        if unfinished:
+            await asyncio.wait(unfinished)
 
     async def _run(self, run: ResponseRun, generate: Callable[[ResponseRun], Awaitable[None]]) -> None:
         beating = asyncio.create_task(self._heartbeat(run))

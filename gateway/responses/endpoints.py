@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def endpoints(services: Services, runs: ResponseRuns) -> Sequence[Endpoint]:
-    """Everything under responses. `runs` are those that nobody waits for, and where all are kept."""
+    """All endpoints under responses. `runs` are the background responses, with the store of all."""
     own = _Responses(services, runs)
     one = "/responses/{response_id}"
     return [

@@ -1,6 +1,6 @@
-"""Responses that are kept: for `previous_response_id`, to be retrieved, and while they run in the background.
+"""Stored responses: for `previous_response_id`, to be retrieved, and while they run in the background.
 
-A store maps keys to bytes for a while. Without Redis it is this process's memory, within bounds.
+A store maps keys to bytes for a limited time. Without Redis it is bounded memory of this process.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
 DEFAULT_TTL_S = 24 * 3600.0
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256 * 1024 * 1024
-# Of one tenant: one alone cannot displace what the others have stored.
+# Of one tenant, so that it cannot displace the responses of others.
 TENANT_BYTES = 64 * 1024 * 1024
-# More than this of one response is not kept; what is compressed here came within the bounds of bodies and contexts.
+# Larger responses are not stored. Bodies and contexts bound what is compressed here.
 MAX_RESPONSE_BYTES = 16 * 1024 * 1024
-# Compressing this much takes a millisecond or two; more is done by a thread, beside running streams.
+# Compressing this much takes a millisecond or two; larger values are compressed in a thread.
 MAX_INLINE_BYTES = 128 * 1024
 
 
 class StoreError(Exception):
-    """The store cannot be reached, or does not take the value. The message is for logs."""
+    """The store is unreachable or refuses the value. The message is for logs."""
 
 
 class Store(Protocol):
     """Keeps values. Everything raises `StoreError` when it cannot be done."""
 
     is_shared: bool
-    """Other gateways keep theirs here too."""
+    """Whether other gateways use the same store."""
 
     async def put(self, key: str, value: bytes, ttl_s: float | None = None, owner: str | None = None) -> None:
         """Keep a value, in place of what was there, for `ttl_s` or as long as the store keeps responses.
@@ -51,20 +51,20 @@ class Store(Protocol):
 
     @property
     def redis(self) -> RedisState:
-        """How the Redis behind it was a few seconds ago; unspecified where there is none, or nobody looked yet."""
+        """The state of its Redis a few seconds ago; unspecified without one, or before the first look."""
 
     async def watch(self) -> None:
-        """For ever: look how the Redis behind it is."""
+        """Watch the state of its Redis until cancelled."""
 
     async def close(self) -> None:
         """End the connection."""
 
 
 class StoredResponse(msgspec.Struct):
-    """A response, and what it takes to go on from it."""
+    """A response, and the conversation that is needed to continue it."""
 
     owner: str
-    """Who may see it: the key of who created it; empty where there are no keys."""
+    """The tenant that may see it; empty without keys."""
     response: dict[str, Any]
     """As the API shows it."""
     items: list[dict[str, Any]]

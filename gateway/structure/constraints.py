@@ -1,4 +1,4 @@
-"""Reads the constraints of requests beside the event loop: a grammar in GBNF takes up to a second to translate."""
+"""Reads the constraints of requests in a thread: a grammar in GBNF takes up to a second to translate."""
 
 from __future__ import annotations
 

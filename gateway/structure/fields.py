@@ -22,7 +22,7 @@ from headrace.protos.status import Reason, StatusError
 _GUIDED = ("json", "regex", "choice", "grammar")
 # Fields of llama.cpp's server and of SGLang, and what they say.
 _BARE = {"json_schema": "json", "regex": "regex", "grammar": "gbnf", "ebnf": "gbnf"}
-# Types of response_format, and what each says beside it.
+# Types of response_format, and the field that each one needs.
 _FORMATS: Mapping[str, tuple[str, ...]] = {
     "text": (),
     "json_object": ("schema",),

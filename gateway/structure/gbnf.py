@@ -241,7 +241,7 @@ class _Reader:
         return _ESCAPES[kind]
 
     def _repeated(self, item: Node) -> Node:
-        """The element with the repetitions behind it."""
+        """The element with its repetition operators."""
         while True:
             char = self._text[self._pos : self._pos + 1]
             if char in ("*", "+", "?"):

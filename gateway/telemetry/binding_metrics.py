@@ -10,8 +10,8 @@ from headrace.protos.router_pb2 import WorkerInfo
 
 
 def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
-    """Metrics of those workers that have told it."""
-    told = [worker for worker in workers if worker.load.HasField("binding")]
+    """Metrics of the workers that report their NUMA binding."""
+    reporting = [worker for worker in workers if worker.load.HasField("binding")]
     info = GaugeMetricFamily(
         "headrace_worker_binding_info",
         "1; NUMA node (empty: not on one), CPUs that threads may run on, memory policy in force.",
@@ -29,7 +29,7 @@ def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
         "headrace_worker_kv_resident_bytes", "Resident memory of the KV cache by NUMA node.", labels=["worker", "node"]
     )
     kv_huge = GaugeMetricFamily("headrace_worker_kv_huge_bytes", "KV cache in huge pages.", labels=["worker"])
-    for worker in told:
+    for worker in reporting:
         name, binding = worker.worker_id, worker.load.binding
         node = str(worker.load.numa_node) if worker.load.HasField("numa_node") else ""
         info.add_metric([name, node, binding.cpus_allowed, binding.memory_policy], 1)

@@ -1,4 +1,4 @@
-"""What traces are told of generations (see `edge.spans` for the conventions)."""
+"""Spans of generations (see `edge.spans` for the conventions)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def begin_attempt(request: GenerateRequest, address: str) -> Span:
 
 
 def describe_generation(request: GenerateRequest, num_choices: int, num_prompt_tokens: int) -> None:
-    """Tell the current span what is asked for; `request` is one of several that differ in their prompts only."""
+    """Add the request's parameters to the current span. `request` is one of several with different prompts."""
     span = current_span()
     if not span.is_recording:
         return

@@ -85,7 +85,7 @@ class ChatTemplate:
         """The text of the conversation.
 
         `add_generation_prompt` ends it with what introduces an answer. `continue_final_message` leaves the last message
-        open, so that the model goes on with it. Raises `StatusError` if the template refuses the conversation, if it
+        open, so that the model continues it. Raises `StatusError` if the template refuses the conversation, if it
         takes too long or its text is too large.
         """
         clash = _RESERVED.intersection(variables or ())

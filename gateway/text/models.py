@@ -1,9 +1,9 @@
-"""The models that can be asked for: cards from the router, tokenizers and chat templates from their bundles.
+"""The available models: cards from the router, tokenizers and chat templates from their bundles.
 
-The list is polled. A name that is not in it triggers one refresh at once, shared by all who wait for it and not more
-often than `MIN_FORCED_INTERVAL_S`. A model that is no longer listed can be asked for during `FORGET_AFTER_S` more: the
-router knows better, and its workers may only be restarting. In the first `SETTLE_S` of its life a gateway lets requests
-wait for the list and the tokenizer, so that its own restart is a pause to them and not an error.
+The list is polled. An unknown name triggers one refresh at once, shared by all requests that wait for it, and at most
+every `MIN_FORCED_INTERVAL_S`. A model that is no longer listed stays available for `FORGET_AFTER_S`, because its
+workers may only be restarting; the router decides. In its first `SETTLE_S`, a gateway lets requests wait for the list
+and the tokenizer, so that its own restart is a pause and not an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TextSide:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that can be asked for."""
+    """An available model."""
 
     card: ModelCard
     text: TextSide
@@ -108,14 +108,14 @@ class Models:
         self._refreshing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Refresh the list for ever: often while nothing can be asked for, else every `POLL_INTERVAL_S`."""
+        """Refresh the list until cancelled: often while no model is available, else every `POLL_INTERVAL_S`."""
         while True:
             await self._refresh_quietly()
             await asyncio.sleep(POLL_INTERVAL_S if self.ready else POLL_INTERVAL_EMPTY_S)
 
     @property
     def ready(self) -> bool:
-        """Whether at least one model can be asked for, as of a list that is not old."""
+        """Whether at least one model is available, by a recent list."""
         fresh = self._clock() - self._listed_s < 2 * MAX_LIST_AGE_S
         return fresh and any(self._model_of(entry) is not None for entry in self._entries.values() if entry.live)
 
@@ -125,7 +125,7 @@ class Models:
         return [entry.card for _, entry in sorted(self._entries.items()) if entry.live]
 
     async def listed(self) -> list[Model]:
-        """The models that can be asked for now, by name. Raises `StatusError` if the router cannot be asked."""
+        """The available models, by name. Raises `StatusError` if the router does not answer."""
         if self._clock() - self._listed_s > MAX_LIST_AGE_S:
             await self._refresh()
         live = (self._model_of(entry) for _, entry in sorted(self._entries.items()) if entry.live)

@@ -1,1 +1,1 @@
-"""What is behind the gateway: routers, and what workers hand out through them."""
+"""The gateway's client of routers, and the bundles that workers hand out through them."""

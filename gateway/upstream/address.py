@@ -16,12 +16,12 @@ from headrace.protos.worker_pb2_grpc import WorkerStub
 
 _CHANNEL_OPTIONS: Options = (
     *CHANNEL_OPTIONS,
-    # A name may stand for several routers (dns:///NAME:PORT): all are connected to and asked in turn. It is resolved
-    # again when a connection is lost.
+    # A name may stand for several routers (dns:///NAME:PORT). gRPC connects to all of them, calls them in turn, and
+    # resolves the name again when a connection is lost.
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
-# Sessions with the routers behind one name.
+# Sessions with the routers of one name.
 NAMED_SESSIONS = 4
 
 
@@ -39,7 +39,7 @@ class Address:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection, and somebody answers; if not, one is made."""
+        """Whether there is a connection to a server that answers. If not, one is made."""
         is_ready = self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
         return is_ready and not self.sessions.is_silent
 
@@ -53,7 +53,7 @@ def connect(address: str, transport: Transport, silences: Silences, *, plain_grp
 
 
 def _may_be_several(address: str) -> bool:
-    """Whether the address may stand for several routers, each of which a session is with one of."""
+    """Whether the address may stand for several routers. Each session is with one of them."""
     if address.startswith("unix:"):
         return False
     try:

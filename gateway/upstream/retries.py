@@ -30,13 +30,13 @@ class Retries:
 
         `lost` means that the transport failed, `present` that there was a connection when the attempt began.
         `progress` means that this attempt brought tokens, `started` that the client has any. An answer that has
-        started is never refused for want of room: that is waited out.
+        started waits for room and is never refused.
         """
         if progress:
             self.fruitless = self.waits = 0
-        if _nobody_is_there(failure, lost, present) or (started and not lost and failure.reason in _CROWDED):
+        if _has_no_worker(failure, lost, present) or (started and not lost and failure.reason in _CROWDED):
             self.waits += 1
-            self.attempt += started  # for routers and workers, one that has not been taken in anywhere is new
+            self.attempt += started  # to routers and workers, an attempt that nobody accepted does not count
             return self._pause(self.waits)
         if not (lost or failure.reason is Reason.DRAINING):
             return None
@@ -49,9 +49,9 @@ class Retries:
         return self._pause(self.fruitless)
 
     def _pause(self, number: int) -> float:
-        """Seconds before the attempt that follows `number` vain ones."""
+        """Seconds before the attempt that follows `number` failed ones."""
         rounds, position = divmod(number, self.num_addresses)
-        if position:  # an address that has not been asked in this round
+        if position:  # an address that has not been tried in this round
             return 0.0
         return min(FIRST_BACKOFF_S * 2.0 ** min(rounds - 1, 16), MAX_BACKOFF_S)
 
@@ -59,6 +59,6 @@ class Retries:
 _CROWDED = frozenset({Reason.QUEUE_FULL, Reason.DRAINING})
 
 
-def _nobody_is_there(failure: StatusError, lost: bool, present: bool) -> bool:
-    """Whether the request has come to no worker, because none takes requests or there is no way to them."""
+def _has_no_worker(failure: StatusError, lost: bool, present: bool) -> bool:
+    """Whether no worker got the request: none takes requests, or none is reachable."""
     return not present if lost else failure.reason is Reason.NO_CAPACITY

@@ -1,14 +1,14 @@
-"""The gateway's view of what is behind it: one or more routers, or a single worker.
+"""The gateway's client of one or more routers, or of a single worker.
 
-Calls go to the addresses in turn, those left out that are not connected or failed a moment ago while another is there.
-A generation whose transport fails is resumed, through the next address or the same one, behind the tokens that were
-already delivered: whoever iterates over `generate` sees a pause, never a gap or a repeat.
+Calls use the addresses in turn. An address that is not connected, or has just failed, is skipped while another one
+works. When the transport of a generation fails, the generation is resumed after the delivered tokens, through the next
+address or the same one. The caller of `generate` sees a pause, never a gap or a repeat.
 
     attempt 0   t0 t1 t2 |x            the router dies
     attempt 1            | t3 t4 ...   resume_token_ids = [t0, t1, t2], start_pos = 3
 
-While nobody is there who could answer, a generation waits for as long as its client does: a model that is asked for was
-served a moment ago, and its worker or router may only be restarting. What is bounded is how often it may be lost.
+While no worker can answer, a generation waits as long as its client: the model was served a moment ago, and its worker
+or router may only be restarting. The number of lost attempts is bounded.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest,
 LIST_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
 GENERATE_TIMEOUT_S = 3600.0
-# An address that failed is asked again when this time is over, or when no other one is left.
+# An address that failed is skipped for this time, unless no other one is left.
 AVOID_S = 1.0
-# An address that goes on failing is told of again after so long without a failure.
-TELL_AGAIN_S = 10.0
+# An address that keeps failing is logged again after so long without a failure.
+LOG_AGAIN_S = 10.0
 
 _NO_CARD = ModelCard()
 _LOG = logging.getLogger(__name__)
@@ -106,8 +106,8 @@ class Upstream:
         worker_wait_s: float | None = None,
         plain_grpc: bool = False,
     ) -> None:
-        """`worker_wait_s` bounds how long a generation without a token waits for somebody who could answer; None: as
-        long as its client. `plain_grpc`: each generation is an RPC of its own, rather than one of many in a session."""
+        """`worker_wait_s` bounds how long a generation without a token waits for a worker; None: as long as its client.
+        `plain_grpc`: each generation is a separate RPC instead of one of many in a session."""
         assert addresses, "no address"
         self._worker_wait_s = worker_wait_s
         self._plain_grpc = plain_grpc
@@ -117,9 +117,9 @@ class Upstream:
         self._endpoints = [self._connect(address) for address in addresses]
         self._turn = 0
         self.on_retry: Callable[[Reason], None] = lambda reason: None
-        """Called when a generation is attempted again, with the reason of the failure; set by whoever counts."""
+        """Called with the reason of the failure when a generation is retried."""
         self.redis: RedisState = REDIS_STATE_UNSPECIFIED
-        """How the Redis of the router that was asked last for its models is."""
+        """The state of the Redis of the router that listed its models last."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def _connect(self, address: str) -> Address:
@@ -198,11 +198,11 @@ class Upstream:
         num_prompt_tokens: int = 0,
         card: ModelCard = _NO_CARD,
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """The messages of one generation, resumed as often as need be. Close the iterator to cancel it.
+        """The messages of one generation, resumed as often as necessary. Close the iterator to cancel it.
 
-        `deadline_s` is the monotonic time at which nobody wants it any more; it goes along to router and worker.
-        `shared` is what the request has in common with others and does not repeat, `num_prompt_tokens` the length of
-        its prompt if that is there. The model's `card` tells when an answer that broke off is complete.
+        `deadline_s` is the monotonic time of the client's deadline, which router and worker get too. `shared` are the
+        parts that several requests have in common, `num_prompt_tokens` is the length of the prompt if it is one of
+        them. The model's `card` decides whether an answer that broke off is complete.
 
         The last message has a finish. Raises `StatusError` when the generation is refused, fails, or cannot be
         resumed within the bounds above.
@@ -274,7 +274,7 @@ class Upstream:
             return endpoints[0]
         now_s = time.monotonic()
         in_turn = [endpoints[(self._turn + i) % len(endpoints)] for i in range(len(endpoints))]
-        # Each is asked for its state, so that those that are away are connected to again.
+        # Reading the state of each address reconnects those that are not connected.
         connected = [endpoint for endpoint in in_turn if endpoint.is_connected]
         unsuspected = [endpoint for endpoint in connected or in_turn if endpoint.avoided_until_s <= now_s]
         chosen = unsuspected[0] if unsuspected else min(in_turn, key=lambda endpoint: endpoint.avoided_until_s)
@@ -292,9 +292,9 @@ class Upstream:
             task.add_done_callback(self._closing.discard)
 
     def _avoid(self, endpoint: Address, failure: StatusError) -> None:
-        """It failed: others first for a while. One line of the log stands for all requests that it fails meanwhile."""
+        """Prefer other addresses for a while. The log gets one line for all requests that fail meanwhile."""
         now_s = time.monotonic()
-        if endpoint.avoided_until_s + TELL_AGAIN_S < now_s:
+        if endpoint.avoided_until_s + LOG_AGAIN_S < now_s:
             _LOG.warning("%s fails requests, which go on or wait: %s", endpoint.address, failure.message)
         endpoint.is_worker = False
         endpoint.avoided_until_s = now_s + AVOID_S
@@ -312,7 +312,7 @@ async def _joined(call: Any) -> bytes:
 
 
 def _for_clients(failure: StatusError) -> StatusError:
-    """What a client is told of a generation that nobody could end: what happened, and that it may ask again."""
+    """The error for a client whose generation was lost for good: what happened, and to try again."""
     if failure.reason is Reason.WORKER_LOST:
         problem = "the connection to the model was lost, and could not be made again in time; try again"
         return StatusError(failure.reason, problem, retry_after_s=failure.retry_after_s or 1.0)

@@ -32,7 +32,7 @@ class ToolFormat:
     markers: tuple[str, ...]
     """Markup that may be special tokens of the vocabulary, which are no text otherwise."""
     signs: tuple[str, ...]
-    """Any of these in a chat template tells the family."""
+    """Any of these in a chat template identifies the family."""
     num_id_chars: int = 24
     """Length of the ids of calls; what templates of the family accept."""
 
@@ -57,7 +57,7 @@ _HARMONY_MARKERS = (
     harmony.RETURN,
 )
 
-# In order of how telling the signs are: templates of later ones may contain those of earlier ones.
+# The most specific signs first: a template may also contain the signs of later families.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
     for one in (

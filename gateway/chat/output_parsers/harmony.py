@@ -50,7 +50,7 @@ def harmony(source: Source, output: Output, tools: Tools) -> Steps[None]:
 
 
 def _header(source: Source) -> Steps[str]:
-    """Take a message's header and the tag behind it. What is cut off in a header says nothing."""
+    """Take a message's header and the tag after it. A header that is cut off is ignored."""
     parts: list[str] = []
     num_chars = 0
 

@@ -184,7 +184,7 @@ def _surrogates(source: Source, unit: int, emit: Emit) -> Steps[None]:
 
 
 def _code_unit(source: Source, offset: int) -> Steps[int | None]:
-    """The code unit that is escaped behind `offset` more characters; None if there is none."""
+    """The escaped code unit after `offset` more characters; None if there is none."""
     for num_chars in range(offset + 1, offset + 7):
         if not (yield from has(source, num_chars)):
             return None
@@ -319,7 +319,7 @@ def _text(source: Source) -> Steps[str]:
 def json_calls(
     source: Source, output: Output, head: Steps[None] | None = None, known: frozenset[str] | None = None
 ) -> Steps[bool]:
-    """Take a call, or an array of calls, behind what `head` takes; whether there was any."""
+    """Take a call, or an array of calls, after what `head` takes; whether there was any."""
     array = False
 
     def first() -> Steps[None]:

@@ -1,4 +1,4 @@
-"""Llama 3: {"name": ..., "parameters": {...}} on a line of its own, or behind <|python_tag|>; several in a row by `;`.
+"""Llama 3: {"name": ..., "parameters": {...}} on its own line, or after <|python_tag|>; several are separated by `;`.
 
 Without a tag, nothing but the name tells a call from an answer in JSON: it must be that of an offered tool.
 """

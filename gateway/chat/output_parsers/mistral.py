@@ -34,7 +34,7 @@ def mistral(source: Source, output: Output, tools: Tools) -> Steps[None]:
 
 
 def _behind_tag(source: Source) -> Steps[str]:
-    """The first character behind the tag and white space, all of which is left."""
+    """The first character after the tag and white space, without consuming any of it."""
     offset = len(OPENING)
     while (yield from has(source, offset + 1)) and source.text[source.pos + offset] in SPACE:
         offset += 1

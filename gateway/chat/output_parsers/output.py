@@ -46,7 +46,7 @@ Delta: TypeAlias = ContentDelta | ReasoningDelta | CallDelta | ArgumentsDelta
 
 
 class Output:
-    """Gathers deltas. White space around content goes if reasoning or calls stand beside it, and stays otherwise."""
+    """Gathers deltas. Strips white space around content if there is reasoning or a call, and keeps it otherwise."""
 
     __slots__ = (
         "_argued",
@@ -97,7 +97,7 @@ class Output:
         self._reasoning_space = text[len(words) :]
 
     def separate(self) -> None:
-        """The model has begun a new message: what follows of content or reasoning is on a line of its own."""
+        """The model has begun a new message: further content or reasoning starts on a new line."""
         if self._begun and not self._space.endswith("\n"):
             self._space += "\n"
         if self._reasoned and not self._reasoning_space.endswith("\n"):

@@ -103,7 +103,7 @@ def _call(source: Source, output: Output, tools: Tools) -> Steps[None]:
 
 
 def _expression(source: Source) -> Steps[str]:
-    """Take an expression up to the comma or bracket behind it."""
+    """Take an expression up to the next comma or bracket."""
     parts: list[str] = []
     num_chars = 0
     stack: list[str] = []
