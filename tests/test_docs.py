@@ -15,6 +15,7 @@ import click
 import pytest
 import yaml
 
+from headrace.protos.status import TABLE, Reason
 from tests.cli_reference import PAGE, commands, page
 
 ROOT = Path(__file__).parent.parent
@@ -253,6 +254,18 @@ def test_every_message_that_is_explained_is_one_of_ours() -> None:
     explained = messages()
     assert len(explained) > 60
     assert [text for text in explained if text not in source] == []
+
+
+def test_the_reference_of_errors_is_the_table_of_errors() -> None:
+    rows = re.findall(
+        r"^\| ([A-Z_]+) \| ([A-Z_]+) \| (\d+) \| (\S+) \|", (DOCS / "reference" / "errors.md").read_text(), re.MULTILINE
+    )
+    told = {name: (code, int(status), own.strip("`")) for name, code, status, own in rows}
+    assert told == {
+        reason.name: (row.grpc_code.name, row.http_status, row.openai_code or "null")
+        for reason, row in TABLE.items()
+        if reason is not Reason.GIVEN_BACK
+    }
 
 
 # --- the checks themselves --------------------------------------------------------------------------------------------
