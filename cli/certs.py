@@ -37,7 +37,13 @@ def certs() -> None:
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Directory with the ca.pem and ca-key.pem to sign with.  [default: DIRECTORY; made if missing]",
 )
-@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long it is valid.")
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    default=365,
+    show_default=True,
+    help="Days for which the certificate is valid.",
+)
 def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, days: int) -> None:
     """Make DIRECTORY fit for --tls-dir: ca.pem, cert.pem and key.pem, and secrets as `certs secrets` makes them.
 
@@ -68,7 +74,9 @@ def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, d
 
 @certs.command(name="secrets")
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--readable", is_flag=True, help="Let every user read them, such as Redis in a container of its own.")
+@click.option(
+    "--readable", is_flag=True, help="Make the files readable for every user, such as Redis in its own container."
+)
 def make_secrets(directory: Path, readable: bool) -> None:
     """Make the secrets of a fleet without certificates, where DIRECTORY lacks them.
 

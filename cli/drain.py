@@ -16,14 +16,14 @@ from headrace.protos.status import error_of
 
 @click.command()
 @click.argument("worker")
-@click.option("--undo", is_flag=True, help="Take requests again.")
+@click.option("--undo", is_flag=True, help="Let the worker take requests again.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0.2),
     default=600.0,
     show_default=True,
-    help="Seconds to wait for running requests; the worker goes on draining behind that.",
+    help="Seconds to wait for running requests. The worker continues to drain after that.",
 )
 @access_options
 def drain(worker: str, undo: bool, timeout_s: float, tls_dir: Path | None, join_token_file: Path | None) -> None:

@@ -125,7 +125,7 @@ def _default_serve(url: str | None) -> ServeRecord:
 @click.option("--model", default="", help="Model to ask for.  [default: the only one]")
 @click.option("--adapter", default="", help="LoRA adapter.")
 @click.option("--cache-salt", default="", help="Salt of the prompt's cache blocks.")
-@click.option("--tenant", help="Tenant of the API key that would ask, as headrace keys list shows it.")
+@click.option("--tenant", help="Tenant of the API key to predict for (headrace keys list).")
 @click.option("--cache-group", help="Cache group of that key, if it has one.")
 @click.option("--session-key", default="", help="Session that the request belongs to.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")

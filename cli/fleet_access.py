@@ -26,10 +26,13 @@ def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--tls-dir",
         envvar="HEADRACE_TLS_DIR",
         type=_FILE,
-        help="Directory with ca.pem, cert.pem and key.pem, if the fleet speaks mutual TLS.",
+        help="Directory with ca.pem, cert.pem and key.pem, if the fleet uses mutual TLS.",
     )
     token = click.option(
-        "--join-token-file", envvar="HEADRACE_JOIN_TOKEN_FILE", type=_FILE, help="Secret that the fleet wants to see."
+        "--join-token-file",
+        envvar="HEADRACE_JOIN_TOKEN_FILE",
+        type=_FILE,
+        help="File with the join token of the fleet.",
     )
     return directory(token(command))
 
@@ -82,5 +85,7 @@ def api_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, access=ApiAccess(api_key, ca_file), **options)
 
     key = click.option("--api-key", envvar="HEADRACE_API_KEY", help="API key, if the gateway asks for one.")
-    ca_file = click.option("--ca-file", envvar="HEADRACE_CA_FILE", type=_FILE, help="Authority of the server's TLS.")
+    ca_file = click.option(
+        "--ca-file", envvar="HEADRACE_CA_FILE", type=_FILE, help="File with the authority of the server's certificate."
+    )
     return key(ca_file(with_access))

@@ -33,10 +33,10 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
         "path",
         envvar="HEADRACE_GATEWAY_API_KEYS",
         type=click.Path(path_type=Path),
-        help="File of keys, as of the gateway's --api-keys.",
+        help="File of keys; the gateway's --api-keys.",
     )
     redis = click.option(
-        "--redis", "redis_url", help="Redis with the keys, as of the gateway's --redis with --api-keys-redis."
+        "--redis", "redis_url", help="Redis with the keys; the gateway's --redis, with --api-keys-redis."
     )
     return file(redis(command))
 
@@ -52,18 +52,26 @@ def _store(path: Path | None, redis_url: str | None) -> KeyStore:
 @keys.command()
 @click.argument("name")
 @_place
-@click.option("--tenant", help="Whom its requests are counted for in fair shares.  [default: the key's id]")
+@click.option("--tenant", help="Tenant that the key's requests count for.  [default: the key's id]")
 @click.option(
     "--cache-group",
     help="Share cached prefixes with all keys of this group; each can then find out what the others ask.  "
     "[default: with the keys of its tenant]",
 )
-@click.option("--requests-per-minute", type=click.IntRange(1, MAX_PER_MINUTE), help="Requests; a new key may burst.")
-@click.option("--tokens-per-minute", type=click.IntRange(1, MAX_PER_MINUTE), help="Tokens of prompts and answers.")
+@click.option(
+    "--requests-per-minute",
+    type=click.IntRange(1, MAX_PER_MINUTE),
+    help="Requests a minute; an idle key may use them at once.",
+)
+@click.option(
+    "--tokens-per-minute", type=click.IntRange(1, MAX_PER_MINUTE), help="Tokens of prompts and answers a minute."
+)
 @click.option("--max-concurrent", type=click.IntRange(1, MAX_CONCURRENT), help="Requests at a time.")
-@click.option("--max-priority", type=int, default=0, show_default=True, help="Highest priority it may ask for.")
-@click.option("--model", "models", multiple=True, help="Model that it is good for; may be repeated.  [default: all]")
-@click.option("--json", "as_json", is_flag=True, help="A JSON object with key and id.")
+@click.option(
+    "--max-priority", type=int, default=0, show_default=True, help="Highest priority that the key may ask for."
+)
+@click.option("--model", "models", multiple=True, help="Model that the key may use; may be repeated.  [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="Print key and id as a JSON object.")
 def create(
     name: str, path: Path | None, redis_url: str | None, tenant: str | None, as_json: bool, **limits: Any
 ) -> None:
@@ -90,7 +98,7 @@ def create(
 
 @keys.command(name="list")
 @_place
-@click.option("--json", "as_json", is_flag=True, help="A JSON list of what is known of each key.")
+@click.option("--json", "as_json", is_flag=True, help="Print the keys as a JSON list.")
 def list_keys(path: Path | None, redis_url: str | None, as_json: bool) -> None:
     """Show all keys, without what is secret of them."""
     found = sorted(_store(path, redis_url).keys(), key=lambda key: (key.created_s, key.id))

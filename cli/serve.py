@@ -220,14 +220,16 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="HTTP port; 0 for any.")
 @click.option(
-    "--grpc-port", type=click.IntRange(0, 65535), help="Port of the gRPC edge; 0 for none.  [default: port + 1 if free]"
+    "--grpc-port", type=click.IntRange(0, 65535), help="Port of the gRPC API; 0 for none.  [default: port + 1 if free]"
 )
 @click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
 @click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GiB.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Cap on the tokens of a step.")
-@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="The same for steps that streams have a part in.")
+@click.option(
+    "--max-num-mixed-tokens", type=click.IntRange(1), help="Cap on the tokens of a step with running streams."
+)
 @click.option(
     "--execution-mode",
     type=click.Choice(["performance", "accuracy"]),
@@ -241,11 +243,17 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--kv-precision",
     type=click.Choice(["u8", "u4", "bf16", "f32"]),
-    help="Numbers of the KV cache: smaller ones hold more tokens.  [default: u8]",
+    help="Precision of the KV cache: smaller numbers hold more tokens.  [default: u8]",
 )
-@click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most.  [default: the model's]")
 @click.option(
-    "--max-ttft", type=click.FloatRange(0, min_open=True), help="Seconds that a request waits for others at most."
+    "--max-context-tokens",
+    type=click.IntRange(2),
+    help="Longest prompt and answer together, in tokens.  [default: the model's]",
+)
+@click.option(
+    "--max-ttft",
+    type=click.FloatRange(0, min_open=True),
+    help="Longest time that a request waits for others, in seconds.",
 )
 @click.option(
     "--stuck-after-s",
@@ -261,7 +269,11 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "--cors-origin", "cors_origins", multiple=True, help="Origin of web pages that may call; may be repeated; * is any."
 )
 @click.option("--redis", "redis_url", help="Redis for rate limits, shared with the gateways of other hosts.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of all processes.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Lowest level of log lines, of all processes.",
+)
 @click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
@@ -283,7 +295,9 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this chain.", "HEADRACE_GATEWAY_TLS_CERT")
 @_file_option("--tls-key", "The private key to --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
 @_file_option("--tls-dir", "Mutual TLS between the processes: ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")
-@_file_option("--join-token-file", "Secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE")
+@_file_option(
+    "--join-token-file", "File with the secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE"
+)
 @click.option("--dry-run", is_flag=True, help="Print which cores each worker would get, and do nothing.")
 def serve(
     model: str,

@@ -178,7 +178,7 @@ def _duration(seconds: float) -> str:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="A JSON list of objects with role, pid, address, state, ...")
-@click.option("--port", type=click.IntRange(1, 65535), help="Only the serve on this port.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Only the server on this port.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool, port: int | None) -> None:
     """Show the processes that serve on this host.

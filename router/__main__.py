@@ -184,23 +184,23 @@ def wired(
     envvar="HEADRACE_TLS_DIR",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Mutual TLS with all others of the fleet: ca.pem, cert.pem and key.pem there, read again when they change.",
+    help="Mutual TLS within the fleet: directory of ca.pem, cert.pem and key.pem, read again when they change.",
 )
 @click.option(
     "--join-token-file",
     envvar="HEADRACE_JOIN_TOKEN_FILE",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Secret that every caller has to present as well.",
+    help="File with the secret that every caller must present as well.",
 )
 @click.option(
     "--insecure",
     is_flag=True,
     envvar="HEADRACE_INSECURE",
-    help="Serve beyond this host without certificates and join token: who reaches the port may do everything.",
+    help="Serve beyond this host without certificates and join token: anyone who reaches the port may do everything.",
 )
 @click.option("--probe", metavar="HOST:PORT", help="Answer gRPC health here too, without TLS.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Least level of log lines.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Lowest level of log lines.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines for people or for machines.")
 @click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
 @click.option(
@@ -221,7 +221,7 @@ def wired(
     "--max-ttft",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
-    help="Longest that a request waits for others, here and at its worker, in seconds; else it is refused.",
+    help="Longest time that a request waits for others, here and at its worker, in seconds. Others are refused.",
 )
 @click.option(
     "--max-waiting", type=click.IntRange(min=0), default=1024, help="Requests that wait while all workers are full."
@@ -234,19 +234,24 @@ def wired(
     metavar="NAME=WEIGHT",
     help="A tenant's share when requests wait, 1 for those not named; may be repeated.",
 )
-@click.option("--max-attempts", type=click.IntRange(min=1), default=4, help="Workers that one request may use up.")
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(min=1),
+    default=4,
+    help="Workers that one request may lose, one after the other.",
+)
 @click.option("--max-in-flight", type=click.IntRange(min=1), default=4096, help="Requests at a time.")
 @click.option(
     "--max-request-mb",
     type=click.IntRange(min=16),
     default=256,
-    help="MiB of the requests in flight on the wire; the router keeps up to six times that of them.",
+    help="MiB of requests in flight, as received; the router needs up to six times that for them.",
 )
 @click.option(
     "--max-workers",
     type=click.IntRange(min=1),
     default=MAX_WORKERS,
-    help="Workers that this router takes; more are refused, those in Redis left out with a warning.",
+    help="Workers that this router takes. It refuses more, and leaves out more in Redis with a warning.",
 )
 @click.option("--max-sessions", type=click.IntRange(min=1), default=65_536, help="Sessions whose worker is remembered.")
 @click.option(

@@ -172,28 +172,51 @@ def print_table(answer: Answer) -> None:
 
 
 @click.command(context_settings={"show_default": True, "auto_envvar_prefix": "HEADRACE_SIM"})
-@click.option("--trace", "trace_file", type=click.Path(path_type=Path), help="Mooncake trace; without, one is made.")
+@click.option(
+    "--trace", "trace_file", type=click.Path(path_type=Path), help="Mooncake trace. Default: a generated trace."
+)
 @click.option("--limit", type=click.IntRange(1), help="Only the first requests of the trace.")
-@click.option("--requests", type=click.IntRange(2), default=2000, help="Made trace: number of requests.")
-@click.option("--system-prompts", type=click.IntRange(0), default=32, help="Made trace: how many are shared.")
-@click.option("--system-prompt-tokens", type=click.IntRange(1), default=1024, help="Made trace: length of each.")
-@click.option("--prompt-median", type=click.FloatRange(1), default=400.0, help="Made trace: tokens of a prompt's rest.")
-@click.option("--output-mean", type=click.FloatRange(1), default=128.0, help="Made trace: tokens of an answer.")
-@click.option("--turns", type=click.FloatRange(1), default=1.0, help="Made trace: mean turns of a conversation.")
-@click.option("--conversations", type=click.IntRange(1), default=200, help="Made trace: how many are open at a time.")
-@click.option("--burst", type=click.IntRange(1), default=1, help="Made trace: mean requests that arrive together.")
-@click.option("--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), help="By default all.")
+@click.option("--requests", type=click.IntRange(2), default=2000, help="Generated trace: number of requests.")
+@click.option(
+    "--system-prompts", type=click.IntRange(0), default=32, help="Generated trace: number of shared system prompts."
+)
+@click.option(
+    "--system-prompt-tokens", type=click.IntRange(1), default=1024, help="Generated trace: tokens of a system prompt."
+)
+@click.option(
+    "--prompt-median",
+    type=click.FloatRange(1),
+    default=400.0,
+    help="Generated trace: tokens of a prompt behind its system prompt.",
+)
+@click.option("--output-mean", type=click.FloatRange(1), default=128.0, help="Generated trace: tokens of an answer.")
+@click.option("--turns", type=click.FloatRange(1), default=1.0, help="Generated trace: mean turns of a conversation.")
+@click.option(
+    "--conversations", type=click.IntRange(1), default=200, help="Generated trace: conversations open at a time."
+)
+@click.option("--burst", type=click.IntRange(1), default=1, help="Generated trace: mean requests that arrive together.")
+@click.option(
+    "--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), help="Policies to compare. Default: all."
+)
 @click.option("--workers", type=click.IntRange(1), default=16)
-@click.option("--routers", multiple=True, type=click.IntRange(1), default=(1,), help="Several: one run for each.")
-@click.option("--load", type=click.FloatRange(0, min_open=True), default=0.7, help="Arrivals, as a part of capacity.")
+@click.option(
+    "--routers",
+    multiple=True,
+    type=click.IntRange(1),
+    default=(1,),
+    help="Number of routers. If repeated, one run for each.",
+)
+@click.option("--load", type=click.FloatRange(0, min_open=True), default=0.7, help="Arrivals as a share of capacity.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals a second, instead of --load.")
-@click.option("--kv-tokens", type=click.IntRange(1), default=600_000, help="KV cache of each worker.")
+@click.option("--kv-tokens", type=click.IntRange(1), default=600_000, help="Tokens of each worker's KV cache.")
 @click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a KV block.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128)
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
 @click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="By default the same.")
-@click.option("--report-delay-ms", type=click.FloatRange(0), default=20.0, help="How late reports reach routers.")
-@click.option("--step-cost", "cost_file", type=click.Path(path_type=Path), help="Made by benchmarks/step_cost.py.")
+@click.option("--report-delay-ms", type=click.FloatRange(0), default=20.0, help="Delay of reports to routers.")
+@click.option(
+    "--step-cost", "cost_file", type=click.Path(path_type=Path), help="Step cost, as benchmarks/step_cost.py writes it."
+)
 @click.option("--ttft-ms", type=click.FloatRange(0), default=10_000.0, help="Objective: time to the first token.")
 @click.option("--tpot-ms", type=click.FloatRange(0), default=300.0, help="Objective: time per token after it.")
 @click.option("--seed", type=int, default=1)

@@ -78,7 +78,8 @@ def _row(option: click.Option, context: click.Context) -> str:
     required = " Required." if option.required else ""
     variable = option.envvar or f"{context.auto_envvar_prefix}_{option.name}".upper()
     name = variable if isinstance(variable, str) else variable[0]
-    cells = (f"`{told[0]}`", str(default), f"`{name}`", f"{text[0]}{bounds}{required}".strip())
+    flags = told[0].replace(" RANGE", "").replace("|", "/")
+    cells = (f"`{flags}`", str(default), f"`{name}`", f"{text[0]}{bounds}{required}".strip())
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
