@@ -27,8 +27,8 @@ class CatalogueEntry:
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     def source(self) -> dict[str, str]:
-        """What the manifest of the pulled model records. When it changes, the model is pulled anew, or only its
-        generation_config.json is if nothing but `sampling` changes."""
+        """The entry in the manifest of the pulled model. When it changes, the model is pulled again; if only `sampling`
+        changes, only generation_config.json is written again."""
         sampling = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
         return {"kind": "catalogue", "name": self.name, "sha256": self.gguf_sha256, "sampling": sampling}
 
@@ -52,5 +52,5 @@ CATALOGUE = {
     )
 }
 
-# What `headrace serve` serves when it is not told.
+# The default model of `headrace serve`.
 DEFAULT_MODEL = "smollm2-135m"

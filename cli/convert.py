@@ -24,7 +24,7 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
     """Write the OpenVINO model, tokenizer and detokenizer, chat template and the two JSON files into the directory."""
     metadata = read_metadata(gguf_path)
     with tempfile.TemporaryDirectory(dir=out_directory, prefix=".convert.") as folder:
-        # The converter writes beside the file it reads: give it a link in a place of our own.
+        # The converter writes next to its input file: give it a link in a directory of our own.
         link = Path(folder) / "model.gguf"
         link.symlink_to(gguf_path.absolute())
         _write_openvino_files(link, gguf_path)

@@ -13,7 +13,7 @@ EXIT_INTERRUPTED = 130
 
 
 class CommandError(click.ClickException):
-    """What was asked cannot be done as asked; the user, told by `error: SENTENCE`, has to change something."""
+    """The command cannot be run as given. The user sees `error: SENTENCE` and has to change something."""
 
     exit_code = EXIT_REFUSED
 
@@ -23,6 +23,6 @@ class CommandError(click.ClickException):
 
 
 class CommandFailed(CommandError):
-    """What was asked could have worked, but something else (a network, another program) failed."""
+    """The command is valid, but something else (a network, another program) failed."""
 
     exit_code = EXIT_FAILED

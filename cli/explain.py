@@ -67,21 +67,23 @@ def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = 
     """Ask a router. Raises CommandError."""
     with transport.blocking_channel(router) as channel:
         try:
-            told: router_pb2.ExplainResponse = router_pb2_grpc.RouterStub(channel).Explain(request, timeout=_TIMEOUT_S)
+            explained: router_pb2.ExplainResponse = router_pb2_grpc.RouterStub(channel).Explain(
+                request, timeout=_TIMEOUT_S
+            )
         except grpc.RpcError as error:
             status = error_of(error)
             raise CommandFailed(f"the router at {router} does not explain this: {status.message}") from None
-    return told
+    return explained
 
 
-def rows_of(told: router_pb2.ExplainResponse) -> list[list[str]]:
+def rows_of(explained: router_pb2.ExplainResponse) -> list[list[str]]:
     """Cells of the table, one row for each worker: name, state, cached tokens, and the terms in milliseconds."""
     rows = []
-    for worker in told.workers:
-        mark = "-> " if worker.worker_id == told.worker_id else "   "
+    for worker in explained.workers:
+        mark = "-> " if worker.worker_id == explained.worker_id else "   "
         row = [f"{mark}{worker.worker_id}", _STATES.get(worker.state, "unknown")]
         if worker.HasField("cost"):
-            row.append(f"{worker.num_cached_tokens} of {told.num_prompt_tokens}")
+            row.append(f"{worker.num_cached_tokens} of {explained.num_prompt_tokens}")
             row += [f"{getattr(worker.cost, f'{term}_ms'):.1f}" for term in _TERMS]
         else:
             row += [""] * (1 + len(_TERMS))
@@ -89,7 +91,7 @@ def rows_of(told: router_pb2.ExplainResponse) -> list[list[str]]:
     return rows
 
 
-def _print(told: router_pb2.ExplainResponse) -> None:
+def _print(explained: router_pb2.ExplainResponse) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -98,11 +100,11 @@ def _print(told: router_pb2.ExplainResponse) -> None:
         table.add_column(column, no_wrap=True)
     for column in ("cached", *_TERMS):
         table.add_column(column, justify="right", no_wrap=True)
-    for row in rows_of(told):
+    for row in rows_of(explained):
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False, markup=False).print(table)
-    chosen = f"{told.worker_id}: " if told.worker_id else ""
-    click.echo(f"{chosen}{_REASONS[told.reason]}")
+    chosen = f"{explained.worker_id}: " if explained.worker_id else ""
+    click.echo(f"{chosen}{_REASONS[explained.reason]}")
 
 
 def _default_serve(url: str | None) -> ServeRecord:
@@ -171,13 +173,15 @@ def explain(
     else:
         transport = transport_of(tls_dir, join_token_file)
     request.token_ids.extend(_tokens(tokens, text if text is not None else prompt, url, model, access))
-    told = ask(router, request, transport)
+    explained = ask(router, request, transport)
     if as_json:
         from google.protobuf.json_format import MessageToJson
 
-        click.echo(MessageToJson(told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+        click.echo(
+            MessageToJson(explained, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        )
     else:
-        _print(told)
+        _print(explained)
 
 
 def _tokens(tokens: str | None, text: str | None, url: str | None, model: str, access: ApiAccess) -> Sequence[int]:

@@ -14,7 +14,7 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 async def http_status(host: str, port: int, path: str, timeout_s: float = 1.0, *, scheme: str = "http") -> int | None:
     """Status code of GET `path`, or None when no HTTP answer came in time. A server on any address is asked here.
 
-    With https, whoever answers is believed: nothing secret is sent, and nothing but the code is read.
+    With https, certificates are not checked: nothing secret is sent, and only the code is read.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -39,7 +39,7 @@ class KeyStore(Protocol):
 
 
 class FileStore:
-    """Keys in a file, which the first key makes. Writers take turns by a lock beside it."""
+    """Keys in a file, which the first key creates. Writers take a lock in a file next to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

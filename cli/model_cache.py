@@ -160,7 +160,7 @@ def write_manifest(directory: Path, name: str, source: dict[str, str], version: 
 
 
 def sha256_of(path: Path, on_bytes: Callable[[int], Any] = lambda _num_bytes: None) -> str:
-    """SHA-256 of a file, hex. `on_bytes` hears how many bytes each piece had."""
+    """SHA-256 of a file, hex. `on_bytes` gets the size of each piece, bytes."""
     from hashlib import sha256
 
     digest = sha256()

@@ -40,10 +40,10 @@ class SecurityFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `headrace serve` was asked for, with every choice made. `None` leaves a value to the process.
+    """The options of `headrace serve`, complete. `None` leaves a value to the process.
 
     `places` has one place for each worker; `grpc_port` 0 means no gRPC edge; the router's metrics are at
-    `metrics_port`, those of worker i at the i-th port behind it.
+    `metrics_port`, those of worker i at the i-th port after it.
     """
 
     model_directory: Path
@@ -152,7 +152,7 @@ def _calls(options: ServeOptions) -> list[str]:
 
 
 def _observation(options: ServeOptions) -> list[str]:
-    """How every process tells what it does."""
+    """The flags for logs and traces of every process."""
     level, log_format = _given("--log-level", options.log_level), _given("--log-format", options.log_format)
     return [*level, *log_format, *_given("--otlp-endpoint", options.otlp_endpoint)]
 

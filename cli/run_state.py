@@ -38,7 +38,7 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True)
 class ServeRecord:
-    """One `headrace serve`. `start_ticks` tells its process from a later one with the same pid."""
+    """One `headrace serve`. `start_ticks` distinguishes its process from a later one with the same pid."""
 
     pid: int
     start_ticks: int
@@ -91,7 +91,7 @@ def make_socket_directory(port: int) -> Path:
 
 
 def _sweep() -> None:
-    """Remove what serves that were killed left behind."""
+    """Remove the records of runs that were killed."""
     for path in runtime_directory().glob("serve-*.json"):
         record = _read(path)
         if record is None or not _live(record):

@@ -1,4 +1,4 @@
-"""`headrace serve`: a model on this host, ready in seconds, kept running until told to stop.
+"""`headrace serve`: a model on this host, ready in seconds, kept running until it is stopped.
 
 The ports are checked first, then the model is found (or pulled), then all processes start at once. Standard output gets
 one line, `ready: URL`; everything else goes to standard error. Nothing slow is imported here: the time to ready counts.
@@ -74,14 +74,14 @@ def find_model(model: str) -> tuple[Path, str]:
     )
 
 
-def choose_grpc_port(host: str, port: int, asked: int | None, log: LogSink) -> int:
-    """The port of the gRPC edge; 0 for none. Raises CommandError if the one asked for is not free."""
-    if asked is not None:
-        if asked == port:
+def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> int:
+    """The port of the gRPC edge; 0 for none. Raises CommandError if the requested one is not free."""
+    if wanted is not None:
+        if wanted == port:
             raise CommandError(f"--grpc-port and --port are both {port}; choose another --grpc-port")
-        if asked:
-            check_port(host, asked, "--grpc-port")
-        return asked
+        if wanted:
+            check_port(host, wanted, "--grpc-port")
+        return wanted
     if is_free(host, port + 1):
         return port + 1
     log.line("serve", f"no gRPC edge: port {port + 1} is not free; choose one with --grpc-port")
@@ -89,7 +89,7 @@ def choose_grpc_port(host: str, port: int, asked: int | None, log: LogSink) -> i
 
 
 def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise CommandError if the KV caches that were asked for cannot be. Each worker looks at its own limits too."""
+    """Raise CommandError if memory is too small for the requested KV caches. Each worker also checks its own limits."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     if kv_cache_gb is None or found is None:
         return
@@ -104,7 +104,7 @@ def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Pa
 
 @dataclass(slots=True)
 class Serving:
-    """One run of `headrace serve`: its supervisor, its record for others, and what it tells the user."""
+    """One run of `headrace serve`: its supervisor, its record for other commands, and its messages."""
 
     options: ServeOptions
     log: LogSink
@@ -144,24 +144,24 @@ class Serving:
             self.supervisor.kill()
 
     async def _watch_readiness(self) -> None:
-        """Announce the first readiness on standard output, and tell of later losses and recoveries in the log."""
+        """Announce the first readiness on standard output, and log later losses and recoveries."""
         host, port = self.options.host, self.options.port
-        since_s, announced, told = self.begun_s, False, False
+        since_s, announced, is_reported = self.begun_s, False, False
         while self.num_stop_signals == 0:
             ready = await http_status(host, port, "/health/ready", scheme=self.options.url.partition(":")[0]) == 200
             waited_s = time.monotonic() - since_s
             if ready and not announced:
                 self._announce(waited_s)
-                announced, told = True, False
-            elif ready and told:
+                announced, is_reported = True, False
+            elif ready and is_reported:
                 self.log.line("serve", f"ready again after {waited_s:.1f} s")
-                told = False
-            elif not ready and announced and not told and self.num_stop_signals == 0:
-                self.log.line("serve", "not ready: no model can be asked for at the moment")
-                told, since_s = True, time.monotonic()
-            elif not ready and not announced and not told and waited_s > _PATIENCE_S:
-                self.log.line("serve", f"not ready yet after {waited_s:.0f} s; the logs above tell what it waits for")
-                told = True
+                is_reported = False
+            elif not ready and announced and not is_reported and self.num_stop_signals == 0:
+                self.log.line("serve", "not ready: no model is available at the moment")
+                is_reported, since_s = True, time.monotonic()
+            elif not ready and not announced and not is_reported and waited_s > _PATIENCE_S:
+                self.log.line("serve", f"not ready yet after {waited_s:.0f} s; the logs above show what it waits for")
+                is_reported = True
             await asyncio.sleep(_POLL_WHEN_READY_S if ready else _POLL_UNTIL_READY_S)
 
     def _announce(self, waited_s: float) -> None:
@@ -284,7 +284,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535 - 256),
-    help="Port of the router's metrics, and the ports behind it those of the workers.  [default: none]",
+    help="Port of the router's metrics, and the following ports those of the workers.  [default: none]",
 )
 @click.option(
     "--plain-grpc",

@@ -91,7 +91,7 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
 
 
 def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
-    """numa_node, cpus_allowed and memory_policy as the kernel tells them; resident_bytes, anonymous_bytes (without
+    """numa_node, cpus_allowed and memory_policy as the kernel reports them; resident_bytes, anonymous_bytes (without
     files) and kv_resident_bytes as objects from node to bytes; kv_huge_bytes. None while unknown."""
     load = load if load is not None else worker_pb2.Load()
     binding = load.binding if load.HasField("binding") else None

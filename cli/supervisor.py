@@ -1,7 +1,7 @@
 """Keeps the processes of one host running, and stops them all in order.
 
     start all -> one dies: start it again, at once, then with growing delays
-              -> one exits with status 2: what was asked cannot be done; stop all
+              -> one exits with status 2: its flags cannot be honoured; stop all
               -> stop(): SIGTERM phase by phase, SIGKILL for what is left after a bound
 
 No process outlives this one, not even when it is killed: each is started through launch.py.
@@ -96,7 +96,7 @@ class Supervisor:
     async def run(self) -> None:
         """Start all processes; return when all of them are gone.
 
-        `failure` is then what the process that could not do what was asked said, or None after a stop.
+        `failure` is then the message of the process that refused its flags, or None after a stop.
         """
         for process in self.processes:
             self._keepers[process.spec.name] = asyncio.create_task(self._keep(process))
@@ -247,7 +247,7 @@ async def _wait_for_exit(child: subprocess.Popen[bytes]) -> int:
 
 
 def _remove_stale_socket(address: str) -> None:
-    """A process that was killed leaves its socket behind."""
+    """Remove the socket of a process that was killed."""
     if address.startswith("unix:"):
         with contextlib.suppress(OSError):
             os.unlink(address.removeprefix("unix:"))

@@ -200,7 +200,7 @@ class TextClient:
         return cast("str", answer.text)
 
     def models(self) -> list[str]:
-        """Names of the models that can be asked for."""
+        """Names of the available models."""
         return [model.name for model in self._ask(self._text.ListModels, text_pb2.TextListModelsRequest()).models]
 
     def _ask(self, method: Any, request: Any) -> Any:

@@ -37,34 +37,34 @@ log = logging.getLogger("headrace.router")
 DRAIN_TIMEOUT_S = 2.0
 
 
-class CannotDoAsAskedError(Exception):
-    """What was asked for cannot be; the message says what to do instead."""
+class CannotServeError(Exception):
+    """The flags cannot be honoured. The message is a sentence with the remedy."""
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises CannotDoAsAskedError."""
+    """Host and port of HOST:PORT. Raises CannotServeError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise CannotDoAsAskedError(f"{address!r} is no address: write HOST:PORT")
+        raise CannotServeError(f"{address!r} is no address: write HOST:PORT")
     return host.strip("[]"), int(port)
 
 
 def weight_of(given: str) -> tuple[str, float]:
-    """Tenant and weight of NAME=WEIGHT. Raises CannotDoAsAskedError."""
+    """Tenant and weight of NAME=WEIGHT. Raises CannotServeError."""
     name, equals, weight = given.rpartition("=")
     try:
         share = float(weight)
     except ValueError:
         share = 0.0
     if not equals or not (0 < share < math.inf):
-        raise CannotDoAsAskedError(f"--tenant-weight {given!r} is none: write NAME=WEIGHT with a weight over 0")
+        raise CannotServeError(f"--tenant-weight {given!r} is none: write NAME=WEIGHT with a weight over 0")
     return name, share
 
 
 def refuse_if_taken(address: str) -> None:
-    """Raise CannotDoAsAskedError if nobody can listen on this address, with the reason.
+    """Raise CannotServeError with the reason if it is impossible to listen on this address.
 
-    gRPC says only that a bind failed; and its bind to a unix socket takes the socket over from whoever serves there.
+    gRPC says only that a bind failed; and it takes a unix socket over from a server that uses it.
     """
     path = address.removeprefix("unix:")
     if path != address:
@@ -72,7 +72,7 @@ def refuse_if_taken(address: str) -> None:
             probe.settimeout(1.0)
             with contextlib.suppress(OSError):
                 probe.connect(path.removeprefix("//"))
-                raise CannotDoAsAskedError(f"{address} is in use: stop who listens there, or choose another --listen")
+                raise CannotServeError(f"{address} is in use: stop who listens there, or choose another --listen")
         return
     host, port = split_host_port(address)
     try:
@@ -82,7 +82,7 @@ def refuse_if_taken(address: str) -> None:
             probe.bind(target)
     except OSError as error:
         problem = f"cannot listen on {address} ({error.strerror}): choose another address with --listen"
-        raise CannotDoAsAskedError(problem) from None
+        raise CannotServeError(problem) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,13 @@ class Router:
     probe: str | None
 
     async def start(self) -> None:
-        """Link the fleet and answer calls. Raises CannotDoAsAskedError if the address for probes is taken."""
+        """Link the fleet and answer calls. Raises CannotServeError if the address for probes is taken."""
         if self.probe is not None:
             try:
                 await self.server.start_probe(self.probe)
             except RuntimeError:
                 problem = f"cannot answer probes on {self.probe}: choose another address with --probe"
-                raise CannotDoAsAskedError(problem) from None
+                raise CannotServeError(problem) from None
         await self.server.start()
         if self.leases is not None:
             self.leases.start()
@@ -115,7 +115,7 @@ class Router:
 
 
 async def serve(listen: str, metrics_address: str | None, router: Router) -> None:
-    """Listen until SIGTERM or SIGINT. Raises CannotDoAsAskedError."""
+    """Listen until SIGTERM or SIGINT. Raises CannotServeError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -125,13 +125,13 @@ async def serve(listen: str, metrics_address: str | None, router: Router) -> Non
         port = router.server.bind(listen)
     except OSError:
         problem = f"cannot listen on {listen}: choose another address with --listen"
-        raise CannotDoAsAskedError(problem) from None
+        raise CannotServeError(problem) from None
     if metrics_address is not None:
         try:
             router.metrics.serve(*split_host_port(metrics_address))
         except OSError as error:
             problem = f"cannot serve metrics on {metrics_address} ({error.strerror}): choose another with --metrics"
-            raise CannotDoAsAskedError(problem) from None
+            raise CannotServeError(problem) from None
     await router.start()
     where = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     log.info("listening on %s", where)
@@ -143,13 +143,13 @@ async def serve(listen: str, metrics_address: str | None, router: Router) -> Non
 def wired(
     registry: Registry, fleet_config: FleetConfig, admission: AdmissionConfig, options: Mapping[str, Any]
 ) -> Router:
-    """Put a router together. Raises CannotDoAsAskedError."""
+    """Put a router together. Raises CannotServeError."""
     metrics = RouterMetrics()
     try:
         transport = Transport(options["tls_dir"], options["join_token_file"])
         transport.refuse_strangers(options["listen"], options["insecure"])
     except TransportError as error:
-        raise CannotDoAsAskedError(str(error)) from None
+        raise CannotServeError(str(error)) from None
     fleet = Fleet(registry, fleet_config, transport=transport)
     metrics.observe(fleet)
     leases = None
@@ -160,7 +160,7 @@ def wired(
             )
         except ValueError as error:
             # Without the URL: it may have a password.
-            raise CannotDoAsAskedError(f"--redis is no URL of Redis: {error}") from None
+            raise CannotServeError(f"--redis is no URL of Redis: {error}") from None
         metrics.observe_leases(leases)
     forwarding = ForwardingConfig(max_attempts=options["max_attempts"])
     bounds = RequestBounds(options["max_in_flight"], options["max_request_mb"] << 20)
@@ -207,7 +207,7 @@ def wired(
     "--drain-timeout",
     type=click.FloatRange(min=0),
     default=DRAIN_TIMEOUT_S,
-    help="Seconds that running streams may go on after SIGTERM; then gateways resume them elsewhere.",
+    help="Seconds for running streams after SIGTERM; then gateways resume them elsewhere.",
 )
 @click.option("--lease", type=click.FloatRange(min=0.5), default=6.0, help="Seconds a registration lasts.")
 @click.option(
@@ -298,13 +298,13 @@ def command(
         )
         if len(set(worker)) > options["max_workers"]:
             problem = f"--worker names {len(set(worker))} workers, more than --max-workers ({options['max_workers']})"
-            raise CannotDoAsAskedError(f"{problem}: raise it or name fewer")
+            raise CannotServeError(f"{problem}: raise it or name fewer")
         for address in (listen, *worker):
             if not address.startswith("unix:"):
                 split_host_port(address)
         start_tracing("router", otlp_endpoint)
         uvloop.run(run())
-    except (CannotDoAsAskedError, TracingUnavailableError) as error:
+    except (CannotServeError, TracingUnavailableError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     finally:
@@ -312,7 +312,7 @@ def command(
 
 
 def main() -> None:
-    """Run the command; exit status 2 and one sentence on standard error if what was asked cannot be done."""
+    """Run the command; exit status 2 and one sentence on standard error if the flags cannot be honoured."""
     try:
         command.main(prog_name="headrace router", standalone_mode=False)
     except click.ClickException as error:

@@ -1,14 +1,14 @@
-"""Taking requests in: limits, refusals that say when to come back, and waiting in a fair order for room on a worker.
+"""Admission control: limits, refusals with a retry time, and a fair queue for room on a worker.
 
-    arrival --> a worker of the model has room, and nobody waits: placed at once
-            --> all are at their bound: waits its turn; placed when a report or an ended request shows room
-            --> it would wait here for too long, the tenant has too many, the queue is full: refused
+    arrival --> a worker of the model has room and no request waits: placed at once
+            --> all workers are full: queued; placed when a report or an ended request shows room
+            --> it would wait too long, its tenant has too many requests, the queue is full: refused
 
-Each queue is judged by who holds it, and by nobody else: this one here, that of a worker by the worker, which knows
-what goes before a request and what is cached. A worker is told how much of the request's time to wait is left.
+The router judges the wait in its own queue only. A worker judges its queue, because it knows what runs before a request
+and what is cached; it gets the rest of the time that the request may wait.
 
-A request whose answer has begun, and one that a worker has failed, is never refused or queued here: somebody is reading
-its answer. Decisions are synchronous; what is awaited is only the turn.
+A request whose answer has begun, or whose worker failed, is never refused or queued here: a client is reading its
+answer. Decisions are synchronous; only the turn in the queue is awaited.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Ticket:
 
 
 class Admission:
-    """The door of one router. One event loop."""
+    """Admits the requests of one router. For one event loop."""
 
     def __init__(self, fleet: Fleet, config: AdmissionConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet = fleet

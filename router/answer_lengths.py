@@ -18,7 +18,7 @@ _HALF_LIFE = 256.0
 _KEEP = 0.5 ** (1 / _HALF_LIFE)
 # Answers that the prior is worth.
 _PRIOR_WEIGHT = 16.0
-# Models that are remembered; the one that was asked longest ago gives way.
+# Models that are remembered; the least recently used one is forgotten.
 MAX_MODELS = 256
 
 

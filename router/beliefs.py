@@ -1,4 +1,4 @@
-"""What a worker is told of the placement of a request. Pure."""
+"""The message about the placement of a request for its worker (pure)."""
 
 from __future__ import annotations
 

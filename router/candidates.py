@@ -21,7 +21,7 @@ from headrace.router.bookings import Bookings
 Values: TypeAlias = npt.NDArray[np.float64]
 Places: TypeAlias = npt.NDArray[np.intp]
 
-# Of what a worker has learned of its rates, how much counts beside the median of all.
+# The weight of a worker's own rates against the median of all workers.
 OWN_SHARE = 0.1
 
 # The columns. Rates stand there raised to OWN_SHARE, as the policy needs them; 0 is unknown.
@@ -63,8 +63,8 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     arrived_blocks: int = 0
 
     def has_room(self, num_booked: int) -> bool:
-        """Whether the worker takes a request beside `num_booked` that this report does not show: into its batch, or
-        into the short queue that keeps the batch full."""
+        """Whether the worker takes another request, with `num_booked` requests that this report does not show: into
+        its batch, or into the short queue that keeps the batch full."""
         if not self.max_num_seqs:
             return True  # nothing is known of it yet
         short_queue = 1 + self.max_num_seqs // 16
@@ -126,7 +126,7 @@ class Candidates:
 
 
 class CandidateTable:
-    """The columns, by slots that whoever holds the table gives out."""
+    """The columns, by slot. The owner of the table assigns the slots."""
 
     def __init__(self) -> None:
         self._values: Values = np.zeros((_NUM_COLUMNS, 16))

@@ -1,4 +1,4 @@
-"""Which models workers served that are gone, so that an answer waits for its own worker while that may come back.
+"""The models of workers that are gone, so that an answer waits while its own worker may come back.
 
 Pure: no I/O, no clock of its own. Times are seconds of any one monotonic clock.
 """

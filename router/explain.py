@@ -19,34 +19,34 @@ _REASONS = {
 }
 
 
-async def explain(fleet: Fleet, asked: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
+async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
     """Decide as a placement would, and book nothing.
 
     Raises StatusError: INVALID_FIELD for an empty prompt, CONTEXT_TOO_LONG for one that leaves no room for an answer,
     NO_CAPACITY while no worker of the model was ever reached, and what `Fleet.resolve` raises.
     """
-    if not asked.token_ids:
+    if not request.token_ids:
         problem = "token_ids is empty: give the tokens of the prompt"
         raise StatusError(Reason.INVALID_FIELD, problem, field="token_ids")
-    card = fleet.resolve(asked.model)
+    card = fleet.resolve(request.model)
     if card is None:
         raise StatusError(Reason.NO_CAPACITY, "no worker has been reached yet", retry_after_s=1.0)
     sampling = inference_pb2.SamplingParams()
-    if asked.HasField("max_tokens"):
-        sampling.max_tokens = asked.max_tokens
+    if request.HasField("max_tokens"):
+        sampling.max_tokens = request.max_tokens
     message = inference_pb2.GenerateRequest(
         model=card.name,
-        adapter=asked.adapter,
+        adapter=request.adapter,
         sampling=sampling,
-        cache_salt=asked.cache_salt,
-        session_key=asked.session_key,
+        cache_salt=request.cache_salt,
+        session_key=request.session_key,
     )
-    check_context(len(asked.token_ids), 0, card.max_context_tokens)
-    request = RoutedRequest(message, Prompt(asked.token_ids))
-    await request.prepare(fleet.cards(card.name))
-    placement = fleet.weigh(request, card)
+    check_context(len(request.token_ids), 0, card.max_context_tokens)
+    routed = RoutedRequest(message, Prompt(request.token_ids))
+    await routed.prepare(fleet.cards(card.name))
+    placement = fleet.weigh(routed, card)
     links = [link for link in fleet.links() if link.card is not None and link.card.name == card.name]
-    response = router_pb2.ExplainResponse(num_prompt_tokens=len(asked.token_ids))
+    response = router_pb2.ExplainResponse(num_prompt_tokens=len(request.token_ids))
     costs: dict[str, CostTerms] = {}
     cached_tokens: dict[str, int] = {}
     if placement is not None:

@@ -1,10 +1,10 @@
-"""Who goes next when requests wait: higher priority first, fair shares between tenants, first come first within.
+"""The order of waiting requests: by priority, then in fair shares between tenants, then by arrival.
 
 Start-time fair queueing (Goyal, Vin, Cheng 1996), charged when an entry is served. Each tenant has a start tag: the
 work that was served to it, divided by its weight. The tenant with the least tag goes next, with its oldest entry; then
 its tag moves on by the entry's charge. An entry that is removed before its turn is never charged, so a tenant whose
-clients give up and try again keeps its share. A tenant that comes anew starts at the tag that was served last: it gets
-its share from then on and none for the past. A tenant that floods the queue only waits for itself:
+clients give up and try again keeps its share. A new tenant starts at the tag that was served last: it gets its share
+from then on, and none for the past. A tenant that floods the queue only delays itself:
 
     A (weight 1)  a0:0  a1:10  a2:20  a3:30 ...
     B (weight 2)        b0:10  b1:15            came when tag 10 was served
@@ -123,13 +123,13 @@ class _Level(Generic[T]):
             self.heap = [(self.tags[name], next(iter(entries)), name) for name, entries in self.waiting.items()]
             heapq.heapify(self.heap)
         if len(self.tags) > most:
-            # Without loss first: who comes anew starts at `now`.
+            # New tenants start at `now`, so dropping these tags loses nothing.
             self.tags = {name: tag for name, tag in self.tags.items() if tag > self.now or name in self.waiting}
         if len(self.tags) > most:
             self.tags = {name: self.tags[name] for name in self.waiting}
 
     def check(self) -> None:
-        assert self.waiting, "a priority nobody waits with is forgotten"
+        assert self.waiting, "a priority without entries is removed"
         assert all(self.waiting.values()), "a tenant without entries is forgotten"
         placed = {name for _, _, name in self.heap}
         assert self.waiting.keys() <= placed, "what waits has a place"
@@ -177,7 +177,7 @@ class FairQueue(Generic[T]):
     def pop(self) -> T:
         """Take the first entry out and charge its tenant for it. There is one."""
         entry = self.first()
-        assert entry is not None, "nobody waits"
+        assert entry is not None, "the queue is empty"
         self._levels[entry.priority].serve(entry)
         self._took(entry)
         return entry.item
@@ -230,7 +230,7 @@ class FairQueue(Generic[T]):
             level.check()
 
     def _took(self, entry: Entry[T]) -> None:
-        """An entry left. Where nobody waits, all tenants are equal again."""
+        """An entry has left. Without entries, all tenants are equal again."""
         self._num_entries -= 1
         if not self._levels[entry.priority].waiting:
             del self._levels[entry.priority]

@@ -71,7 +71,7 @@ class Fleet:
         transport: Transport = PLAIN,
     ) -> None:
         self.on_room: Callable[[str], None] = lambda _: None
-        """Called with a model when one of its workers has room; set by whoever has requests waiting for that."""
+        """Called with a model when one of its workers has room, for the requests that wait."""
         self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
         self.answer_lengths = AnswerLengths()
         self._registry = registry
@@ -131,8 +131,8 @@ class Fleet:
         self._registry.shared.lost()
 
     def _sync(self, gone: str | None = None) -> None:
-        """Link new members, and let go of those that are none any more: the one that said that it goes, and those that
-        are not heard either. A lease that nobody renews says nothing about a worker that reports."""
+        """Link new members, and drop former ones: the worker that deregistered (`gone`), and workers without a lease
+        that are silent too. A worker that reports stays, even if its lease has ended."""
         members = self._registry.members()
         for address, member in members.items():
             if address not in self._links:
@@ -149,8 +149,8 @@ class Fleet:
             self._retiring.add(link)
 
     def _is_given_up(self, link: WorkerLink, *, is_elsewhere: bool) -> bool:
-        """Whether a worker without a lease is forgotten: it is not heard, and has come back elsewhere or was silent for
-        as long as a lease lasts."""
+        """Whether a worker without a lease is forgotten: it is silent, and has registered at another address or was
+        silent for as long as a lease lasts."""
         if link.state is not LinkState.UNREACHABLE:
             return False
         return is_elsewhere or self._clock() - link.away_since_s >= self._registry.lease_s

@@ -7,7 +7,7 @@
         |            +-- it was busier than believed and gave the request back: place it again,
         +------------+   knowing what that worker has
 
-Whatever the end, the booking is released and the call to the worker is over when `run` returns or raises.
+When `run` returns or raises, the booking is released and the call to the worker is over.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Metadata = Sequence[tuple[str, str | bytes]]
 _RETRY_AFTER_S = 1.0
 # What the field for it holds.
 _MOST_WAIT_MS = (1 << 32) - 1
-# Workers that one request may use up in all.
+# Most workers that one request may lose in all.
 _MAX_LOST = 32
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardingConfig:
-    """`max_attempts` bounds the workers that one request may use up in a row without a token from any."""
+    """`max_attempts` bounds the workers that one request may lose in a row without a token from any."""
 
     max_attempts: int = 4
 
@@ -71,11 +71,11 @@ class Verdict(enum.Enum):
     """What a failed call to a worker means for its request."""
 
     LOST = enum.auto()  # the worker or the way to it failed: go elsewhere, and suspect it
-    LOST_BEHIND = enum.auto()  # it says that something behind it failed: go elsewhere
+    LOST_BEHIND = enum.auto()  # it reports a failure of something it depends on: go elsewhere
     DRAINING = enum.auto()  # it takes no requests: go elsewhere
     GIVEN_BACK = enum.auto()  # it has more work than was believed: place the request again, wherever that is
     FULL = enum.auto()  # it has no room: go elsewhere if there is an elsewhere
-    FINAL = enum.auto()  # the answer to this request, wherever it is asked
+    FINAL = enum.auto()  # every worker would answer the same
 
 
 def verdict_of(error: grpc.aio.AioRpcError) -> Verdict:
@@ -123,7 +123,7 @@ class _Call:
 
 
 class Forwarding:
-    """One request on its way. `write` hands a message to the client, `remaining_s` tells its deadline (None: none)."""
+    """One request on its way. `write` sends the client a message, `remaining_s` is the time to its deadline or None."""
 
     def __init__(
         self,
@@ -216,7 +216,8 @@ class Forwarding:
     # -- placing ----------------------------------------------------------------------------------------------------
 
     async def _next_place(self) -> PlacedRequest:
-        """Book a worker, if need be when one has room or comes back. Raises StatusError when none does in time."""
+        """Book a worker, after a wait for room or for its return if necessary. Raises StatusError when none comes in
+        time."""
         arrived_s = time.monotonic()
         with current_span().child("place") as span:
             placed = await self._await_place(MAX_CANDIDATES if span.is_recording else 0)
@@ -269,7 +270,7 @@ class Forwarding:
         return self._fleet.is_served(card)
 
     def _resolved(self, is_new: bool) -> worker_pb2.ModelCard | None:
-        """The card of the model that is asked for, or None while that is open. Raises StatusError.
+        """The card of the requested model, or None while it is unknown. Raises StatusError.
 
         An answer that has begun had a worker: that none is known may only mean that this router is new.
         """
@@ -281,7 +282,7 @@ class Forwarding:
             return None
 
     def _place_again(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> PlacedRequest | None:
-        """Decide now. A worker that failed is asked again only if it came back since and there is no other."""
+        """Decide now. A worker that failed is only used again if it has come back and there is no other."""
         placed = self._fleet.place(request, card, self._failed.keys())
         if placed is None and self._failed:
             still_failed = {link for link, incarnation in self._failed.items() if link.incarnation == incarnation}
@@ -380,6 +381,6 @@ def _model_changed(why: str) -> StatusError:
 
 
 def _is_cancelled_from_outside() -> bool:
-    """Whether somebody cancelled this task, besides a call being abandoned under it."""
+    """Whether this task was cancelled, apart from an abandoned call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

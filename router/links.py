@@ -7,9 +7,8 @@
          +------silent for too long------- SUSPECT
          +------the Watch broke, from any state
 
-A link reconnects for as long as it lives. The pause between attempts is a fiftieth of the time that the worker has been
-away, at least 50 ms and at most 1 s: a worker that restarts on its address is back within a moment, one that stays away
-costs little.
+A link reconnects until it is closed. The pause between attempts is a fiftieth of the time since the worker was lost,
+between 50 ms and 1 s: a worker that restarts is found quickly, and one that stays away costs little.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Abandonable(Protocol):
     """A running call to a worker that can be given up from outside."""
 
     def abandon(self, why: str) -> None:
-        """End the call; whoever reads it learns that the worker was lost."""
+        """End the call; its reader gets the error that the worker was lost."""
 
 
 # Quoted: the class takes no parameters while running.
@@ -76,12 +75,12 @@ class _OutOfStepError(Exception):
 
 
 class WorkerLink:
-    """What the router knows of one worker, and its connection.
+    """The router's knowledge of one worker, and the connection to it.
 
-    Owns the worker's part of the index (under `address`, at `slot`). `on_change` is called whenever the state is
-    another, `on_load` when load or bookings are, `on_room` after that where there may be more room than before.
-    `watcher_id` names the router to the worker, whose reports say how many routers there are (`num_routers`).
-    `report_interval_ms` is asked at each Watch how far apart reports shall be; 0 is the worker's own least.
+    Owns the worker's part of the index (under `address`, at `slot`). `on_change` is called when the state changes,
+    `on_load` when load or bookings change, and then `on_room` if there may be more room. `watcher_id` identifies the
+    router to the worker, whose reports have the number of routers (`num_routers`). `report_interval_ms` gives the least
+    interval between reports for each Watch; 0 leaves it to the worker.
     """
 
     def __init__(
@@ -279,7 +278,7 @@ class WorkerLink:
             except _OutOfStepError as error:
                 self._enter(LinkState.UNREACHABLE, str(error))
             except Exception as error:
-                # Without this the worker would stay what it was, and nobody would notice its silence.
+                # Otherwise the link would keep its state, and the worker's silence would go unnoticed.
                 log.exception("the link to worker %s failed; it is made anew", self.worker_id)
                 self._enter(LinkState.UNREACHABLE, f"the link to it failed: {type(error).__name__}")
             pause_s = min(max((self._clock() - self.away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
@@ -366,7 +365,7 @@ class WorkerLink:
             change(self.address, hashes[start : start + _SLICE])
 
     def given_back(self, message: worker_pb2.GivenBack) -> None:
-        """The worker gave a request back; `message` tells what it has."""
+        """The worker gave a request back; `message` has its load."""
         if message.epoch == self.epoch:
             self._take_load(message.load, message.placement_ids)
 

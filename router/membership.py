@@ -1,4 +1,4 @@
-"""What an unknown caller may register: a router dials what it is told, from inside of its network.
+"""Which addresses an unknown caller may register: a router connects to them from inside its network.
 
 Pure. With a join token or mutual TLS all callers are known, and this is not asked.
 """

@@ -124,7 +124,7 @@ class PlacementReason(enum.Enum):
 
     ONLY = "only"  # there was no other worker to choose
     PREFIX = "prefix"  # the cheapest, and none has more of the prompt cached
-    LOAD = "load"  # the cheapest although another one has more cached, or nobody has anything
+    LOAD = "load"  # the cheapest, although another one has more cached or none has anything
     SESSION = "session"  # the worker of the session, near enough to the cheapest
 
 
@@ -141,8 +141,8 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """A decision with its grounds: `cost` is that of the chosen one, `number` its place among the candidates. `weighed`
-    has as many of the candidates as were asked for, cheapest first. `belief` is of the chosen one."""
+    """A decision with its reasons. `cost` and `belief` are those of the chosen worker, `number` is its place among the
+    candidates. `weighed` has the requested number of candidates, cheapest first."""
 
     worker_id: str
     number: int
@@ -267,8 +267,8 @@ def _weighed(
 
     # Workers compute the shortest rest first: each request there delays this one by at most what it takes itself.
     ahead_ms = np.maximum(requests, 1.0) * prefill_ms
-    # What is behind it slows its answer down. By half, for it may be shorter than is supposed here, and what it waits
-    # for may be a prefix that it shares.
+    # Requests after it slow its answer down. Half of that counts: they may be shorter than assumed, and they may share
+    # its prefix.
     behind_ms = np.maximum(backlog_ms - ahead_ms, 0.0) * 0.5
     decode_ms += np.minimum(behind_ms, ms_per_token * (answer * priors.prompt_tokens_per_step))
     np.minimum(backlog_ms, ahead_ms, out=backlog_ms)
@@ -315,7 +315,7 @@ def _weigh_blocks(
 
 
 def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) -> float:
-    """How long a request waits behind `num_ahead` others until one of these workers, all of them full, has room.
+    """How long a request waits after `num_ahead` others until one of these full workers has room.
 
     Each ends max_num_seqs answers in the time of one; 0 when none of them says how many it takes.
     """

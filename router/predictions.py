@@ -121,7 +121,7 @@ class Predictions:
 
     def reach(self, chain: Sequence[int], depth: int, workers: int) -> dict[int, int]:
         """For those of these workers that are expected to hold the chain's block at this depth: bit -> the depth of the
-        first block behind it that they are not expected to hold."""
+        first later block that they are not expected to hold."""
         reached: dict[int, int] = {}
         if not self.noted:
             return reached
@@ -139,7 +139,7 @@ class Predictions:
         return reached
 
     def check(self) -> None:
-        """Assert that runs, notes and the count tell one story. For tests."""
+        """Assert that runs, notes and the count agree. For tests."""
         noted: dict[int, list[Run]] = {}
         for run in self._runs:
             assert run.start <= run.first <= run.end == run.start + len(run.hashes)

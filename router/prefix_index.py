@@ -147,7 +147,7 @@ class PrefixIndex:
         self._predictions.forget(holding.bit)
 
     def evict(self, worker_id: str, hashes: Iterable[int]) -> None:
-        """A known worker no longer holds these blocks, nor any behind them. Hashes that it does not have here are
+        """A known worker no longer holds these blocks, nor any that follow them. Hashes that it does not have here are
         skipped."""
         holding = self._holdings[worker_id]
         self._take_out(holding, hashes)
@@ -215,8 +215,8 @@ class PrefixIndex:
     def _bisect(self, depths: Depths, hashes: Sequence[int]) -> None:
         """Note the depths of all workers without gaps.
 
-        A segment (start, there, end, beyond) stands for the blocks from `start` to `end`, the first held by the workers
-        `there`, the one behind the last, if there is one, by `beyond`, a part of them.
+        A segment (start, there, end, beyond) stands for the blocks from `start` to `end`. The workers `there` hold the
+        first block; `beyond`, a subset of them, hold the block at `end`, if there is one.
         """
         mask_of, closed = self._mask.get, ~self._gapped
         there = mask_of(hashes[0], 0) & closed
@@ -260,7 +260,7 @@ class PrefixIndex:
         _note(depths, alive | resumed.get(len(hashes), 0), len(hashes))
 
     def check(self) -> None:
-        """Assert that masks, holdings and counts tell one story. For tests: it looks at every entry."""
+        """Assert that masks, holdings and counts agree. For tests: it looks at every entry."""
         expected: dict[int, int] = {}
         slots = 0
         for slot, holding in enumerate(self._holding_of_slot):
@@ -284,7 +284,7 @@ class PrefixIndex:
         self._predictions.check()
 
     def _take_out(self, holding: _Holding, hashes: Iterable[int]) -> None:
-        """Take those of these hashes from a worker that it holds; a hash that nobody holds goes."""
+        """Take these hashes from a worker, as far as it holds them. A hash without workers is removed."""
         bit, masks = holding.bit, self._mask
         before, after = 0, 0
         for block_hash in hashes:

@@ -1,4 +1,4 @@
-"""Refusals that say when to come back. Pure."""
+"""Refusals with a retry time (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_RETRY_S = 60.0
 
 
 def retry_after(seconds: float) -> float:
-    """A time to come back, in tenths of seconds and within reason."""
+    """A retry time, rounded up to tenths of seconds, within bounds."""
     return min(max(_MIN_RETRY_S, math.ceil(10 * seconds) / 10), _MAX_RETRY_S)
 
 

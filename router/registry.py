@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from headrace.protos.status import Reason, StatusError
 
-# Workers that one router takes if it is not told otherwise.
+# Default bound of the workers of one router.
 MAX_WORKERS = 1024
 
 
@@ -32,8 +32,8 @@ class _Lease:
 class SharedLeases:
     """Workers as a shared store shows them.
 
-    The store may be away, and may come back with nothing in it. So a worker is forgotten only when the store was read
-    for `lease_s` without a break and did not show it: by then it would have renewed.
+    The store may be unreachable, and may come back empty. A worker is therefore only forgotten when the store was
+    readable for `lease_s` without a break and did not show it: it would have renewed its lease by then.
     """
 
     def __init__(self, lease_s: float) -> None:

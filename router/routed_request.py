@@ -19,7 +19,7 @@ from headrace.router.prompt import Prompt
 
 
 class RoutedRequest:
-    """What placement needs of a request; the hashes of its blocks are computed once for each fingerprint."""
+    """What placement needs of a request. Block hashes are computed once for each fingerprint."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class RoutedRequest:
         generated: Sequence[int] = (),
         model_identity: str = "",
     ) -> None:
-        """`generated` are the tokens behind the prompt that were delivered. `model_identity` is that of the worker they
-        come from; empty for an answer that has not begun. Of `request` the tokens are not read."""
+        """`generated` are the delivered tokens after the prompt. `model_identity` is that of the worker they come from;
+        empty for an answer that has not begun. The tokens of `request` are not read."""
         self.num_tokens = prompt.num_tokens + len(generated)
         self._prompt = prompt
         self._generated = array("I", generated)
@@ -38,7 +38,7 @@ class RoutedRequest:
         self.session_key = request.session_key
         self.max_ttft_ms = math.inf
         self.num_described = 0
-        """How many of the workers its placement shall describe."""
+        """How many candidates the placement describes."""
         self.max_new_tokens: int | None = None
         if request.sampling.HasField("max_tokens"):
             self.max_new_tokens = max(request.sampling.max_tokens - len(generated), 0)
@@ -47,7 +47,7 @@ class RoutedRequest:
         self._hashes: dict[tuple[str, int], list[int]] = {}
 
     def num_expected_tokens(self, priors: Priors) -> int:
-        """Tokens to be computed and generated, as far as can be known."""
+        """Expected tokens to compute and to generate."""
         answer = priors.answer_tokens if self.max_new_tokens is None else min(self.max_new_tokens, priors.answer_tokens)
         return self.num_tokens + answer
 
@@ -72,7 +72,7 @@ class RoutedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRequest:
-    """A request at its worker, decided in `decision_s`. Whoever holds it releases the booking, once."""
+    """A request and its worker, decided in `decision_s`. The holder releases the booking, once."""
 
     link: WorkerLink
     card: worker_pb2.ModelCard
@@ -83,7 +83,8 @@ class PlacedRequest:
     """Of the request's blocks at the worker."""
 
     def belief(self, *, may_be_given_back: bool) -> inference_pb2.Belief:
-        """What the worker is told. Only where other routers place requests there too can it know better."""
+        """The message about the placement for the worker. The worker can only know better if other routers use it
+        too."""
         placement = self.placement
         believed = placement.belief if may_be_given_back and self.link.num_routers > 1 else None
         return belief_message(self.link.watcher_id, self.booking, placement.predicted_cached_tokens, believed)

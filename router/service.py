@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 INFERENCE = "headrace.v1.Inference"
 ROUTER = "headrace.v1.Router"
 REDIS = "redis"
-"""No service: what health tells of the Redis with the leases, where there is one."""
+"""Not a service: a name in gRPC health for the state of the leases' Redis, if there is one."""
 GENERATE_SPAN = f"{INFERENCE}/Generate"
 PASSED_ON_METADATA = ("x-request-id", "traceparent")
 _HEALTH_POLL_S = 5.0

@@ -80,12 +80,12 @@ def _check_number(name: str, value: int | None, least: int, most: int) -> None:
 
 
 def new_secret() -> str:
-    """A key that nobody can guess: 256 random bits."""
+    """A new key: 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def new_id() -> str:
-    """An id by which a key is told from others; no secret."""
+    """The id of a key; not a secret."""
     return f"key_{secrets.token_hex(6)}"
 
 
@@ -113,7 +113,7 @@ def _key_of(value: Any) -> ApiKey:
         raise ValueError("a key must be an object, and its models a list")
     unknown = value.keys() - known
     if unknown:
-        # It may be a limit that somebody relies on.
+        # An unknown field may be a limit that must be enforced.
         raise ValueError(f"a key has a field that is not known: {sorted(unknown)[0][:50]!r}")
     try:
         return ApiKey(**{**value, "models": tuple(value.get("models", []))})

@@ -67,7 +67,7 @@ def connect(url: str, timeout_s: float) -> RedisClient:
     from redis.backoff import NoBackoff
 
     def options(**more: object) -> dict[str, object]:
-        retry = Retry(NoBackoff(), 0)  # whoever calls has something better to do than to wait
+        retry = Retry(NoBackoff(), 0)  # the caller decides whether to try again
         # The newer protocol costs several exchanges for each connection, and brings nothing that is used here.
         common = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "protocol": 2}
         return {**common, "retry": retry, **more}
@@ -105,7 +105,8 @@ def secrets_for(url: str) -> dict[str, object]:
 
 
 def server_of(url: str) -> tuple[str, ...]:
-    """What tells one Redis from another in URLs: hosts and ports, or the path of a socket; databases share a server."""
+    """The server that a URL names: hosts and ports, or the path of a socket. Databases of one server are the same
+    here."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return (parts.path,)

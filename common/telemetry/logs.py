@@ -93,7 +93,7 @@ class _WithRequestId(logging.Filter):
 
 def configure_logging(level: str, log_format: str = "text") -> None:
     """Send this process's log records of at least this level (one of `LEVELS`) to standard error in one of `FORMATS`:
-    those of libraries, warnings, and exceptions that nobody caught too."""
+    also those of libraries, warnings and uncaught exceptions."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_WithRequestId())
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())

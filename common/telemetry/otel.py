@@ -78,8 +78,8 @@ def _unix_ns(monotonic_s: float | None) -> int | None:
 
 
 class OtelSpan(Span):
-    """A span that is recorded, unless the trace's sampler says otherwise. What comes behind its end is lost, silently:
-    an answer may go on behind the request that asked for it."""
+    """A span that is recorded, unless the trace's sampler drops it. Attributes after its end are ignored: a background
+    answer may outlive its request."""
 
     __slots__ = ("_lists", "_span", "_sums", "_tracer")
 

@@ -33,7 +33,7 @@ class Span:
 
     @property
     def is_recording(self) -> bool:
-        """Whether what it is told goes anywhere."""
+        """Whether the span's attributes are recorded."""
         return False
 
     @property

@@ -30,7 +30,7 @@ _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP
 
 
 class TracingUnavailableError(Exception):
-    """Spans were asked for and cannot be made; the message says what to do."""
+    """Tracing was requested and is not possible. The message has the remedy."""
 
 
 class Tracer(Protocol):

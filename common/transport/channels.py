@@ -1,20 +1,20 @@
-"""How the processes of a fleet speak gRPC to one another: options of channels and servers, mutual TLS, the join token.
+"""gRPC between the processes of a fleet: options of channels and servers, mutual TLS, the join token.
 
-Plain, unless a process is given a directory with three PEM files:
+Connections are plain unless a process has a directory with three PEM files:
 
-    ca.pem     the fleet's own certificate authority: whom it signed is a member
+    ca.pem     the fleet's own certificate authority; it signs the certificates of all members
     cert.pem   this process's certificate, for the name `FLEET_NAME`, both for serving and for calling
     key.pem    its private key
 
-Both ends then show a certificate that the authority signed, and callers want the one of the server to be for
-`FLEET_NAME`, wherever it listens: workers come and go on addresses that nobody knows beforehand, so a name says that
-somebody belongs to the fleet, not where they are. With a join token, every call (health apart) presents it as well.
-A join token alone keeps out who can reach a port and cannot listen on the wire. Without either, a process serves on
-loopback and unix sockets only, unless it is told that it may be insecure.
+Then both sides show a certificate signed by the authority, and callers check that the server's name is `FLEET_NAME`,
+whatever its address is. Workers come and go on unknown addresses, so the name proves membership and not a place. With a
+join token, every call except health presents it too. A join token alone protects against callers that can reach a port,
+but not against eavesdroppers. Without either, a process serves on loopback and unix sockets only, unless it may be
+insecure.
 
-The files are looked at again at most once a second. Servers use new ones from the next handshake on, callers from the
-next channel on (see `Transport.version`). What is open stays open. Files that do not fit together, as in the moment
-between the writing of a certificate and of its key, are left alone and the previous ones are used on.
+The files are checked for changes at most once a second. Servers use new files from the next handshake on, callers from
+the next channel on (see `Transport.version`). Open connections stay open. Files that do not fit together, as between
+the writing of a certificate and of its key, are ignored until they do.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ COMMON_OPTIONS: Options = (
 
 
 def channel_options(longest_pause_ms: int = 1_000) -> Options:
-    """Of a channel that tries to connect again after `longest_pause_ms` at most, for as long as nobody answers. gRPC's
-    own pauses grow to two minutes: so much later would a process be found that was away for long."""
+    """Options of a channel that reconnects with pauses of at most `longest_pause_ms`. gRPC's own pauses grow to two
+    minutes, which would delay finding a process that was away for long."""
     return (
         *COMMON_OPTIONS,
         ("grpc.enable_http_proxy", 0),

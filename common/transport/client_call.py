@@ -19,7 +19,7 @@ class CallOwner(Protocol):
     """The session of a call, as the call needs it."""
 
     def cancel(self, call_id: int) -> None:
-        """Tell the server that nobody reads the call any more."""
+        """Cancel the call at the server."""
 
     def count_unread(self, call: ClientCall, num_bytes: int) -> None:
         """A call holds so many more unread bytes, or fewer if below 0."""
@@ -94,13 +94,13 @@ class ClientCall:
         self._wake()
 
     def give_up(self) -> None:
-        """It is not read: end it, with what it keeps."""
+        """End the call and discard its messages, because they are not read."""
         self._session.cancel(self._call_id)
         self._drop()
         self.finish(call_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer was not read in time"))
 
     def _drop(self) -> None:
-        """What is unread will not be read."""
+        """Discard the unread messages."""
         self._pending.clear()
         self._count(-self.num_unread_bytes)
 
@@ -114,7 +114,7 @@ class ClientCall:
         self._close()
 
     def begin_alone(self, begin: Callable[[WireRequest, float | None, Metadata], Call]) -> None:
-        """Go on as an RPC of its own, if nothing came yet; else whoever reads resumes it, and that goes alone too."""
+        """Continue as a separate RPC, if no message came yet. Otherwise fail, so that the reader resumes the answer."""
         if self._retry is None:
             self.finish(call_error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did"))
             return

@@ -1,4 +1,4 @@
-"""One session, at the caller's end (see `sessions`): a stream of SessionRequests and SessionResponses."""
+"""One session, at the client's side (see `sessions`): a stream of SessionRequests and SessionResponses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.protos.status import Reason, details_of, error_of, is_peer_lost
 # How long calls do without sessions: if the peer has none, and if a session broke because of one of its calls, perhaps.
 _WITHOUT_S = 60.0
 _BROKEN_S = 5.0
-# A server hangs that is silent for so many heartbeats.
+# Heartbeats of silence after which a server counts as hanging.
 _LOST_HEARTBEATS = 5
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -55,7 +55,7 @@ class ClientSession:
     """One stream of SessionRequests and SessionResponses."""
 
     def __init__(self, client: SessionOwner, stream: Any, *, is_silent: bool = False) -> None:
-        """`is_silent` says that the server was given up; calls come here only if there is no other."""
+        """`is_silent`: the server was given up, and only gets calls if there is no other session."""
         self.born_s = time.monotonic()
         self.is_over = False
         self._client = client
@@ -97,7 +97,7 @@ class ClientSession:
         return self._was_silent and not self.is_over
 
     def cancel(self, call_id: int) -> None:
-        """Tell the server that nobody reads the call any more."""
+        """Cancel the call at the server."""
         if self._calls.pop(call_id, None) is not None:
             self._turns.put(call_id, 0)
             self._end_if_idle()
@@ -117,7 +117,7 @@ class ClientSession:
         if self._is_retired and not self._calls and not self.is_over:
             self.is_over = True
             self._client.ended(self)
-            asyncio.get_running_loop().call_later(1.0, self._stream.cancel)  # behind the last cancellations
+            asyncio.get_running_loop().call_later(1.0, self._stream.cancel)  # after the last cancellations
 
     @property
     def _bound_s(self) -> float:
@@ -160,7 +160,7 @@ class ClientSession:
         self._client.heartbeat_s = message.heartbeat_ms / 1000
 
     async def _run_sender(self) -> None:
-        # What ends sending ends receiving too, and that is where it is told why.
+        # Whatever ends sending also ends receiving, which handles the error.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
             await self._turns.run()
 

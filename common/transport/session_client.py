@@ -1,4 +1,4 @@
-"""The caller's end of sessions (see `sessions`)."""
+"""The client's side of sessions (see `sessions`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from headrace.protos.inference_pb2 import SessionRequest, SessionResponse
 
 GENERATE = "/headrace.v1.Inference/Generate"
 SESSION = "/headrace.v1.Inference/Session"
-# Bytes of answers that came from one server and nobody has read. Beyond, the call with most of them is given up.
+# Bound of the unread bytes of answers from one server. Beyond it, the call with most of them is ended.
 MAX_UNREAD_BYTES = 64 << 20
-# Where several servers are behind one name, new calls go to a new session after this time, so that servers that have
-# joined get their share.
+# If one name stands for several servers, new calls go to a new session after this time, so that new servers get their
+# share.
 MAX_AGE_S = 60.0
-# A request of more bytes travels alone, on a session of its own: it neither delays other calls nor fails them.
+# A larger request gets its own session, so that it neither delays nor fails other calls.
 LARGE_BYTES = 256 << 10
 
 
@@ -62,8 +62,8 @@ class SessionClient:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the server was given up for its silence and has not been heard since. It is listened to; that it can
-        be called again is known without calling it."""
+        """Whether the server was given up for its silence and is still silent. The client keeps listening, so it
+        notices without a call when the server answers again."""
         return all(session is not None and session.is_silent for session in self._sessions)
 
     def generate(self, request: WireRequest | bytes, *, timeout: float | None = None, metadata: Metadata = ()) -> Call:
@@ -117,7 +117,7 @@ class SessionClient:
         return turns[0]
 
     def listen(self, silent: ClientSession) -> None:
-        """A session was given up for silence: begin one in its place, which is heard when the server goes on."""
+        """A session was given up for silence: begin one in its place, to notice when the server answers again."""
         if silent in self._sessions:
             session = ClientSession(self, self._begin_session(), is_silent=True)
             self._sessions[self._sessions.index(silent)] = session

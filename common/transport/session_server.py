@@ -1,4 +1,4 @@
-"""The server's end of sessions (see `sessions`)."""
+"""The server's side of sessions (see `sessions`)."""
 
 from __future__ import annotations
 
@@ -281,11 +281,11 @@ class _ServerSession:
         self.put(CallPart(call_id=context.call_id, end=end), 0)
 
     def _arm(self) -> None:
-        # Twice within the time that is promised: what was said right behind a look may be the last for two of them.
+        # Check twice per promised interval: a message right after one check may be the last one for two checks.
         self._timer = asyncio.get_running_loop().call_later(sessions.HEARTBEAT_MS / 2000, self._beat)
 
     def _beat(self) -> None:
-        """Say something if nothing was said, for as long as calls are open."""
+        """Send a heartbeat if nothing was sent, while calls are open."""
         self._timer = None
         if not self._tasks:
             return

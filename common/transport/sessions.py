@@ -55,7 +55,7 @@ class Call(Protocol):
     """What a caller needs of grpc.aio's UnaryStreamCall."""
 
     async def read(self) -> Any:
-        """The next message, or grpc.aio.EOF. Raises AioRpcError, or CancelledError behind `cancel`."""
+        """The next message, or grpc.aio.EOF. Raises AioRpcError, or CancelledError after `cancel`."""
 
     def cancel(self) -> bool:
         """End the call; whether it was still running."""

@@ -1,10 +1,11 @@
-"""When a peer that says nothing is given up: the rule for all peers that one process listens to.
+"""Decides when a silent peer is given up, for all peers of one process.
 
-Peers promise a message at least every heartbeat. Silence for several heartbeats means that a peer hangs, unless the
-cause is elsewhere, and a false alarm costs much: others compute every stream of the peer again. Three causes are known.
+Peers promise a message at least every heartbeat. Silence for several heartbeats means that a peer hangs, unless there
+is another cause. A false alarm is expensive: other workers compute all streams of the peer again. Three cases are
+handled:
 
-- This process was late itself. Silence is therefore counted in time during which its event loop ran on schedule. Right
-  behind a standstill nobody is given up, for what was said meanwhile is still unread.
+- This process itself was blocked. Silence only counts while its event loop runs on schedule. Right after a standstill
+  no peer is given up, because messages may still be unread.
 - The host or the network is busy. Then many peers fall silent together. While at least half of them are silent, each
   may be silent `WIDER` times as long.
 - The cause is unknown. Moving many streams at once makes it worse, so at most a quarter of the peers (at least one) is
@@ -19,9 +20,9 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable
 
-# The event loop is looked at this often, in seconds, while anybody is listened to.
+# Seconds between two checks of the event loop, while there are peers.
 TICK_S = 0.1
-# A tick that is later than this is a standstill, and behind it nobody is given up for this long.
+# A longer delay of a check is a standstill; for the grace time after it, no peer is given up.
 STALL_S = 0.25
 GRACE_S = 0.5
 # How much longer peers may be silent while at least half of them are.
@@ -56,7 +57,7 @@ class Silences:
         return min(self._clock(), self._ticked_s + TICK_S) - self._late_s
 
     def tick(self) -> None:
-        """The event loop has run: count how late it is."""
+        """The event loop has run: add up its delay."""
         now_s = self._clock()
         late_s = max(now_s - self._ticked_s - TICK_S, 0.0)
         self._ticked_s = now_s
