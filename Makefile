@@ -4,13 +4,14 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-clients test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway dev clean
+.PHONY: help serve lock image pin-images test test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway dev clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve [ARGS="--port 8000 --workers 2"]   set up, fetch the demo model, serve it'
 	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
 	@echo 'make test-clients                             of these, only the clients of other makers'
+	@echo 'make test-avx2 [ARGS="tests/worker"]           the tests as on a CPU without AVX-512; needs gcc and objdump'
 	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
 	@echo 'make soak-step-cost                           what a worker learns of its steps, over days of virtual time'
@@ -78,6 +79,10 @@ test: .venv/.dev .links/headrace .make/clients/.done
 
 test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz
 	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
+
+# OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
+test-avx2: .venv/.dev .links/headrace .make/clients/.done
+	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done
 	$(BIN)/pytest tests/e2e/test_clients.py $(ARGS)
