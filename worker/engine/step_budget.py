@@ -3,9 +3,9 @@
 Three kinds of steps have prompts in them:
 
 - **with streams**: running streams wait for the whole step, so it keeps a target. By default that is `TARGET_STEP_MS`,
-  or 1.9 times what the step takes anyway, where that is more. A target that a user sets may not be reachable: prompts
-  then still have a fifth of the step's time. A step takes anyway what its streams take, and what reading the computed
-  part of the first prompt takes.
+  or 1.9 times what its streams take alone, where that is more. Reading the computed part of the first prompt from the
+  cache adds to both, so that it is an eighth of the step behind a long context. A target that a user sets may not be
+  reachable: prompts then still have a fifth of the step's time.
 - **alone, while streams pause**: no longer than the streams may still wait. They pause only where prompts get on faster
   by it, and where steps with streams are short against a pause.
 - **alone**: no one waits but other prompts. An eighth of the step's time is what any step and reading the computed
@@ -29,11 +29,12 @@ from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 # Milliseconds of a step that streams have a part in, if they allow no more, and of one of prompts alone at least.
 TARGET_STEP_MS = 150.0
 ALONE_MS = 80.0
-# A step with prompts may take this many times what it would take without their new tokens, before it counts as too
-# long: where a user sets no target, and where one does.
+# A step with prompts may take this many times what its streams take alone, before it counts as too long: where a user
+# sets no target, and where one does.
 TIMES_WITHOUT_PROMPTS = 1.9
 LEAST_TIMES_WITHOUT_PROMPTS = 1.25
-# Part of a step of prompts alone that is what any step costs.
+# Part of a step of prompts alone that is what any step costs, and part of any step with prompts that is reading what
+# they have computed.
 STEP_COST_SHARE = 1 / 8
 # Part of the budget that is kept for the first in rank.
 FIRST_IN_RANK_SHARE = 8
@@ -84,11 +85,11 @@ class StepBudget:
         """What prompts get beside streams. `prompts` are in the order in which they are served, at least one; `first`
         is the place of the first in rank among them."""
         decode = self.costs.decode if self.costs.decode.num_steps else self.costs.prompts
-        without_ms = decode.predict_ms(streams) + self.costs.prompts.reread_ms(prompts[first].past)
+        streams_ms, reread_ms = decode.predict_ms(streams), self.costs.prompts.reread_ms(prompts[first].past)
         if self.target_ms is None:
-            limit_ms = max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * without_ms)
+            limit_ms = max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * streams_ms + reread_ms / STEP_COST_SHARE)
         else:
-            limit_ms = max(self.target_ms, LEAST_TIMES_WITHOUT_PROMPTS * without_ms)
+            limit_ms = max(self.target_ms, LEAST_TIMES_WITHOUT_PROMPTS * (streams_ms + reread_ms))
         # A step is padded to MIN_PROMPT_STEP tokens anyway.
         least = max(MIN_CHUNK_ROOM, MIN_PROMPT_STEP - streams.tokens)
         return self._room(limit_ms, streams, prompts, first, least, self.max_num_mixed_tokens - streams.tokens)
