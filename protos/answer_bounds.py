@@ -83,7 +83,7 @@ def closing_message(
 ) -> GenerateResponse | None:
     """The message with the finish, if the generated tokens are a complete answer already; else None.
 
-    So it is when somebody died between the last token and the finish: no worker could add anything.
+    This happens if a process died between the last token and the finish: no worker could add anything.
     """
     if not token_ids:
         return None

@@ -5,7 +5,7 @@
 
 A hash names a block together with all that precede it, so the longest prefix that two prompts share is the longest
 run of equal hashes from the start. SHA-256 is the fastest of the standard library's hashes on current CPUs (0.36 us a
-block of 32 tokens); 64 bits of it are an index key, not a proof: whoever acts on a match compares the tokens.
+block of 32 tokens); 64 bits of it are an index key and no proof: compare the tokens before using a match.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def root_hash(fingerprint: str, adapter: str = "", salt: str = "") -> int:
 
 
 def next_hash(parent: int, token_bytes: bytes) -> int:
-    """Hash of the block with these tokens (little-endian u32, from `token_bytes_of`) behind the block `parent`."""
+    """Hash of the block with these tokens (little-endian u32, from `token_bytes_of`) after the block `parent`."""
     return int.from_bytes(sha256(parent.to_bytes(HASH_BYTES, "little") + token_bytes).digest()[:HASH_BYTES], "little")
 
 

@@ -1,8 +1,8 @@
-"""Whose prompts share a prefix cache: the scope of an API key, and the salt on the wire that keeps scopes apart.
+"""The cache scope of an API key, and the salt that keeps the prefix caches of different scopes apart.
 
-What is found in a cache shows in the time and the usage of an answer, so whoever shares one can find out what others
-have asked, token by token. Gateways with keys and `headrace explain` agree on the salt byte for byte; routers and
-workers take it as it is.
+Cache hits show in the latency and the usage of an answer, so tenants with a common cache could guess each other's
+prompts, token by token. Gateways with keys and `headrace explain` agree on the salt byte for byte; routers and workers
+pass it on unchanged.
 """
 
 from __future__ import annotations

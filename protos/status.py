@@ -106,7 +106,7 @@ _LOST_MESSAGES = ("RST_STREAM", "Stream removed", "GOAWAY", "Socket closed", "Co
 
 
 class StatusError(Exception):
-    """A failure that the caller is told about.
+    """A failure with a status for the caller.
 
     `field` is the request field at fault, by the name that the caller used. `retry_after_s` says after how many
     seconds the same request may succeed. `detail` is a message for the caller's program, see `detail_of`.

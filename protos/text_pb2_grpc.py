@@ -95,7 +95,7 @@ class TextServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels answers with the models that can be asked for.
+        """ListModels returns the available models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
