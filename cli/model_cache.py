@@ -36,6 +36,7 @@ REQUIRED_FILES = (
 )
 OPTIONAL_FILES = (
     "chat_template.jinja",
+    "chat_template.json",
     "config.json",
     GENERATION_CONFIG_NAME,
     "special_tokens_map.json",

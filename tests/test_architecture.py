@@ -58,6 +58,8 @@ ONLY_IN = {
         "common/model_files/vocabulary.py",
         "worker/model/fused_projections.py",
         "worker/model/exact_rows.py",
+        "worker/model/paging.py",
+        "worker/model/positions.py",
         "worker/model/runner.py",
         "worker/host/numa.py",
         "worker/model/sampled_rows.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 BUNDLE_FILES = (
     "chat_template.jinja",
+    "chat_template.json",
     "config.json",
     "generation_config.json",
     "openvino_detokenizer.bin",

@@ -10,6 +10,7 @@ This imports OpenVINO and its tokenizer extension, which takes a third of a seco
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import openvino
 import openvino_tokenizers  # noqa: F401  # registers its operations with every openvino.Core made from now on
 
 COMPILE_OPTIONS = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1}
+_BYTE = re.compile(rb"<0x[0-9A-Fa-f]{2}>")
 
 
 class DetokenizerError(ValueError):
@@ -35,20 +37,33 @@ def read_vocabulary(core: Any, graph: Any) -> tuple[list[bytes], frozenset[int]]
             "convert the tokenizer again with a current openvino-tokenizers and without its SentencePiece backend"
         )
     decoder, fuse = nodes["VocabDecoder"], nodes["FuzeRagged"]
-    size = decoder.input(1).get_shape()[0]
     special_ids = frozenset(int(i) for i in decoder.get_attributes().get("skip_tokens", ()))
     if decoder.get_input_size() > 4:  # the skipped ids are an input: read them, then skip none
         skipped = decoder.input(4)
         (ids,) = _run(core, [skipped.get_source_output()], [], [])
         special_ids = frozenset(map(int, ids.tolist()))
         skipped.replace_source_output(openvino.op.Constant(np.zeros((0,), np.int32)).output(0))
+    token_bytes = _single_tokens(core, graph, decoder, fuse)
+    if "ByteFallback" in nodes:
+        # The node takes every piece of six characters in angle brackets for a byte, <code> as well as <0x0A>.
+        fallback = nodes["ByteFallback"]
+        for index in range(3):
+            fallback.output(index).replace(fallback.input_value(index))
+        pieces = _single_tokens(core, graph, decoder, fuse)
+        both = zip(token_bytes, pieces, strict=True)
+        token_bytes = [byte if _BYTE.fullmatch(piece) else piece for byte, piece in both]
+    return token_bytes, special_ids
+
+
+def _single_tokens(core: Any, graph: Any, decoder: Any, fuse: Any) -> list[bytes]:
+    size = decoder.input(1).get_shape()[0]
     column = np.arange(size, dtype=graph.input(0).get_element_type().to_dtype())[:, None]
     begins, ends, chars = _run(core, _before(fuse), graph.get_parameters(), [column])
     raw = chars.tobytes()
     token_bytes = [raw[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
     if len(token_bytes) != size:
         raise DetokenizerError(f"openvino_detokenizer.xml gives {len(token_bytes)} texts for {size} tokens")
-    return token_bytes, special_ids
+    return token_bytes
 
 
 def _before(fuse: Any) -> list[Any]:

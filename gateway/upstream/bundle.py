@@ -81,22 +81,26 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
 def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
     """Chat templates by name; the one to use is `default`. Empty if the bundle's files have none.
 
-    `chat_template.jinja` goes before `chat_template` of tokenizer_config.json, which is a text or a list of
-    `{"name", "template"}`.
+    `chat_template.jinja` goes before `chat_template` of chat_template.json, and that before the one of
+    tokenizer_config.json. In JSON it is a text or a list of `{"name", "template"}`.
     """
     named: dict[str, str] = {}
-    value = json_file(files, "tokenizer_config.json").get("chat_template")
-    if isinstance(value, str):
-        named["default"] = value
-    elif isinstance(value, list):
-        for entry in value:
-            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
-                named[str(entry.get("name", "default"))] = entry["template"]
-    elif isinstance(value, dict):
-        named.update({str(name): source for name, source in value.items() if isinstance(source, str)})
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        named.update(_templates_in(json_file(files, name).get("chat_template")))
     if "chat_template.jinja" in files:
         try:
             named["default"] = files["chat_template.jinja"].decode()
         except UnicodeDecodeError as error:
             raise BundleError(f"chat_template.jinja in the tokenizer bundle is not UTF-8: {error}") from error
     return named
+
+
+def _templates_in(value: object) -> dict[str, str]:
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        return {str(e.get("name", "default")): e["template"] for e in entries if isinstance(e.get("template"), str)}
+    if isinstance(value, dict):
+        return {str(name): source for name, source in value.items() if isinstance(source, str)}
+    return {}

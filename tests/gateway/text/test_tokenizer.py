@@ -56,7 +56,7 @@ def test_threads_do_not_disturb_each_other(tiny_text: Any) -> None:
 
 
 def test_a_vocabulary_with_byte_fallback_gives_bytes_and_keeps_leading_spaces(kit: Any) -> None:
-    vocab = ["<s>", "<0xE2>", "<0x82>", "<0xAC>", "▁the", "▁", "a"]
+    vocab = ["<s>", "<0xE2>", "<0x82>", "<0xAC>", "▁the", "▁", "a", "<code>", "<span>", "<tool>"]
     decoding = [
         pipeline.VocabDecoderStep(vocab=vocab),
         pipeline.RegexDecodingStep.replace_sp_spaces(),
@@ -69,9 +69,10 @@ def test_a_vocabulary_with_byte_fallback_gives_bytes_and_keeps_leading_spaces(ki
     whole.add_steps(decoding)
     decoder = whole.get_detokenizer_ov_subgraph()
     token_bytes, special_ids = read_vocabulary(kit.core, decoder)
-    assert token_bytes == [b"<s>", b"\xe2", b"\x82", b"\xac", b" the", b" ", b"a"]
+    assert token_bytes[:7] == [b"<s>", b"\xe2", b"\x82", b"\xac", b" the", b" ", b"a"]
     assert special_ids == {0}
     assert detokenize([4, 1, 2, 3], token_bytes, special_ids) == " the€"
+    assert detokenize([7, 8, 9], token_bytes, special_ids) == "<code><span><tool>"
 
 
 def test_a_missing_or_foreign_file_is_named(tiny_files: dict[str, bytes]) -> None:
@@ -106,6 +107,9 @@ def test_a_template_file_goes_before_the_tokenizers_configuration() -> None:
     assert template_sources(files) == {"default": "from config"}
     assert template_sources({**files, "chat_template.jinja": b"own file"}) == {"default": "own file"}
     assert special_tokens(files) == {"bos_token": "<s>", "eos_token": "</s>"}
+    both = {**files, "chat_template.json": b'{"chat_template": "of the processor"}'}
+    assert template_sources(both) == {"default": "of the processor"}
+    assert template_sources({**both, "chat_template.jinja": b"own file"}) == {"default": "own file"}
     named = b'{"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]}'
     assert template_sources({"tokenizer_config.json": named}) == {"default": "a", "tool_use": "b"}
     with pytest.raises(BundleError, match=r"tokenizer_config\.json"):
