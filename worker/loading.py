@@ -57,7 +57,8 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     # Importing OpenVINO takes long, so a wrong directory is refused before.
     from headrace.worker.sampling.vocabulary_reducer import reducer_for
 
-    runner = compile_model(config, threads)
+    longest = config.max_context_tokens or model_dir.max_context_tokens
+    runner = compile_model(config, threads, longest)
     num_blocks = num_blocks_for(config, runner.block_bytes)
     arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
     log.info(
@@ -100,8 +101,9 @@ def check_memory(config: WorkerConfig) -> None:
         kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes() - weights)
 
 
-def compile_model(config: WorkerConfig, threads: int) -> OpenVINOModelRunner:
-    """Read and compile the model, with a second graph for small decode steps if that pays on this CPU."""
+def compile_model(config: WorkerConfig, threads: int, max_context_tokens: int) -> OpenVINOModelRunner:
+    """Read and compile the model for contexts of up to `max_context_tokens`. It gets a second graph for small decode
+    steps if that pays on this CPU."""
     from headrace.worker.model.runner import OpenVINOModelRunner
 
     has_decode_graph = wants_decode_graph(
@@ -117,6 +119,7 @@ def compile_model(config: WorkerConfig, threads: int) -> OpenVINOModelRunner:
         kv_precision=config.kv_precision,
         execution_mode=config.execution_mode,
         decode_graph=has_decode_graph,
+        max_context_tokens=max_context_tokens,
     )
 
 

@@ -3,7 +3,7 @@
 openvino_model.xml/.bin           the network, stateful, as optimum-intel and openvino-genai write it
 openvino_tokenizer.xml/.bin       text to ids, for the gateway
 openvino_detokenizer.xml/.bin     ids to text, for the gateway
-config.json                       max_position_embeddings, eos_token_id            (if there)
+config.json                       length of the context, rotary factors, eos_token_id  (if there)
 generation_config.json            eos_token_id and recommended sampling            (if there)
 chat_template.jinja, ...          for the gateway                                  (if there)
 """
@@ -15,7 +15,7 @@ import io
 import json
 import logging
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from headrace.worker.config import ConfigurationError
 
 log = logging.getLogger(__name__)
 
-NETWORK, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
+NETWORK, WEIGHTS, CONFIG = "openvino_model.xml", "openvino_model.bin", "config.json"
 REQUIRED_FILES = (
     NETWORK,
     WEIGHTS,
@@ -36,6 +36,17 @@ REQUIRED_FILES = (
     "openvino_detokenizer.bin",
 )
 UNKNOWN_CONTEXT_TOKENS = 2048
+# What the length of the context is called: by most, by GPT-2, by MPT, by BLOOM and ChatGLM, by others.
+_CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "n_ctx",
+)
+_TWO_SETS_OF_FACTORS = {"longrope", "su"}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ def read_model_dir(path: Path) -> ModelDir:
         f"{name} is empty" for name in REQUIRED_FILES if (path / name).is_file() and not (path / name).stat().st_size
     ]
     configs = {}
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+    for name in (CONFIG, "generation_config.json", "tokenizer_config.json"):
         try:
             configs[name] = _read_json(path / name)
         except ValueError as error:
@@ -77,8 +88,8 @@ def read_model_dir(path: Path) -> ModelDir:
         path=path,
         tokenizer_bundle=bundle,
         tokenizer_sha256=hashlib.sha256(bundle).hexdigest(),
-        max_context_tokens=_max_context_tokens(configs["config.json"], path),
-        eos_token_ids=_eos_token_ids([configs["generation_config.json"], configs["config.json"], rt_info]),
+        max_context_tokens=context_of(configs[CONFIG], path),
+        eos_token_ids=_eos_token_ids([configs["generation_config.json"], configs[CONFIG], rt_info]),
         sampling=_recommended_sampling(configs["generation_config.json"]),
         created_s=int((path / WEIGHTS).stat().st_mtime),
     )
@@ -118,12 +129,31 @@ def _bundle(path: Path) -> bytes:
     return out.getvalue()
 
 
-def _max_context_tokens(config: dict[str, Any], path: Path) -> int:
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json of a model directory says; nothing if there is none. Raises ConfigurationError."""
+    try:
+        return _read_json(path / CONFIG)
+    except ValueError as error:
+        raise ConfigurationError(f"{path / CONFIG} is not JSON ({error}); pull the model again") from error
+
+
+def context_of(config: Mapping[str, Any], path: Path) -> int:
+    """How long a context may be: that of the model, or as far as the first set of its rotary factors is right."""
     text_config = config.get("text_config")
     for source in (config, text_config if isinstance(text_config, dict) else {}):
-        value = source.get("max_position_embeddings")
-        if isinstance(value, int) and value > 0:
-            return value
+        longest = next((value for name in _CONTEXT_NAMES if _is_length(value := source.get(name))), 0)
+        if longest:
+            original = _original_context(source)
+            if 0 < original < longest:
+                log.info(
+                    "%s has rotary factors for contexts of up to %d tokens, and others for up to %d: serving %d tokens "
+                    "with the former. With a larger --max-context-tokens every prompt gets the latter",
+                    path,
+                    original,
+                    longest,
+                    original,
+                )
+            return original or longest
     log.warning(
         "%s does not say how long the context is (config.json: max_position_embeddings); taking %d tokens. "
         "Say --max-context-tokens if you know better",
@@ -131,6 +161,34 @@ def _max_context_tokens(config: dict[str, Any], path: Path) -> int:
         UNKNOWN_CONTEXT_TOKENS,
     )
     return UNKNOWN_CONTEXT_TOKENS
+
+
+def uses_alibi(config: Mapping[str, Any]) -> bool:
+    """Whether attention tells positions by ALiBi."""
+    kind, attention = config.get("model_type"), config.get("attn_config")
+    is_in_attention = isinstance(attention, dict) and attention.get("alibi", kind == "mpt") is True
+    named = config.get("position_embedding_type") == "alibi"
+    return kind == "bloom" or config.get("alibi") is True or named or is_in_attention
+
+
+def has_windows(config: Mapping[str, Any]) -> bool:
+    """Whether some layers are said to see a window of the context only."""
+    layers = [config.get(name) for name in ("layer_types", "attention_layers")]
+    return any(isinstance(kinds, list) and not {"sliding_attention", "local"}.isdisjoint(kinds) for kinds in layers)
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _original_context(config: Mapping[str, Any]) -> int:
+    """Of LongRoPE, the context up to which the first factors are right; 0 for other models."""
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name)
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _TWO_SETS_OF_FACTORS:
+            original = config.get(_ORIGINAL, rope.get(_ORIGINAL))
+            return original if isinstance(original, int) and original > 0 else 0
+    return 0
 
 
 def _eos_token_ids(sources: Iterable[dict[str, Any]]) -> tuple[int, ...]:

@@ -26,14 +26,20 @@ def fuse_projections(model: ov.Model) -> int:
     for node in model.get_ordered_ops():
         if node.get_type_name() != "PagedAttentionExtension":
             continue
-        groups: dict[object, list[ov.Node]] = {}
-        for index in _QUERY_KEY_VALUE:
-            product = _projection(node.input_value(index))
-            if product is not None:
-                groups.setdefault(_likeness(product), []).append(product)
-        num_fused += sum(fuse(products) for products in groups.values() if len(products) > 1)
+        groups = products_to_fuse([node.input_value(index) for index in _QUERY_KEY_VALUE])
+        num_fused += sum(fuse(products) for products in groups)
     model.validate_nodes_and_infer_types()
     return num_fused
+
+
+def products_to_fuse(values: Sequence[ov.Output]) -> list[list[ov.Node]]:
+    """Groups of the products that the inputs of an attention come from, of those that one product can compute. A
+    product that several inputs come from is one already."""
+    found = {product.get_friendly_name(): product for product in map(_projection, values) if product is not None}
+    groups: dict[object, list[ov.Node]] = {}
+    for product in found.values():
+        groups.setdefault(_likeness(product), []).append(product)
+    return [products for products in groups.values() if len(products) > 1]
 
 
 def _projection(output: ov.Output) -> ov.Node | None:

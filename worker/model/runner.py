@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import openvino as ov
-from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena
@@ -31,6 +30,7 @@ from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import HeadRequest, InputTensors, RowSums, replace_head
+from headrace.worker.model.paging import STEP_INPUTS, read_paged, reason_of
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.sampling.logits import Logits
 
@@ -38,15 +38,6 @@ KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32"
 _UNQUANTISED = {"bf16", "f32"}
 # What the graph of small decode steps computes in: its products quantise their inputs to 8 bits, group by group.
 _DECODE_PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
-_STEP_INPUTS = (
-    "input_ids",
-    "position_ids",
-    "past_lens",
-    "subsequence_begins",
-    "block_indices",
-    "block_indices_begins",
-    "max_context_len",
-)
 
 
 class OpenVINOModelRunner:
@@ -56,12 +47,18 @@ class OpenVINOModelRunner:
     `exact_rows`)."""
 
     def __init__(
-        self, model_dir: Path, *, threads: int, kv_precision: str, execution_mode: str, decode_graph: bool = False
+        self,
+        model_dir: Path,
+        *,
+        threads: int,
+        kv_precision: str,
+        execution_mode: str,
+        decode_graph: bool = False,
+        max_context_tokens: int | None = None,
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
-        model = _read(core, model_dir / "openvino_model.xml")
-        _make_paged(model, model_dir)
+        model = read_paged(core, model_dir, max_context_tokens)
         fuse_projections(model)
         of_decode = model.clone() if decode_graph else None
         asked = _Asked(threads, kv_precision, execution_mode)
@@ -128,7 +125,7 @@ class OpenVINOModelRunner:
         if keeps_logits:
             graph.slots.rotate()
         slot = self._slot = graph.slots[0]
-        for name in _STEP_INPUTS:
+        for name in STEP_INPUTS:
             slot.inputs.set(name, getattr(batch, name))
         least = 0 if batch.is_decode else MIN_PROMPT_STEP
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
@@ -204,15 +201,6 @@ def _layout(caches: Sequence[ov.Output]) -> list[tuple[str, str, list[int]]]:
     return sorted((port.any_name, port.element_type.get_type_name(), _dims(port)) for port in caches)
 
 
-def _read(core: ov.Core, path: Path) -> ov.Model:
-    try:
-        return core.read_model(path)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"{path} (or its .bin) is corrupt or incomplete: {_reason(error)}; pull the model again"
-        ) from error
-
-
 def _check_cache(asked: _Asked, precision: str) -> None:
     """Attention reads a cache that is not quantised in the precision that the model is computed in."""
     if asked.kv_precision in _UNQUANTISED and asked.kv_precision != precision:
@@ -233,31 +221,5 @@ def _compile(core: ov.Core, model: ov.Model, asked: _Asked, more: Mapping[str, o
     except RuntimeError as error:
         raise ConfigurationError(
             f"OpenVINO cannot compile the model with --kv-precision {asked.kv_precision} and --execution-mode "
-            f"{asked.execution_mode} on this CPU: {_reason(error)}; choose others"
+            f"{asked.execution_mode} on this CPU: {reason_of(error)}; choose others"
         ) from error
-
-
-def _make_paged(model: ov.Model, model_dir: Path) -> None:
-    cannot = f"the model in {model_dir} cannot be paged"
-    if not model.get_variables():
-        raise ConfigurationError(
-            f"{cannot}: it has no KV cache state, so it is no stateful text-generation model; export it with "
-            "optimum-intel (task text-generation-with-past), or pull a GGUF of it"
-        )
-    try:
-        paged_attention_transformation(model)
-    except RuntimeError as error:
-        raise ConfigurationError(f"{cannot}: {_reason(error)}") from error
-    unknown = [
-        name for name in (port.any_name for port in model.inputs) if name not in _STEP_INPUTS and "_cache." not in name
-    ]
-    if unknown:
-        raise ConfigurationError(f"{cannot}: it wants inputs that are not tokens: {', '.join(unknown)}")
-    if not any("_cache." in port.any_name for port in model.inputs):
-        raise ConfigurationError(f"{cannot}: no attention of it was recognised")
-
-
-def _reason(error: Exception) -> str:
-    """The last line of an OpenVINO error, which is the one that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__

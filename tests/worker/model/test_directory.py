@@ -56,6 +56,25 @@ def test_a_nested_text_config_is_read(model: Path) -> None:
     assert read_model_dir(model).max_context_tokens == 99
 
 
+@pytest.mark.parametrize("name", ["n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx"])
+def test_the_context_has_other_names_too(model: Path, name: str) -> None:
+    (model / "config.json").write_text(f'{{"{name}": 77}}')
+    assert read_model_dir(model).max_context_tokens == 77
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_a_context_ends_where_other_rotary_factors_begin(
+    model: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model / "config.json").write_text(
+        f'{{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096,'
+        f' "rope_scaling": {{"type": "{kind}"}}}}'
+    )
+    with caplog.at_level("INFO"):
+        assert read_model_dir(model).max_context_tokens == 4096
+    assert "--max-context-tokens" in caplog.text
+
+
 def test_every_wrong_file_is_named(model: Path) -> None:
     (model / "openvino_model.bin").unlink()
     (model / "openvino_tokenizer.bin").write_text("")

@@ -10,7 +10,7 @@ import openvino as ov
 import pytest
 from openvino import opset13
 
-from headrace.worker.model.fused_projections import fuse, is_constant
+from headrace.worker.model.fused_projections import fuse, is_constant, products_to_fuse
 
 HIDDEN, GROUP = 64, 32
 LENGTHS = (48, 16, 16)
@@ -93,6 +93,15 @@ def test_one_product_gives_what_three_give(weights: Weights, biased: Sequence[bo
     assert (num_products(apart), num_products(together)) == (3, 1)
     for one, other in zip(outputs(together), outputs(apart), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_one_product_that_gives_three_inputs_is_left_alone() -> None:
+    states = opset13.parameter([-1, 1, HIDDEN], np.float32, "states")
+    product = opset13.matmul(states, floats(96, 0), False, True)
+    parts = opset13.split(product, opset13.constant(np.int64(2)), 3)
+    assert products_to_fuse(parts.outputs()) == []
+    apart = [opset13.matmul(states, floats(32, seed), False, True).output(0) for seed in range(3)]
+    assert [len(group) for group in products_to_fuse(apart)] == [3]
 
 
 def one_zero_each(length: int, seed: int) -> ov.Node:

@@ -1,0 +1,85 @@
+"""What graphs take over all tokens of a step, on graphs of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import openvino as ov
+import pytest
+from openvino import opset13
+
+from headrace.worker.model.positions import UnservableError, settle_positions
+
+CORE = ov.Core()
+
+
+def constant(*values: int) -> ov.Node:
+    return opset13.constant(np.array(values, np.int64))
+
+
+def model_of(values: Callable[[ov.Node, ov.Node], ov.Node]) -> ov.Model:
+    """A model of `positions` `[T]` and `states` `[T, 4]`."""
+    positions = opset13.parameter([-1], np.int64, "position_ids")
+    positions.output(0).get_tensor().set_names({"position_ids"})
+    states = opset13.parameter([-1, 4], np.float32, "states")
+    return ov.Model([opset13.result(values(positions, states))], [positions, states], "positions")
+
+
+def larger_of_two(positions: ov.Node, states: ov.Node) -> ov.Node:
+    """10 for steps with a position beyond 99, else 1."""
+    largest = opset13.reduce_max(opset13.unsqueeze(positions, constant(1)), constant(0, 1), False)
+    is_long = opset13.greater(opset13.add(largest, constant(1)), constant(100))
+    factor = opset13.select(is_long, opset13.constant(np.float32(10)), opset13.constant(np.float32(1)))
+    return opset13.multiply(states, factor)
+
+
+@pytest.mark.parametrize(("context", "factor"), [(100, 1.0), (101, 10.0)])
+def test_the_largest_position_is_that_of_the_context(context: int, factor: float) -> None:
+    model = model_of(larger_of_two)
+    settle_positions(model, context)
+    request = CORE.compile_model(model, "CPU").create_infer_request()
+    for position in (5, 500):
+        result = request.infer([np.array([position]), np.ones((1, 4), np.float32)])[0]
+        assert result.tolist() == [[factor] * 4]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda positions, states: opset13.reduce_min(positions, constant(0), False),
+        lambda positions, states: opset13.reduce_max(opset13.add(positions, positions), constant(0), False),
+        lambda positions, states: opset13.cum_sum(positions, constant(0)),
+        lambda positions, states: opset13.reduce_mean(states, constant(0), True),
+        lambda positions, states: opset13.softmax(states, 0),
+        lambda positions, states: opset13.range(
+            opset13.constant(np.int64(0)),
+            opset13.gather(opset13.shape_of(states), opset13.constant(np.int64(0)), opset13.constant(np.int64(0))),
+            opset13.constant(np.int64(1)),
+            "i64",
+        ),
+    ],
+)
+def test_what_else_is_taken_over_all_tokens_is_refused(values: Callable[[ov.Node, ov.Node], ov.Node]) -> None:
+    with pytest.raises(UnservableError, match="over all tokens of a step"):
+        settle_positions(model_of(values), 100)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda positions, states: opset13.reduce_mean(states, constant(-1), True),
+        lambda positions, states: opset13.softmax(states, 1),
+        lambda positions, states: opset13.cos(opset13.convert(positions, "f32")),
+    ],
+)
+def test_what_is_taken_of_each_token_is_left_alone(values: Callable[[ov.Node, ov.Node], ov.Node]) -> None:
+    settle_positions(model_of(values), 100)
+
+
+def test_a_table_of_positions_is_as_long_as_the_context() -> None:
+    table = opset13.constant(np.zeros((64, 4), np.float32))
+    model = model_of(lambda positions, states: opset13.gather(table, positions, opset13.constant(np.int64(0))))
+    settle_positions(model, 64)
+    with pytest.raises(UnservableError, match="64 positions"):
+        settle_positions(model, 65)

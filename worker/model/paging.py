@@ -1,0 +1,111 @@
+"""A model's graph with PagedAttention, or a refusal that says why it cannot have it.
+
+Attention is the only place where a token may see others. A step holds tokens of many sequences in one row, so whatever
+else a graph takes over its tokens would mix sequences. `settle_positions` looks for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino._offline_transformations import paged_attention_transformation
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.directory import NETWORK, context_of, has_windows, read_config, uses_alibi
+from headrace.worker.model.positions import UnservableError, settle_positions
+
+STEP_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "max_context_len",
+)
+# Which inputs of PagedAttention they are.
+_SLIDING_WINDOW, _ALIBI_SLOPES = 10, 11
+_FOREIGN_INPUTS = {
+    "inputs_embeds": "it takes embeddings instead of tokens, so it is the language part of a multimodal model",
+    "token_type_ids": "it tells images from text, so it is the language part of a multimodal model",
+    "encoder_hidden_states": "it is the decoder of an encoder-decoder model",
+}
+_SUPPORTED = "only decoder-only text models whose layers all have attention can be served"
+
+
+def read_paged(core: ov.Core, model_dir: Path, max_context_tokens: int | None = None) -> ov.Model:
+    """Read the model and give it PagedAttention, for contexts of up to `max_context_tokens`, or of the length that
+    config.json says. Compiles nothing. Raises ConfigurationError for what cannot be served."""
+    config = read_config(model_dir)
+    model = _read(core, model_dir / NETWORK)
+    try:
+        _make_paged(model, config)
+        settle_positions(model, max_context_tokens or context_of(config, model_dir))
+    except UnservableError as error:
+        raise ConfigurationError(f"the model in {model_dir} cannot be served: {error}") from error
+    return model
+
+
+def reason_of(error: Exception) -> str:
+    """The last line of an OpenVINO error, which is the one that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
+
+
+def _read(core: ov.Core, path: Path) -> ov.Model:
+    try:
+        return core.read_model(path)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{path} (or its .bin) is corrupt or incomplete: {reason_of(error)}; pull the model again"
+        ) from error
+
+
+def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
+    kind = config.get("model_type", "unknown")
+    if not model.get_variables():
+        raise UnservableError(
+            "it has no KV cache state, so it is no stateful text-generation model; export it with optimum-intel "
+            "(task text-generation-with-past), or pull a GGUF of it"
+        )
+    num_attentions = sum(node.get_type_name() == "ScaledDotProductAttention" for node in model.get_ops())
+    if len(model.get_variables()) > 2 * num_attentions:  # keys and values of each
+        raise UnservableError(f"layers of its architecture ({kind}) keep a recurrent state; {_SUPPORTED}")
+    try:
+        paged_attention_transformation(model)
+    except RuntimeError as error:
+        raise UnservableError(
+            f"OpenVINO cannot page the attention of its architecture ({kind}): {reason_of(error)}"
+        ) from error
+    attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    names = [port.any_name for port in model.inputs]
+    unknown = [name for name in names if name not in STEP_INPUTS and "_cache." not in name]
+    if unknown:
+        why = next((_FOREIGN_INPUTS[name] for name in unknown if name in _FOREIGN_INPUTS), "")
+        raise UnservableError(f"{why or f'it takes more than tokens ({unknown[0]})'}; {_SUPPORTED}")
+    if not attentions:
+        raise UnservableError(f"no attention of its architecture ({kind}) was recognised; {_SUPPORTED}")
+    if uses_alibi(config) and any(_has_no_slopes(node) for node in attentions):
+        raise UnservableError(
+            f"its architecture ({kind}) tells positions by ALiBi, which OpenVINO loses when it pages its attention; "
+            "answers would be wrong"
+        )
+    if has_windows(config) and not any(_has_window(node) for node in attentions):
+        raise UnservableError(
+            f"layers of its architecture ({kind}) see a window of the context only, which OpenVINO loses when it pages "
+            "their attention; answers would be wrong"
+        )
+
+
+def _has_no_slopes(attention: ov.Node) -> bool:
+    shape = attention.input_value(_ALIBI_SLOPES).get_partial_shape()
+    return bool(shape.is_static and list(shape.to_shape()) == [0])
+
+
+def _has_window(attention: ov.Node) -> bool:
+    window = attention.input_value(_SLIDING_WINDOW).get_node()
+    return window.get_type_name() != "Constant" or int(np.asarray(window.data).reshape(-1)[0]) > 0

@@ -1,0 +1,120 @@
+"""What a graph makes of the positions of a step's tokens, apart from attention.
+
+A step holds tokens of many sequences. What is taken over all of them at once would let one sequence change another:
+
+- Rotary factors that depend on the largest position (LongRoPE, dynamic NTK). That position becomes a constant: the last
+  one of the longest context served. So every token of every step has the same factors.
+- Sums, maxima and the like over the tokens of a step: unknown, so the model is refused.
+
+A table of learned positions has an end, and positions beyond it would read its last row.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import openvino as ov
+from openvino import opset13
+
+_REDUCTIONS = {"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2"}
+_ALONG_AN_AXIS = {"CumSum", "Softmax", "LogSoftmax"}
+_MOVES = {"Unsqueeze", "Squeeze", "Reshape", "Convert", "Transpose"}
+
+
+class UnservableError(Exception):
+    """Why a graph cannot be served, as the end of a sentence that begins with the model."""
+
+
+class _Kind(enum.IntEnum):
+    """What a value depends on; a node's is the highest of its inputs'."""
+
+    CONSTANT = 0
+    SHAPE = 1
+    POSITION = 2
+    TOKENS = 3
+
+
+def settle_positions(model: ov.Model, max_context_tokens: int) -> None:
+    """Make what a paged model computes of each token independent of the other tokens of its step. Raises
+    UnservableError if something is taken over all tokens in an unknown way, or if the model has fewer
+    positions than `max_context_tokens`."""
+    kinds: dict[str, _Kind] = {}
+    for node in model.get_ordered_ops():
+        kind = kinds[node.get_name()] = _kind_of(node, kinds)
+        if _is_table_of_positions(node, kinds):
+            _check_length(node, max_context_tokens)
+        if not _takes_all_tokens(node, kind):
+            continue
+        if node.get_type_name() == "ReduceMax" and kind is _Kind.POSITION and _is_of_positions_only(node):
+            largest = opset13.constant(np.full(node.get_output_shape(0), max_context_tokens - 1, np.int64))
+            kind_of_number = node.get_output_element_type(0).get_type_name()
+            constant = opset13.convert(largest, kind_of_number)
+            kinds[constant.get_name()] = _Kind.CONSTANT
+            node.output(0).replace(constant.output(0))
+            continue
+        raise UnservableError(
+            f"it takes {node.get_type_name()} over all tokens of a step outside of attention, so one request would "
+            "change the answer to another"
+        )
+    model.validate_nodes_and_infer_types()
+
+
+def _kind_of(node: ov.Node, kinds: dict[str, _Kind]) -> _Kind:
+    name = node.get_type_name()
+    if name == "Parameter":
+        return _Kind.POSITION if "position_ids" in node.output(0).get_names() else _Kind.TOKENS
+    if name == "ShapeOf":
+        return _Kind.SHAPE
+    return max((kinds[value.get_node().get_name()] for value in node.input_values()), default=_Kind.CONSTANT)
+
+
+def _takes_all_tokens(node: ov.Node, kind: _Kind) -> bool:
+    """Whether one value is made of several tokens' values. Integers other than positions count tokens for experts:
+    what is counted of all of them says where each goes, and not what becomes of it."""
+    name = node.get_type_name()
+    if name == "Range":
+        return kind is not _Kind.CONSTANT and node.get_output_partial_shape(0).is_dynamic
+    if name not in _REDUCTIONS and name not in _ALONG_AN_AXIS:
+        return False
+    is_count = kind is _Kind.TOKENS and bool(node.get_output_element_type(0).is_integral())
+    if kind < _Kind.POSITION or is_count:
+        return False
+    shape = node.get_input_partial_shape(0)
+    if shape.rank.is_dynamic:
+        return True
+    return any(shape[axis].is_dynamic for axis in _axes(node, shape.rank.get_length()))
+
+
+def _axes(node: ov.Node, rank: int) -> list[int]:
+    """Axes that a node works along; all of them if that is not known."""
+    if node.get_type_name() in {"Softmax", "LogSoftmax"}:
+        return [int(node.get_attributes()["axis"]) % rank]
+    axes = node.input_value(1).get_node()
+    if axes.get_type_name() != "Constant":
+        return list(range(rank))
+    return [int(axis) % rank for axis in np.asarray(axes.data).reshape(-1).tolist()]
+
+
+def _is_of_positions_only(node: ov.Node) -> bool:
+    """Whether the largest position itself is taken, and not what was computed of it."""
+    source = node.input_value(0).get_node()
+    while source.get_type_name() in _MOVES:
+        source = source.input_value(0).get_node()
+    return source.get_type_name() == "Parameter" and bool(node.get_output_partial_shape(0).is_static)
+
+
+def _is_table_of_positions(node: ov.Node, kinds: dict[str, _Kind]) -> bool:
+    if node.get_type_name() != "Gather":
+        return False
+    table, index = (kinds[node.input_value(port).get_node().get_name()] for port in (0, 1))
+    return table is _Kind.CONSTANT and index is _Kind.POSITION and node.get_input_partial_shape(0).is_static
+
+
+def _check_length(gather: ov.Node, max_context_tokens: int) -> None:
+    num_positions = int(gather.get_input_shape(0)[0])
+    if num_positions < max_context_tokens:
+        raise UnservableError(
+            f"it has {num_positions} positions and none for a context of {max_context_tokens} tokens; say "
+            f"--max-context-tokens {num_positions} or less"
+        )
