@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway dev clean
+.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
 	@echo 'make test-clients                             of these, only the clients of other makers'
 	@echo 'make test-avx2 [ARGS="tests/worker"]           the tests as on a CPU without AVX-512; needs gcc and objdump'
+	@echo 'make test-architectures                       small models of every architecture, beside transformers'
 	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
 	@echo 'make soak-step-cost                           what a worker learns of its steps, over days of virtual time'
@@ -57,7 +58,7 @@ serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
 # One process starts systems with the real model, the other runs all else. ARGS="-n 0" runs all in one.
-test: .venv/.dev .links/headrace .make/clients/.done
+test: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done
 	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # A minute of installing, and not all clients agree with our own pins: they get an environment of their own.
@@ -68,6 +69,17 @@ test: .venv/.dev .links/headrace .make/clients/.done
 	@if command -v npm > /dev/null; then cp tests/e2e/clients/package.json .make/clients/ && \
 	    npm install --prefix .make/clients --no-audit --no-fund --silent; else echo "no npm: without openai for Node" >&2; fi
 	@touch $@
+
+# PyTorch and optimum-intel export the small models of tests/architectures, and nothing else needs them.
+.make/architectures/.done: tests/architectures/requirements.txt
+	@echo "installing what exports small models into .make/architectures" >&2
+	@$(PYTHON) -m venv .make/architectures
+	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/architectures/requirements.txt
+	@touch $@
+
+# All families, and prompts of 2,000 tokens; the models are exported once, which takes minutes.
+test-architectures: .venv/.dev .links/headrace .make/architectures/.done
+	HEADRACE_ARCHITECTURES=1 $(BIN)/pytest tests/architectures --timeout 3600 $(ARGS)
 
 # The kernel that the emulated machine boots: Debian's for clouds, which needs no module to get to its first process.
 .make/numa/vmlinuz:

@@ -7,7 +7,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 # Their tests start fleets with the real model: one such system at a time.
-_WITH_SYSTEMS = ("tests/e2e/", "tests/infra/", "tests/test_readme.py")
+_WITH_SYSTEMS = ("tests/architectures/", "tests/e2e/", "tests/infra/", "tests/test_readme.py")
 
 
 class _BySystems(LoadScopeScheduling):

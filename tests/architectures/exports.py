@@ -1,0 +1,31 @@
+"""The exported models: made once by an environment of their own, and kept in the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.cli.model_cache import cache_directory
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+PYTHON = ROOT / ".make/architectures/bin/python"
+_MADE_BY = ("requirements.txt", "export.py", "families.py")
+
+
+def exported(names: Sequence[str]) -> Path:
+    """The directory that holds a directory for each of the models. Those that are missing are exported."""
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in _MADE_BY)).hexdigest()[:16]
+    root = cache_directory() / "test-architectures" / digest
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = [name for name in names if not (root / name).is_dir()]
+        if missing:
+            command = [PYTHON, "-m", "tests.architectures.export", root, *missing]
+            made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert made.returncode == 0, made.stderr[-3000:]
+    return root

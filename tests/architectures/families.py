@@ -1,0 +1,176 @@
+"""Small models of the architectures that people serve: what transformers makes them of. Data only.
+
+Weights are random, so a model is known by its configuration alone. Both environments read this: the one that exports
+models, and the one that serves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCABULARY = 512
+CONTEXT = 4096
+# Up to this position the models with two sets of rotary factors use the first.
+ORIGINAL_CONTEXT = 512
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GROUPED = {"num_key_value_heads": 2}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model type of transformers, and the values of its configuration that are not the common ones. `refused` is what
+    the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run."""
+
+    model_type: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    is_short: bool = False
+    refused: str = ""
+
+    @property
+    def whole_config(self) -> dict[str, Any]:
+        """All that the configuration is made of; None takes a common value away."""
+        merged = {**_COMMON, **self.config}
+        return {key: value for key, value in merged.items() if value is not None}
+
+
+def _longrope(short: float, long: float) -> dict[str, Any]:
+    """Factors of 16 rotary frequencies, for short and for long contexts."""
+    return {
+        "type": "longrope",
+        "short_factor": [short + index / 100 for index in range(16)],
+        "long_factor": [long + index / 4 for index in range(16)],
+    }
+
+
+_LONGROPE = {
+    "rope_scaling": _longrope(1.0, 1.5),
+    "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    "sliding_window": None,
+}
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_GPT2 = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")),
+    "max_position_embeddings": None,
+    "n_embd": 128,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": CONTEXT,
+}
+_SLIDING = {"sliding_window": 64, "head_dim": 32, **_GROUPED}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", _GROUPED, is_short=True),
+    "llama3-rope": Family("llama", {**_GROUPED, "rope_scaling": _LLAMA3_ROPE}),
+    "llama-dynamic-rope": Family(
+        "llama",
+        {
+            **_GROUPED,
+            "max_position_embeddings": ORIGINAL_CONTEXT,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        },
+    ),
+    "llama-yarn": Family(
+        "llama",
+        {
+            **_GROUPED,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            },
+        },
+    ),
+    "qwen2": Family("qwen2", _GROUPED, is_short=True),
+    "qwen3": Family("qwen3", {**_GROUPED, "head_dim": 32}),
+    "qwen3_moe": Family("qwen3_moe", {**_GROUPED, "head_dim": 32, **_MOE}),
+    "mistral": Family("mistral", {**_GROUPED, "sliding_window": None}),
+    "mistral-sliding": Family("mistral", _SLIDING),
+    "mixtral": Family("mixtral", {**_GROUPED, **_MOE, "sliding_window": None}),
+    "gemma": Family("gemma", {**_GROUPED, "head_dim": 32}),
+    "gemma2": Family("gemma2", {**_SLIDING, "query_pre_attn_scalar": 32}),
+    "gemma3_text": Family(
+        "gemma3_text",
+        {**_SLIDING, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
+        is_short=True,
+    ),
+    "phi": Family("phi"),
+    "phi3": Family("phi3", {"sliding_window": None}),
+    "phi3-longrope": Family("phi3", _LONGROPE, is_short=True),
+    "phi4-mini": Family("phi3", {**_LONGROPE, **_GROUPED, "partial_rotary_factor": 1.0, "tie_word_embeddings": True}),
+    "phimoe": Family("phimoe", {**_GROUPED, **_MOE, "sliding_window": None}),
+    "gpt2": Family("gpt2", _GPT2, is_short=True),
+    "gpt_bigcode": Family("gpt_bigcode", {**_GPT2, "multi_query": True}),
+    "gpt_neo": Family(
+        "gpt_neo",
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_hidden_layers": None,
+            "num_attention_heads": None,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 64,
+        },
+        refused="window",
+    ),
+    "gptj": Family("gptj", {**_GPT2, "rotary_dim": 16}),
+    "codegen": Family("codegen", {**_GPT2, "rotary_dim": 16}),
+    "gpt_neox": Family("gpt_neox"),
+    "bloom": Family("bloom", {"n_head": 4, "n_layer": 2, "num_attention_heads": None, "num_hidden_layers": None}),
+    "falcon": Family("falcon", {"multi_query": True, "new_decoder_architecture": False, "alibi": False}),
+    "falcon-alibi": Family(
+        "falcon", {"multi_query": True, "new_decoder_architecture": False, "alibi": True}, refused="cannot page"
+    ),
+    "mpt": Family(
+        "mpt",
+        {
+            **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")),
+            "max_position_embeddings": None,
+            "d_model": 128,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": CONTEXT,
+        },
+        refused="ALiBi",
+        is_short=True,
+    ),
+    "granite": Family("granite", {**_GROUPED, "logits_scaling": 4.0, "attention_multiplier": 0.1}),
+    "granitemoe": Family("granitemoe", {**_GROUPED, **_MOE}),
+    "olmo": Family("olmo"),
+    "olmo2": Family("olmo2", _GROUPED),
+    "stablelm": Family("stablelm", _GROUPED),
+    "starcoder2": Family("starcoder2", {**_GROUPED, "sliding_window": None}),
+    "smollm3": Family("smollm3", {**_GROUPED, "no_rope_layers": [1, 0]}),
+    "cohere": Family("cohere", _GROUPED),
+    "cohere2": Family("cohere2", {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}),
+    "glm": Family("glm", {**_GROUPED, "head_dim": 32}),
+    "glm4": Family("glm4", {**_GROUPED, "head_dim": 32}),
+    "exaone4": Family("exaone4", {**_GROUPED, "sliding_window": None, "sliding_window_pattern": None}),
+    "arcee": Family("arcee", _GROUPED),
+    "persimmon": Family("persimmon"),
+    "opt": Family(
+        "opt", {"ffn_dim": 192, "word_embed_proj_dim": 128, "intermediate_size": None, "do_layer_norm_before": True}
+    ),
+    "gpt_oss": Family("gpt_oss", {**_SLIDING, **_MOE, "layer_types": ["sliding_attention", "full_attention"]}),
+    "hunyuan_v1_dense": Family("hunyuan_v1_dense", {**_GROUPED, "head_dim": 32}),
+    "mamba": Family("mamba", {"state_size": 16}, refused="recurrent"),
+    "lfm2": Family("lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"]}, refused="recurrent"),
+}
