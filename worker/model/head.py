@@ -29,7 +29,8 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.model.batch import Sums
 from headrace.worker.model.fused_projections import is_constant
 from headrace.worker.model.sampled_rows import states_of_rows
-from headrace.worker.sampling.logits import FloatArray, Logits, Reduction, floats_of, run_length, weigh_runs
+from headrace.worker.sampling.logits import Logits, floats_of
+from headrace.worker.sampling.reduction import FloatArray, Reduction, run_length, weigh_runs
 from headrace.worker.sampling.vocabulary_reducer import compile_beside, runs_of, sums_of, without_lowest
 
 # Logits that are weighed at a time: 21 rows of 49k, 6 of 152k.

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, grammars, distributions and draws."""
+"""From logits to tokens: penalties and other logits processors, draws, and log-probabilities."""

@@ -1,12 +1,16 @@
-"""Sampling of a step's rows: the next token of each request, and log-probabilities where they are wanted.
+"""Samples the next token of each request of a step, and reads log-probabilities.
 
-Logits are first changed as a request asks (penalties, biases, bans, what its constraint forbids), then drawn from
-after temperature and filters. Reported log-probabilities are of the model's own distribution, before any of it.
+    model's logits --> processors --> runs --> argmax or draw --> token
+    (logits.py)        penalties,     (runs.py)   (draw.py)
+         |             bias, bans,    the summary of each row
+         |             grammar        (reduction.py), corrected for what
+         |             (processors.py)  the processors changed
+         +--> log-probabilities (logprobs.py): of the model's own distribution, read while the next step computes
 
-Where nobody needs anything special, a step is one argmax. Else all of its rows go through `distribution` together, from
-the sums that were made while the logits were computed, corrected for what was edited. Where a constraint allows few
-tokens, only those are looked at; what it allows behind a chosen token is computed in another thread, while the kernels
-run.
+`plan` prepares what can be known before there are logits: the arrays of parameters and random numbers (rows.py) and the
+penalties (penalties.py). It runs while the kernels compute. `sample` does the rest. All rows go through it together,
+except those where a grammar allows few tokens, and those that were copied as a whole. If every request is plainly
+greedy, a step is one argmax.
 """
 
 from __future__ import annotations
@@ -16,26 +20,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.request.logprobs import TokenLogprobs
-from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
-from headrace.worker.sampling.distribution import Filters, RowLogprobs, best_of, choose, draw, uniforms, weights_of
-from headrace.worker.sampling.edits import Edits, LogitEditor, Penalties
-from headrace.worker.sampling.logits import (
-    DoubleArray,
-    FloatArray,
-    IndexArray,
-    Logits,
-    NumpyReducer,
-    Reducer,
-    Reduction,
-    Runs,
-    after_changes,
-)
+from headrace.worker.sampling.draw import draw, draw_among, weights_of
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.logprobs import row_logprobs
+from headrace.worker.sampling.penalties import Penalties, PenaltyCounter
+from headrace.worker.sampling.processors import LogitsProcessors, Processed
+from headrace.worker.sampling.reduction import FloatArray, IndexArray, NumpyReducer, Reducer, Reduction
+from headrace.worker.sampling.rows import RowParams
+from headrace.worker.sampling.runs import Runs, after_changes
 
 NOTHING_ALLOWED = StatusError(
     Reason.INVALID_FIELD,
@@ -44,204 +41,167 @@ NOTHING_ALLOWED = StatusError(
     field="sampling",
 )
 
-
-# In the place of a token: none is allowed; the logits are not numbers.
+# In place of a token: none is allowed; the logits are not numbers.
 _NOTHING, _NO_NUMBER = -1, -2
-_SEED_MASK = (1 << 64) - 1
-# Rows of a prompt that become float32 at a time.
+# Rows of a prompt that are converted to float32 at a time.
 _ROWS_AT_ONCE = 16
 
 
 class Plan(NamedTuple):
-    """What is known of how requests want to be sampled before there are logits."""
+    """What is known of a step's sampling before there are logits."""
 
-    draws: _Draws
+    params: RowParams
     penalties: Penalties | None
 
 
 class BatchSampler:
-    """Samples the rows of a step."""
+    """Samples all rows of a step together."""
 
     def __init__(self, reducer: Reducer | None = None) -> None:
-        """`reducer` reads what was not read while the logits were computed; without one, numpy does."""
+        """`reducer` summarises rows that the model's graph did not; the default uses numpy."""
         self._reducer = reducer or NumpyReducer()
-        self._editor = LogitEditor()
+        self._penalties = PenaltyCounter()
+        self._processors = LogitsProcessors()
 
     def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
-        """How the next token of each request is to be chosen; None where the best is all that is asked for. Can be made
-        while the kernels run."""
+        """Prepare the sampling of each request's next token; None if all are plainly greedy."""
         if all(request.sampling.is_plain for request in requests):
             return None
-        return Plan(_Draws.of(requests), self._editor.penalties(requests, vocab_size))
+        return Plan(RowParams.of(requests), self._penalties.penalties(requests, vocab_size))
 
     def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
-        """The next token of each request, for which `plan` was made. `logits` has one row for each. -1 for a row that
-        has no number to choose by."""
+        """The next token of each request, or -1 with an error. `logits` has a row for each; `plan` is theirs."""
         if not requests:
             return []
-        # Rows without numbers, or without any token that may be chosen, are found afterwards.
+        # Rows without numbers, and rows without an allowed token, are found afterwards.
         with np.errstate(all="ignore"):
             if plan is None:
-                return _greedy(logits)
-            edits = self._editor.edit(requests, logits, plan.penalties)
-            token_ids = self._choose(plan.draws, edits).tolist()
+                return [_sampled(token_id) for token_id in _argmax(logits).tolist()]
+            processed = self._processors.process(requests, logits, plan.penalties)
+            token_ids = self._choose(processed, plan.params).tolist()
         sampled = [_sampled(token_id) for token_id in token_ids]
-        self._editor.begin_look_ahead(requests, [entry.token_id for entry in sampled])
+        self._processors.begin_look_ahead(requests, [entry.token_id for entry in sampled])
         return sampled
 
     def logprobs(
         self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
     ) -> list[TokenLogprobs | None]:
-        """Of each request that wants them, the log-probabilities with which its token came out of these logits."""
+        """The log-probabilities of sampled tokens, for requests that want them. They are those of the model's own
+        distribution at temperature 1."""
         entries: list[TokenLogprobs | None] = [None] * len(requests)
         wanted = [request.sampling.num_logprobs for request in requests]
         rows = [row for row, num_top in enumerate(wanted) if num_top is not None and sampled[row].token_id >= 0]
         if not rows:
             return entries
-        num_top = [wanted[row] or 0 for row in rows]
+        token_ids = np.array([sampled[row].token_id for row in rows], np.intp)
         with np.errstate(all="ignore"):
-            of_rows = RowLogprobs(self._model_runs(logits, np.array(rows, np.intp)), max(num_top))
-            chosen = np.array([sampled[row].token_id for row in rows], np.intp)
-            for row, entry in zip(rows, of_rows.of(chosen, num_top), strict=True):
-                entries[row] = entry
+            runs = self._model_runs(logits, np.array(rows, np.intp))
+            found = row_logprobs(runs, token_ids, [wanted[row] or 0 for row in rows])
+        for row, entry in zip(rows, found, strict=True):
+            entries[row] = entry
         return entries
 
     def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
+        """For each row of `logits`, the log-probability and rank of its token, and of the `num_top` most probable."""
         entries = []
         with np.errstate(all="ignore"):
             for first in range(0, len(token_ids), _ROWS_AT_ONCE):
                 chosen = np.asarray(token_ids[first : first + _ROWS_AT_ONCE], np.intp)
                 runs = self._read(logits, first + np.arange(len(chosen)), np.ones(len(chosen), np.float32))
-                entries += RowLogprobs(runs, num_top).of(chosen, [num_top] * len(chosen))
+                entries += row_logprobs(runs, chosen, [num_top] * len(chosen))
         return entries
 
-    def _choose(self, draws: _Draws, edits: Edits) -> IndexArray:
+    def _choose(self, processed: Processed, params: RowParams) -> IndexArray:
         """The token of each row, _NOTHING or _NO_NUMBER."""
-        num_rows = len(draws.is_greedy)
-        if not edits.few and not edits.whole:
-            return _choose(self._runs(edits.logits, np.arange(num_rows), draws, draws), draws)
+        num_rows, few, whole = len(params.is_greedy), processed.few, processed.whole
+        if not few and not whole:
+            return _choose(self._runs(processed.logits, np.arange(num_rows), params), params)
         chosen = np.empty(num_rows, np.intp)
-        for row, token_ids in edits.few.items():
-            chosen[row] = _choose_among(edits.values(row, token_ids), token_ids, draws.part(np.array([row])))
-        for row, values in edits.whole.items():
-            if row not in edits.few:
-                part = draws.part(np.array([row]))
-                runs = self._read(Logits(values[None]), np.array([0]), part.filters.inverse_temperatures)
+        for row, token_ids in few.items():
+            chosen[row] = _choose_among(processed.at(row, token_ids), token_ids, params.part(np.array([row])))
+        for row, values in whole.items():
+            if row not in few:
+                part = params.part(np.array([row]))
+                runs = self._read(Logits(values[None]), np.array([0]), part.inverse_temperatures)
                 chosen[row] = _choose(runs, part)[0]
-        rows = np.array([row for row in range(num_rows) if row not in edits.few and row not in edits.whole], int)
+        rows = np.array([row for row in range(num_rows) if row not in few and row not in whole], int)
         if len(rows):
-            part = draws.part(rows)
-            chosen[rows] = _choose(self._runs(edits.logits, rows, draws, part), part)
+            chosen[rows] = _choose(self._runs(processed.logits, rows, params), params.part(rows))
         return chosen
 
-    def _runs(self, logits: Logits, rows: IndexArray, draws: _Draws, part: _Draws) -> Runs:
-        """Some rows with their changes; `part` is that of `draws`."""
+    def _runs(self, logits: Logits, rows: IndexArray, params: RowParams) -> Runs:
+        """Some rows with their changes, at their temperatures; `params` are those of all rows."""
+        part = params.part(rows)
         reduction = logits.reduction
         if reduction is None or not (part.is_greedy.all() or reduction.sums.shape[1]):
-            return self._read(logits, rows, part.filters.inverse_temperatures)
-        inverse_temperatures = draws.filters.inverse_temperatures
-        some_top_k = bool((part.filters.top_k > 0).any())
-        reduction = after_changes(logits, reduction, inverse_temperatures, all_maxima=some_top_k)
-        return Runs.made_of(logits, reduction, inverse_temperatures).of(rows)
+            return self._read(logits, rows, part.inverse_temperatures)
+        some_top_k = bool((part.top_k > 0).any())
+        reduction = after_changes(logits, reduction, params.inverse_temperatures, all_maxima=some_top_k)
+        return Runs.made_of(logits, reduction, params.inverse_temperatures).part(rows)
 
     def _model_runs(self, logits: Logits, rows: IndexArray) -> Runs:
-        """Some rows at temperature 1, as the model gave them."""
+        """Some rows as the model gave them, at temperature 1."""
         ones = np.ones(len(logits.values), np.float32)
         if logits.reduction is None or not logits.reduction.sums.shape[1]:
             return self._read(logits, rows, ones[rows])
         sums = logits.reduction.sums if logits.model_sums is None else logits.model_sums
-        return Runs.made_of(logits, Reduction(logits.reduction.maxima, sums), ones).of(rows)
+        return Runs.made_of(logits, Reduction(logits.reduction.maxima, sums), ones).part(rows)
 
     def _read(self, logits: Logits, rows: IndexArray, inverse_temperatures: FloatArray) -> Runs:
-        """Some rows, read as a whole."""
+        """Some rows, copied and summarised here."""
         values = logits.whole(rows)
         return Runs.made_of(Logits(values), self._reducer.reduce(values, inverse_temperatures), inverse_temperatures)
 
 
-class _Draws(NamedTuple):
-    """How each of n rows is chosen from."""
-
-    filters: Filters
-    is_greedy: npt.NDArray[np.bool_]
-    quantiles: DoubleArray
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> _Draws:
-        samplings = [request.sampling for request in requests]
-        quantiles = uniforms(
-            np.array([sampling.seed & _SEED_MASK for sampling in samplings], np.uint64),
-            np.array([request.num_generated_tokens for request in requests], np.uint64),
-        )
-        return cls(_filters(samplings), np.array([sampling.is_greedy for sampling in samplings]), quantiles)
-
-    def part(self, rows: IndexArray) -> _Draws:
-        """Those of some of the rows."""
-        if len(rows) == len(self.is_greedy):
-            return self
-        return _Draws(self.filters.of(rows), self.is_greedy[rows], self.quantiles[rows])
-
-
-def _filters(samplings: Sequence[SamplingParams]) -> Filters:
-    """What the rows of these parameters are drawn with. Greedy rows are not drawn; theirs has no meaning."""
-    return Filters(
-        np.array([sampling.inverse_temperature for sampling in samplings], np.float32),
-        np.array([sampling.top_k for sampling in samplings], np.int64),
-        np.array([sampling.top_p for sampling in samplings], np.float64),
-        np.array([sampling.min_p for sampling in samplings], np.float64),
-    )
-
-
-def _choose(runs: Runs, draws: _Draws) -> IndexArray:
-    """The token of each row: the best of greedy ones, a drawn one of the others. _NOTHING or _NO_NUMBER for a row that
-    has nothing to choose from."""
+def _choose(runs: Runs, params: RowParams) -> IndexArray:
+    """The token of each row: the best of greedy rows, a drawn one of the others; _NOTHING or _NO_NUMBER if there is
+    none."""
     is_empty = runs.best == -np.inf
     is_sound = np.isfinite(runs.totals) & ~is_empty
-    if is_sound.all() and not draws.is_greedy.any():
-        return draw(runs, draws.filters, draws.quantiles)
+    if is_sound.all() and not params.is_greedy.any():
+        return draw(runs, params)
     chosen = np.where(is_empty, _NOTHING, _NO_NUMBER).astype(np.intp)
-    best, drawn = np.flatnonzero(is_sound & draws.is_greedy), np.flatnonzero(is_sound & ~draws.is_greedy)
-    if len(best):
-        chosen[best] = _best_of(runs.of(best))
+    greedy, drawn = np.flatnonzero(is_sound & params.is_greedy), np.flatnonzero(is_sound & ~params.is_greedy)
+    if len(greedy):
+        chosen[greedy] = _best_of(runs.part(greedy))
     if len(drawn):
-        part = draws.part(drawn)
-        chosen[drawn] = draw(runs.of(drawn), part.filters, part.quantiles)
+        chosen[drawn] = draw(runs.part(drawn), params.part(drawn))
     return chosen
 
 
-def _choose_among(values: FloatArray, token_ids: IndexArray, draws: _Draws) -> int:
-    """One of a row's few tokens, whose logits are `values`."""
+def _choose_among(values: FloatArray, token_ids: IndexArray, params: RowParams) -> int:
+    """One of the few tokens of a single row; `values` are their logits."""
     best = int(values.argmax()) if len(values) else -1
     if best < 0 or np.isneginf(values[best]):
         return _NOTHING
     if not math.isfinite(values[best]):
         return _NO_NUMBER
-    if not draws.is_greedy[0]:
-        weights = weights_of(values[None], draws.filters.inverse_temperatures)
-        best = int(choose(weights, draws.filters, weights.sum(axis=1), draws.quantiles[:, 0])[0])
+    if not params.is_greedy[0]:
+        row = values[None]
+        weights = weights_of(row, row.max(axis=1), params.inverse_temperatures).astype(np.float64)
+        best = int(draw_among(weights, params, weights.sum(axis=1), params.uniforms[:, 0])[0])
     return int(token_ids[best])
+
+
+def _argmax(logits: Logits) -> IndexArray:
+    """The best token of each row of the model's logits, or _NO_NUMBER."""
+    if logits.reduction is not None:
+        maxima = logits.reduction.maxima
+        return _best_of(Runs.made_of(logits, Reduction(maxima, maxima[:, :0]), maxima[:, 0]))
+    values = logits.whole(np.arange(len(logits.values))) if logits.values.dtype == np.uint16 else logits.values
+    best: IndexArray = values.argmax(axis=1)
+    best[~np.isfinite(values[np.arange(len(best)), best])] = _NO_NUMBER
+    return best
+
+
+def _best_of(runs: Runs) -> IndexArray:
+    """The best token of each row, or _NO_NUMBER. A row with a NaN has none: argmax stops at the first NaN."""
+    best = runs.argmax()
+    best[~np.isfinite(runs.at(best))] = _NO_NUMBER
+    return best
 
 
 def _sampled(token_id: int) -> Sampled:
     if token_id == _NOTHING:
         return Sampled(-1, error=NOTHING_ALLOWED)
     return Sampled(max(token_id, -1))
-
-
-def _greedy(logits: Logits) -> list[Sampled]:
-    """The best token of each row, or -1 if there is none."""
-    if logits.reduction is not None:
-        maxima = logits.reduction.maxima
-        best = _best_of(Runs.made_of(logits, Reduction(maxima, maxima[:, :0]), maxima[:, 0]))
-    else:
-        values = logits.whole(np.arange(len(logits.values))) if logits.values.dtype == np.uint16 else logits.values
-        best = values.argmax(axis=1)
-        best[~np.isfinite(values[np.arange(len(best)), best])] = _NO_NUMBER
-    return [_sampled(token_id) for token_id in best.tolist()]
-
-
-def _best_of(runs: Runs) -> IndexArray:
-    """The best token of each row, or _NO_NUMBER: argmax stops at the first NaN."""
-    best = best_of(runs)
-    best[~np.isfinite(runs.at(best))] = _NO_NUMBER
-    return best

@@ -9,7 +9,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-from headrace.worker.sampling.logits import FloatArray, Reducer, Reduction, run_length
+from headrace.worker.sampling.reduction import FloatArray, Reducer, Reduction, run_length
 
 # Rows at a time: what is made of them between two nodes stays in the caches, and a call's cost is spread.
 _CHUNK = 16

@@ -466,7 +466,7 @@ async def test_a_grammar_that_grows_over_its_bounds_ends_its_request_and_is_comp
     assert matcher.has_failed
     request = Request("r", [1], SamplingParams(max_tokens=9, seed=0, constraint=constraint), 0)
     sampler = BatchSampler()
-    sampler._editor._matchers[request] = matcher
+    sampler._processors._matchers[request] = matcher
     request.token_ids.append(ord("1"))
     assert sample(sampler, [request], Logits(logits_at(0)[None]))[0].token_id == -1
     assert (await constraint_of(compiler, LETTERS)).grammar is not constraint.grammar

@@ -11,7 +11,8 @@ from openvino import opset13
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.batch import Sums
 from headrace.worker.model.head import HeadRequest, RowSums, replace_head
-from headrace.worker.sampling.logits import FloatArray, Logits, NumpyReducer
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.reduction import FloatArray, NumpyReducer
 
 HIDDEN = 32
 CORE = ov.Core()

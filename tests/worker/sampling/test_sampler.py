@@ -15,19 +15,14 @@ from hypothesis import strategies as st
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
-from headrace.worker.sampling.distribution import DRAWS, Filters, RowLogprobs, draw, uniforms
-from headrace.worker.sampling.edits import LogitEditor
-from headrace.worker.sampling.logits import (
-    Changes,
-    FloatArray,
-    Logits,
-    NumpyReducer,
-    Places,
-    Reducer,
-    Runs,
-    after_changes,
-    run_length,
-)
+from headrace.worker.sampling.draw import draw
+from headrace.worker.sampling.logits import Changes, Logits, Places
+from headrace.worker.sampling.logprobs import row_logprobs
+from headrace.worker.sampling.penalties import PenaltyCounter
+from headrace.worker.sampling.processors import LogitsProcessors
+from headrace.worker.sampling.reduction import FloatArray, NumpyReducer, Reducer, run_length
+from headrace.worker.sampling.rows import DRAWS, RowParams, uniforms
+from headrace.worker.sampling.runs import Runs, after_changes
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.sampling.vocabulary_reducer import OpenVINOReducer
 from tests.worker.sampling_params import sample
@@ -47,25 +42,42 @@ def runs_of(rows: FloatArray, inverse_temperatures: FloatArray) -> Runs:
     return Runs.made_of(Logits(rows), NumpyReducer().reduce(rows, inverse_temperatures), inverse_temperatures)
 
 
+def drawn_with(
+    inverse_temperatures: npt.ArrayLike,
+    quantiles: npt.NDArray[np.float64],
+    *,
+    top_k: npt.ArrayLike = 0,
+    top_p: npt.ArrayLike = 1.0,
+    min_p: npt.ArrayLike = 0.0,
+) -> RowParams:
+    """Parameters of rows that are drawn with these random numbers `[n, DRAWS]`."""
+    size = len(quantiles)
+    return RowParams(
+        np.zeros(size, np.bool_),
+        np.broadcast_to(np.asarray(inverse_temperatures, np.float32), size),
+        np.broadcast_to(np.asarray(top_k, np.int64), size),
+        np.broadcast_to(np.asarray(top_p, np.float64), size),
+        np.broadcast_to(np.asarray(min_p, np.float64), size),
+        quantiles,
+    )
+
+
 def drawn(logits: FloatArray, sampling: SamplingParams, seed: int, num_draws: int) -> npt.NDArray[np.intp]:
     """Tokens drawn from one row at the first positions."""
     size = min(num_draws, 200)
-    filters = Filters(
-        np.full(size, sampling.inverse_temperature, np.float32),
-        np.full(size, sampling.top_k),
-        np.full(size, sampling.top_p),
-        np.full(size, sampling.min_p),
-    )
+    filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
     with np.errstate(divide="ignore"):
-        runs = runs_of(np.repeat(logits[None], size, axis=0), filters.inverse_temperatures)
+        inverse_temperatures = np.full(size, sampling.inverse_temperature, np.float32)
+        runs = runs_of(np.repeat(logits[None], size, axis=0), inverse_temperatures)
         quantiles = uniforms(np.full(num_draws, seed, np.uint64), np.arange(num_draws, dtype=np.uint64))
-        return np.concatenate([draw(runs, filters, part) for part in np.split(quantiles, num_draws // size)])
+        parts = np.split(quantiles, num_draws // size)
+        return np.concatenate([draw(runs, drawn_with(inverse_temperatures, part, **filters)) for part in parts])
 
 
 def logprobs_of(row: FloatArray, chosen: int, num_top: int) -> TokenLogprobs:
     """Log-probabilities of one row."""
     runs = runs_of(row[None], np.ones(1, np.float32))
-    return RowLogprobs(runs, num_top).of(np.array([chosen]), [num_top])[0]
+    return row_logprobs(runs, np.array([chosen]), [num_top])[0]
 
 
 def reference(logits: npt.NDArray[np.float64], sampling: SamplingParams) -> npt.NDArray[np.float64]:
@@ -180,9 +192,10 @@ def test_a_row_without_numbers_is_reported_and_harms_no_other(fields: dict[str, 
 
 
 def changed(sampling: SamplingParams, logits: FloatArray, generated: tuple[int, ...]) -> list[float]:
-    editor, requests = LogitEditor(), [request(sampling, [1, 2, 3], generated)]
-    edits = editor.edit(requests, Logits(logits[None]), editor.penalties(requests, len(logits)))
-    values: list[float] = edits.values(0, np.arange(len(logits))).tolist()
+    requests = [request(sampling, [1, 2, 3], generated)]
+    penalties = PenaltyCounter().penalties(requests, len(logits))
+    processed = LogitsProcessors().process(requests, Logits(logits[None]), penalties)
+    values: list[float] = processed.at(0, np.arange(len(logits))).tolist()
     return values
 
 
@@ -234,8 +247,8 @@ def test_bad_words_are_those_of_the_answer_and_do_not_begin_in_the_prompt(
     sampling = params(bad_words=((5, 6, 9),))
     for prompt in ((1, 2, 3), (1, 5, 6), (5, 6), (5,)):
         one = Request("r", prompt, sampling, 0, resume_token_ids=generated)
-        edited = LogitEditor().edit([one], Logits(np.zeros((1, 10), np.float32)), None)
-        assert (edited.values(0, np.array([9]))[0] == -math.inf) == is_banned
+        processed = LogitsProcessors().process([one], Logits(np.zeros((1, 10), np.float32)), None)
+        assert (processed.at(0, np.array([9]))[0] == -math.inf) == is_banned
 
 
 def test_a_request_that_forbids_every_token_is_reported() -> None:
@@ -292,12 +305,11 @@ def test_a_row_that_is_drawn_at_last_from_its_nucleus_is_not_taken_for_another()
     rows = np.full((2, 64), -10.0, np.float32)
     rows[0, :8] = 0.0  # the nucleus of the first row; its tail is what high quantiles give
     rows[1, 40:] = 0.0
-    filters = Filters(np.array([0.001, 1.0], np.float32), np.array([0, 3]), np.array([0.5, 1.0]), np.array([0.0, 0.0]))
-    quantiles = np.full((2, DRAWS), 0.999)
+    drawing = drawn_with([0.001, 1.0], np.full((2, DRAWS), 0.999), top_k=[0, 3], top_p=[0.5, 1.0])
     with np.errstate(divide="ignore"):
-        runs = runs_of(rows, filters.inverse_temperatures)
-        first, second = draw(runs, filters, quantiles).tolist()
-        alone = draw(runs.of(np.array([0])), filters.of(np.array([0])), quantiles[:1]).tolist()
+        runs = runs_of(rows, drawing.inverse_temperatures)
+        first, second = draw(runs, drawing).tolist()
+        alone = draw(runs.part(np.array([0])), drawing.part(np.array([0]))).tolist()
     assert second == 42  # the last of the three best
     assert first == alone[0] != second
 
@@ -306,13 +318,12 @@ def test_sums_that_rounding_made_too_small_do_not_stop_a_draw() -> None:
     """A token that all others go before: what is behind it is rounding, and may be less than nothing."""
     rows = np.zeros((4, 49152), np.float32)
     rows[:, -1] = -1e-3
-    filters = Filters(np.ones(4, np.float32), np.zeros(4, np.int64), np.full(4, 0.95), np.zeros(4))
-    runs = runs_of(rows, filters.inverse_temperatures)
+    runs = runs_of(rows, np.ones(4, np.float32))
     runs = replace(runs, sums=runs.sums * np.float32(1 - 1e-6))
     quantiles = np.full((4, DRAWS), 1 - 1e-9)
     quantiles[:, DRAWS - 1] = 0.5
     with np.errstate(all="ignore"):
-        token_ids = draw(runs, filters, quantiles)
+        token_ids = draw(runs, drawn_with(1.0, quantiles, top_p=0.95))
     assert np.all(token_ids < 0.95 * 49152), "the lowest ids of equals are the nucleus"
 
 
@@ -320,12 +331,11 @@ def test_logits_that_differ_a_little_rarely_change_a_draw() -> None:
     rng = np.random.default_rng(6)
     rows = (rng.normal(size=(20, 49152)) * 2.5).astype(np.float32)
     others = (rows + rng.normal(size=rows.shape) * 2e-4).astype(np.float32)
-    filters = Filters(np.ones(20, np.float32), np.zeros(20, np.int64), np.ones(20), np.zeros(20))
-    runs, other_runs = (runs_of(logits, filters.inverse_temperatures) for logits in (rows, others))
+    runs, other_runs = (runs_of(logits, np.ones(20, np.float32)) for logits in (rows, others))
     num_changed = 0
     for position in range(200):
-        quantiles = uniforms(np.arange(20, dtype=np.uint64), np.full(20, position, np.uint64))
-        num_changed += int(np.sum(draw(runs, filters, quantiles) != draw(other_runs, filters, quantiles)))
+        drawing = drawn_with(1.0, uniforms(np.arange(20, dtype=np.uint64), np.full(20, position, np.uint64)))
+        num_changed += int(np.sum(draw(runs, drawing) != draw(other_runs, drawing)))
     assert num_changed <= 40, "one in a hundred"
 
 
@@ -457,7 +467,7 @@ def test_a_reduction_after_changes_is_that_of_the_changed_rows(
     values = np.append(values, [-np.inf, -90.0, 3.0])
     places = Places(rows.shape, which, token_ids)
     before = rows[places.rows, places.token_ids]
-    logits = Logits(rows).changed(Changes(places, before, values[places.order]))
+    logits = Logits(rows).with_changes(Changes(places, before, values[places.order]))
     inverse_temperatures = np.array([0.5, 1.0, 5.0], np.float32)
     with np.errstate(all="ignore"):
         before_changes = NumpyReducer().reduce(rows, inverse_temperatures)

@@ -1,0 +1,157 @@
+"""Logits processors: change a row's logits as its request asks, before a token is chosen.
+
+They run in this order: penalties, logit bias, allowed tokens, grammar, banned tokens (bad words, and end of sequence
+before `min_tokens`). A row ends up in one of three forms:
+
+- **single changes** of some logits, noted beside the model's values (`Changes`),
+- **whole**: a copied row, if most tokens are forbidden,
+- **few**: a grammar allows only a few tokens, so only those are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.grammar.constraint import Allowed, LookAhead, Matcher
+from headrace.worker.request.request import Request
+from headrace.worker.sampling.logits import Changes, Logits, Places
+from headrace.worker.sampling.penalties import Penalties
+from headrace.worker.sampling.reduction import FloatArray, IndexArray
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """Rows after the processors: `logits` with single changes, the `whole` rows `[vocab]` that replace some of them,
+    and the `few` tokens to choose from in some rows."""
+
+    logits: Logits
+    few: dict[int, IndexArray]
+    whole: dict[int, FloatArray]
+
+    def at(self, row: int, token_ids: IndexArray) -> FloatArray:
+        """Logits of one row."""
+        if row in self.whole:
+            return self.whole[row][token_ids]
+        return self.logits.at(np.full(len(token_ids), row), token_ids)
+
+
+# Rows, tokens and new values.
+_Single = tuple[IndexArray, IndexArray, npt.NDArray[np.floating]]
+
+
+class LogitsProcessors:
+    """Runs the processors of a step. Keeps a matcher for each request with a grammar, for as long as the request
+    lives."""
+
+    def __init__(self) -> None:
+        self._matchers: WeakKeyDictionary[Request, Matcher] = WeakKeyDictionary()
+        self._look_ahead = LookAhead()
+
+    def process(self, requests: Sequence[Request], logits: Logits, penalties: Penalties | None) -> Processed:
+        """Change the rows of `logits` `[len(requests), vocab]`; `penalties` are those of the requests."""
+        if penalties is not None:
+            logits = penalties.apply(logits)
+        processed = Processed(logits, {}, {})
+        rows = [row for row, request in enumerate(requests) if request.sampling.has_edits]
+        if not rows:
+            return processed
+        single: list[_Single] = []
+        if logits.changes is not None:
+            places = logits.changes.places
+            single.append((places.rows, places.token_ids, logits.changes.values))
+        for row in rows:
+            single += self._process_row(requests[row], row, processed)
+        return Processed(_with_single(logits, single), processed.few, processed.whole)
+
+    def begin_look_ahead(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:
+        """Let the matchers follow the chosen tokens in another thread; -1 stands for none."""
+        if not self._matchers:
+            return
+        steps = []
+        for request, token_id in zip(requests, token_ids, strict=True):
+            matcher = self._matchers.get(request)
+            if matcher is not None and token_id >= 0 and token_id not in request.sampling.stop_token_ids:
+                steps.append((matcher, token_id))
+        if steps:
+            self._look_ahead.begin(steps)
+
+    def _process_row(self, request: Request, row: int, processed: Processed) -> list[_Single]:
+        """Single changes of the row, to be applied after those of `processed`. Or add the row to `processed`."""
+        sampling = request.sampling
+        single: list[_Single] = []
+        if sampling.logit_bias:
+            token_ids = np.array([token_id for token_id, _ in sampling.logit_bias])
+            biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+            single.append((np.full(len(token_ids), row), token_ids, processed.at(row, token_ids) + biases))
+        few, mask = None, None
+        if sampling.constraint is not None:
+            few, mask = self._allowed(request)
+            if few is not None:
+                processed.few[row] = few
+        banned = _banned(request)
+        if sampling.allowed_token_ids or mask is not None:
+            values = processed.logits.whole(np.array([row]))[0]
+            for _, ids, changed in single:
+                values[ids] = changed
+            if sampling.allowed_token_ids:
+                values = _only(values, np.asarray(sampling.allowed_token_ids))
+            if mask is not None:
+                values += mask
+            processed.whole[row] = _without(values, banned, sampling.constraint is not None)
+            return []
+        # A grammar takes precedence over bans: if it allows only banned tokens, they stay.
+        if len(banned) and (few is None or not np.isin(few, banned).all()):
+            single.append((np.full(len(banned), row), banned, np.full(len(banned), -np.inf)))
+        return single
+
+    def _allowed(self, request: Request) -> Allowed:
+        """The tokens that the request's grammar allows next."""
+        assert request.sampling.constraint is not None
+        self._look_ahead.finish()
+        matcher = self._matchers.get(request)
+        if matcher is None:
+            matcher = self._matchers[request] = request.sampling.constraint.begin()
+        return matcher.allowed(request.token_ids[request.num_prompt_tokens :])
+
+
+def _with_single(logits: Logits, single: Sequence[_Single]) -> Logits:
+    if not any(len(token_ids) for _, token_ids, _ in single):
+        return logits
+    rows, token_ids, values = map(np.concatenate, zip(*single, strict=True))
+    places = Places(logits.shape, rows, token_ids)
+    before = logits.with_changes(None).at(places.rows, places.token_ids)
+    return logits.with_changes(Changes(places, before, values[places.order]))
+
+
+def _only(values: FloatArray, token_ids: IndexArray) -> FloatArray:
+    kept = np.full(len(values), -np.inf, np.float32)
+    kept[token_ids] = values[token_ids]
+    return kept
+
+
+def _without(values: FloatArray, banned: IndexArray, has_grammar: bool) -> FloatArray:
+    """Ban tokens of a row, unless a grammar allows only banned ones."""
+    kept = values[banned]
+    values[banned] = -np.inf
+    if has_grammar and np.all(np.isneginf(values)):
+        values[banned] = kept
+    return values
+
+
+def _banned(request: Request) -> IndexArray:
+    """Tokens that would complete a bad word, and stop tokens before `min_tokens`."""
+    sampling = request.sampling
+    banned: set[int] = set()
+    for word in sampling.bad_words:
+        begun = len(word) - 1
+        # Only generated tokens can begin a word, not the end of the prompt.
+        if begun == 0 or (request.num_generated_tokens >= begun and tuple(request.token_ids[-begun:]) == word[:-1]):
+            banned.add(word[-1])
+    if request.num_generated_tokens < sampling.min_tokens:
+        banned.update(sampling.stop_token_ids)
+    return np.array(sorted(banned), np.intp)
