@@ -183,8 +183,8 @@ class SimulatedWorker:
 
     def _is_report_due(self, now_s: float) -> bool:
         """As EngineThread decides it."""
-        at_rest = not self.scheduler.has_requests
-        if now_s < self._next_report_s and not (at_rest or self._commands_came or self._reports_every_step):
+        is_idle = not self.scheduler.has_requests
+        if now_s < self._next_report_s and not (is_idle or self._commands_came or self._reports_every_step):
             return False
         self._next_report_s = now_s + REPORT_INTERVAL_S
         return True

@@ -3,10 +3,10 @@
 import os
 import sys
 
-# Importing OpenVINO reports the import over the network, from a forked child. A server reports nothing to anyone, and
-# must not fork beside gRPC's threads; without the module OpenVINO takes its own stub.
+# Importing OpenVINO reports the import over the network, from a forked child. A server must not report to anyone, nor
+# fork while gRPC has threads. Without this module OpenVINO uses its own stub.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
-# Importing numpy starts a thread for each core for matrix products that nobody here asks of it, before the worker can
-# say where memory comes from.
+# Importing numpy would start a thread for each core, before the worker has set its memory policy. Nothing here uses
+# numpy for matrix products.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -16,7 +16,7 @@ from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.watchdog import DEFAULT_STUCK_AFTER_S
-from headrace.worker.host.advertise import advertised_address, way_to_the_fleet
+from headrace.worker.host.advertise import advertised_address, fleet_address
 from headrace.worker.host.numa import bind_memory
 from headrace.worker.kv.memory import GIB
 from headrace.worker.serving import serve
@@ -33,37 +33,40 @@ DRAIN_TIMEOUT_S = 2.0
     type=click.Path(path_type=Path),
     help="Model directory.",
 )
-@click.option("--name", help="Name of the model in requests; by default the directory's.")
-@click.option("--worker-id", help="Stable name of this worker; by default host and listen address.")
+@click.option("--name", help="Name of the model in requests. Default: the name of its directory.")
+@click.option("--worker-id", help="Stable name of this worker. Default: host name and listen address.")
 @click.option("--listen", default="127.0.0.1:50061", help="host:port or unix:/path to serve gRPC on.")
-@click.option("--advertise", help="Address for routers; by default --listen, or the way to the router.")
+@click.option(
+    "--advertise",
+    help="Address at which routers reach this worker. Default: --listen, or this host's address toward the router.",
+)
 @click.option(
     "--router",
     "routers",
     multiple=True,
     envvar="HEADRACE_WORKER_ROUTER",
-    help="Router to register with; may be given several times.",
+    help="Router to register with. May be repeated.",
 )
 @click.option(
     "--redis",
     "redis_url",
     envvar="HEADRACE_WORKER_REDIS",
-    help="Redis to publish this worker in: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
+    help="Redis in which to announce this worker: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
 )
 @click.option(
     "--drain-timeout",
     "drain_timeout_s",
     type=click.FloatRange(0),
     default=DRAIN_TIMEOUT_S,
-    help="Seconds that running requests may take to end after SIGTERM; then routers resume them elsewhere.",
+    help="Seconds that running requests have to finish after SIGTERM. Routers then resume them on other workers.",
 )
-@click.option("--threads", type=click.IntRange(1), help="Cores to compute with; by default all usable ones.")
+@click.option("--threads", type=click.IntRange(1), help="Number of cores to compute with. Default: all usable cores.")
 @click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="Size of the KV cache in GiB.")
 @click.option(
     "--kv-cache-share",
     type=click.FloatRange(0, 0.95, min_open=True),
     default=0.4,
-    help="Part of the available memory to use for it when no size is given.",
+    help="Share of the available memory for the KV cache, if --kv-cache-gb is not given.",
 )
 @click.option("--kv-precision", type=click.Choice(["u8", "u4", "bf16", "f32"]), default="u8")
 @click.option("--execution-mode", type=click.Choice(["performance", "accuracy"]), default="performance")
@@ -71,85 +74,97 @@ DRAIN_TIMEOUT_S = 2.0
     "--decode-graph",
     type=click.Choice(["auto", "on", "off"]),
     default="auto",
-    help="Hold the weights twice, and compute decode steps of few sequences faster; by default on CPUs with AMX where "
-    "the copy takes a tenth of the memory at most.",
+    help="Keep a second copy of the weights that makes decode steps with few sequences faster. auto: on CPUs with AMX, "
+    "if the copy takes at most a tenth of the memory.",
 )
 @click.option(
     "--max-num-seqs",
     type=click.IntRange(1),
-    help="Most requests in the running batch; by default 128, or fewer where steps are smaller.",
+    help="Maximum number of requests in a batch. Default: 128, or fewer if steps are smaller.",
 )
 @click.option(
     "--max-num-batched-tokens",
     type=click.IntRange(1),
-    help="Most tokens in a step; by default 1024, or as many as are exact on this CPU.",
+    help="Maximum number of tokens in a step. Default: 1024, or as many as this CPU computes exactly.",
 )
 @click.option(
     "--max-num-mixed-tokens",
     type=click.IntRange(1),
-    help="Most tokens in a step that computes prompts and running streams; by default --max-num-batched-tokens.",
+    help="Maximum number of tokens in a step with both prompts and running streams. Default: --max-num-batched-tokens.",
 )
 @click.option(
     "--max-ttft-s",
     type=click.FloatRange(0, min_open=True),
     default=60.0,
-    help="Refuse requests that would wait longer than this for others; their own prompt does not count.",
+    help="Refuse requests that would wait longer than this for other requests. The time for their own prompt does not "
+    "count.",
 )
 @click.option(
     "--stuck-after-s",
     type=click.FloatRange(0, min_open=True),
     default=DEFAULT_STUCK_AFTER_S,
-    help="Count as failed while there is work and no step ends for so long; more where steps are expected to be long.",
+    help="Stop serving while there is work and no step has finished for this long. If steps are expected to be long, "
+    "the limit is higher.",
 )
 @click.option(
     "--target-tpot-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Size steps so that running streams get a token this often; by default every 150 ms, or in 1.9 times the "
-    "time that a step takes without prompts.",
+    help="Target time between two tokens of a running stream. Default: 150 ms, or 1.9 times the time of a step without "
+    "prompts, whichever is longer.",
 )
 @click.option(
     "--max-pause-ms",
     type=click.FloatRange(0),
-    help="How long running streams wait for prompts in a row, half of the time at most; by default 300, "
-    "and not at all with --target-tpot-ms.",
+    help="Longest pause of running streams while prompts are computed. They pause at most half of the time. Default: "
+    "300, or no pauses with --target-tpot-ms.",
 )
-@click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Most requests waiting.")
-@click.option("--max-context-tokens", type=click.IntRange(2), help="Prompt and answer at most; by default the model's.")
+@click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Maximum number of waiting requests.")
+@click.option(
+    "--max-context-tokens",
+    type=click.IntRange(2),
+    help="Maximum length of prompt and answer together. Default: the model's.",
+)
 @click.option(
     "--kv-cache-node-share",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.4,
-    help="No more than this share of what its NUMA node has, where there are several.",
+    help="Maximum share of a NUMA node's free memory for the KV cache, if there are several nodes.",
 )
 @click.option(
     "--memory-node",
     type=click.IntRange(0),
-    help="NUMA node to take memory from; by default that of the CPUs it is started on.",
+    help="NUMA node to allocate memory on. Default: the node of the CPUs on which the worker is started.",
 )
-@click.option("--huge-pages/--no-huge-pages", default=True, help="Ask the kernel for huge pages for the KV cache.")
-@click.option("--metrics", help="host:port to serve Prometheus metrics on.")
+@click.option(
+    "--huge-pages/--no-huge-pages", default=True, help="Use huge pages for the KV cache, if the kernel has them."
+)
+@click.option("--metrics", help="host:port on which to serve Prometheus metrics.")
 @click.option(
     "--tls-dir",
     envvar="HEADRACE_TLS_DIR",
     type=click.Path(path_type=Path),
-    help="Mutual TLS with all others of the fleet: ca.pem, cert.pem and key.pem there, read again when they change.",
+    help="Use mutual TLS, with ca.pem, cert.pem and key.pem from this directory. Changed files are reloaded.",
 )
 @click.option(
     "--join-token-file",
     envvar="HEADRACE_JOIN_TOKEN_FILE",
     type=click.Path(path_type=Path),
-    help="File with the secret that every caller has to present as well.",
+    help="File with a secret that every caller must present.",
 )
 @click.option(
     "--insecure",
     is_flag=True,
     envvar="HEADRACE_INSECURE",
-    help="Serve beyond this host without certificates and join token: who reaches the port may do everything.",
+    help="Allow other hosts to connect without TLS and join token. Anyone who reaches the port can do anything.",
 )
-@click.option("--probe", help="host:port to answer gRPC health on too, without TLS.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Least level of log lines.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines for people or for machines.")
-@click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
+@click.option("--probe", help="Additional host:port for gRPC health checks, without TLS.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Minimum level of log lines.")
+@click.option(
+    "--log-format", type=click.Choice(FORMATS), default="text", help="Format of log lines: for people or for machines."
+)
+@click.option(
+    "--otlp-endpoint", help="Send traces by OTLP to this endpoint, such as http://HOST:4317. Needs headrace[otel]."
+)
 def command(
     log_level: str, log_format: str, otlp_endpoint: str | None, kv_cache_gb: float | None, **options: Any
 ) -> None:
@@ -158,7 +173,7 @@ def command(
     kv_cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * GIB)
     try:
         config = config_of(Path(str(options.pop("model_dir"))), kv_cache_bytes, options)
-        # Threads inherit it from the one that starts them: before there are any.
+        # Threads inherit the memory policy, so it is set before any other thread exists.
         config = replace(config, memory_node=bind_memory(config.memory_node))
         start_tracing("worker", otlp_endpoint)
         uvloop.run(serve(config))
@@ -168,26 +183,26 @@ def command(
         os._exit(2)
     stop_tracing(FLUSH_TRACES_S)
     sys.stderr.flush()
-    # The model's memory goes with the process; taking it apart first only makes stopping slower.
+    # The kernel frees the model's memory faster than Python would.
     os._exit(0)
 
 
 def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, Any]) -> WorkerConfig:
-    """The flags as one configuration, what was left out filled in. ConfigurationError for those that exclude others."""
+    """The configuration that the flags describe. ConfigurationError if flags contradict each other."""
     if options["target_tpot_ms"] is not None and options["max_pause_ms"]:
-        raise ConfigurationError("streams never wait for prompts with --target-tpot-ms; leave out --max-pause-ms")
-    listen, way = options["listen"], way_to_the_fleet(options["routers"], options["redis_url"])
+        raise ConfigurationError("--target-tpot-ms excludes pauses; leave out --max-pause-ms")
+    listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])
     found = {
         "name": options["name"] or model_dir.resolve().name,
         "decode_graph": {"auto": None, "on": True, "off": False}[options["decode_graph"]],
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
-        "advertise": options["advertise"] or advertised_address(listen, way),
+        "advertise": options["advertise"] or advertised_address(listen, peer),
     }
     return WorkerConfig(**{**options, **found, "model_dir": model_dir, "kv_cache_bytes": kv_cache_bytes})
 
 
 def main() -> None:
-    """Run the command; exit status 2 and one sentence on standard error if what was asked cannot be done."""
+    """Run the command. If the flags are wrong, print one sentence and exit with status 2."""
     try:
         command.main(prog_name="headrace worker", standalone_mode=False)
     except click.ClickException as error:

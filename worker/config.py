@@ -1,4 +1,4 @@
-"""What a worker was asked to be, settled once at start."""
+"""The configuration of a worker, fixed at start."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 class ConfigurationError(Exception):
-    """What was asked cannot be done as asked. The text says what is wrong and what to change; exit status 2."""
+    """The configuration cannot be used. The text says what is wrong and what to change. Exit status 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Everything a worker is told. `None` means: find a good value."""
+    """All settings of a worker. `None` means that the worker chooses a value."""
 
     model_dir: Path
     name: str

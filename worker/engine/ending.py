@@ -1,4 +1,4 @@
-"""How a worker ends that cannot go on: with a line that says why, and at once, whatever else hangs."""
+"""Ends the process of a worker that cannot continue: logs the reason, and exits even if other threads hang."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import threading
 
 log = logging.getLogger(__name__)
 
-# Status of a process whose engine failed: EX_SOFTWARE of sysexits.h. Not 2, which says that the flags are wrong.
+# EX_SOFTWARE of sysexits.h. Status 2 would mean wrong flags.
 EXIT_ENGINE_FAILED = 70
-# The process ends after this time even if its last words cannot be written.
+# The process exits after this time even if the log cannot be written.
 _LAST_WORDS_S = 3.0
 
 
 def end_process(why: str, error: BaseException | None = None) -> None:
-    """Log why and end the process at once, with EXIT_ENGINE_FAILED. From any thread; does not return."""
+    """Log the reason and exit with EXIT_ENGINE_FAILED. May be called from any thread; does not return."""
     in_any_case = threading.Timer(_LAST_WORDS_S, os._exit, (EXIT_ENGINE_FAILED,))
     in_any_case.daemon = True
     in_any_case.start()
     try:
-        log.critical("%s; the process ends, to be started again", why, exc_info=error)
+        log.critical("%s; the process exits and has to be restarted", why, exc_info=error)
         sys.stderr.flush()
     finally:
         os._exit(EXIT_ENGINE_FAILED)

@@ -1,15 +1,15 @@
-"""How long a new request would wait for others, and whether that is too long to take it in.
+"""Predicts how long a new request would wait for others, and refuses it if that is too long.
 
-Decided in the engine's thread when the request arrives there, where everything is known: who runs and who waits, in
-which order, how much of each prompt is left, and how much of this one is cached. What counts is only what goes ahead:
+This is decided in the engine's thread when the request arrives. There everything is known: the running and waiting
+requests and their order, what remains of each prompt, and how much of the new one is cached. Two things count:
 
-    seats    requests of higher rank that wait as well, while the batch or the KV cache is full, at the rate at which
-             requests have ended of late
-    prompts  tokens that are computed before the request's own: of prompts of which less remains, in such steps as the
-             scheduler would make now, by the model of their cost
+    places   if the batch or the KV cache is full: waiting requests of higher rank, at the recent rate at which
+             requests end
+    prompts  tokens that are computed before the request's own: those of prompts with less left to compute, in steps
+             as the scheduler would make them now, at their predicted cost
 
-The request's own prompt is not waiting, however long it is. Nor is what it shares with a prompt ahead of it. What
-several have in common is computed once, and takes blocks once.
+The time for the request's own prompt does not count as waiting, nor does a prefix that it shares with a prompt ahead.
+A prefix that several requests share is computed once and takes its blocks once.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from headrace.worker.engine.scheduler import Scheduler, rank
 from headrace.worker.engine.step_budget import FIRST_IN_RANK_SHARE
 from headrace.worker.request.request import Request
 
-# Half the weight of what is known of the rate at which requests end is this young.
+# Half-life of the observed rate at which requests end.
 _HALF_LIFE_S = 10.0
 _MIN_RETRY_S = 0.1
-# How often those that wait are looked through for such that have waited too long.
+# How often waiting requests are checked for those that have waited too long.
 _LOOK_S = 0.25
 _OVERDUE_RETRY_S = 2.0
-# Prompts whose cached and common parts are looked up; others count whole. Longer queues are rare: routers keep requests
-# until there is room.
+# So many prompts are looked up in the prefix cache; others count as not cached. Longer queues are rare, because routers
+# hold requests back until there is room.
 _MAX_LOOKED_UP = 256
 
 
 class _Work(NamedTuple):
-    """Tokens of prompts that are to be computed, and the positions before them, summed over the tokens."""
+    """Prompt tokens to be computed, and the sum of their positions."""
 
     tokens: float = 0.0
     positions: float = 0.0
 
     @classmethod
     def behind(cls, past: int, tokens: int) -> Self:
-        """Tokens of one prompt behind those that are computed."""
+        """`tokens` of one prompt, after `past` that are computed."""
         return cls(tokens, tokens * (past + tokens / 2))
 
     def plus(self, other: _Work) -> _Work:
-        """Both."""
+        """The sum."""
         return _Work(self.tokens + other.tokens, self.positions + other.positions)
 
 
 class Forecast:
-    """Predicts for one scheduler, in its thread. `max_wait_s` is the longest that anyone waits for others."""
+    """Predicts for one scheduler, in its thread. No request waits longer than `max_wait_s` for others."""
 
     def __init__(self, scheduler: Scheduler, max_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
@@ -64,7 +64,7 @@ class Forecast:
         self._next_look_s = 0.0
 
     def observe(self) -> None:
-        """Learn from a step how fast requests end. Call it when the engine comes to rest, too."""
+        """Learn how fast requests end. To be called after each step, and when the engine becomes idle."""
         stats = self._scheduler.stats
         num_ended = stats.requests_finished + stats.requests_cancelled + stats.requests_failed
         now_s = self._clock()
@@ -75,23 +75,23 @@ class Forecast:
             self._num_ended, self._observed_s = num_ended, now_s
 
     def begin(self) -> None:
-        """The engine has been at rest: that nothing ended meanwhile says nothing."""
+        """The engine was idle until now, so this time does not count."""
         self._observed_s = self._clock()
 
     def refusal(self, request: Request) -> StatusError | None:
-        """The error for a request that would wait longer than it may or than anyone may, with the time to come back;
-        None for one that is taken in. All are while little is known of what steps cost."""
+        """The error for a request that would wait too long, with the time after which to retry; None if it is accepted.
+        All are accepted while little is known of the cost of steps."""
         if request.is_resumed or not self._scheduler.step_costs.prompts.is_learned:
             return None
         left_s = request.deadline_s - self._clock()
         bound_s = min(self._max_wait_s, request.max_wait_s)
         waiting = self._waiting_ahead_of(request)
-        most_s = self._seat_s(request, waiting, {}) + self._seconds(self._most_work(request, waiting))
+        most_s = self._place_s(request, waiting, {}) + self._seconds(self._most_work(request, waiting))
         if most_s <= min(bound_s, left_s):
-            return None  # in time even behind everything that is there: no need to look closer
+            return None  # in time even if everything here goes first
         wait_s, own_s = self.wait_s(request)
         missed_s = wait_s - bound_s
-        if wait_s and own_s <= left_s:  # a deadline that even an idle worker would miss is not missed by waiting
+        if wait_s and own_s <= left_s:  # else an idle worker would miss the deadline too
             missed_s = max(missed_s, wait_s + own_s - left_s)
         if missed_s <= 0:
             return None
@@ -103,8 +103,8 @@ class Forecast:
         )
 
     def overdue(self) -> list[tuple[Request, StatusError]]:
-        """Requests that have waited as long as they may and had no step yet, with the error for each: what was
-        predicted for them did not come true. Looks a few times a second at most."""
+        """Requests that have waited too long without a step, with the error for each; their prediction was wrong.
+        Checks a few times a second at most."""
         now_s = self._clock()
         if now_s < self._next_look_s or not self._scheduler.waiting:
             return []
@@ -119,20 +119,20 @@ class Forecast:
         return found
 
     def wait_s(self, request: Request) -> tuple[float, float]:
-        """How long the request would wait for others, and how long its own prompt would take, in seconds. Of a wait for
-        a seat that is too long by itself, only that."""
+        """How long the request would wait for others, and how long its own prompt would take, in seconds. If the wait
+        for a place is too long already, the first is only that."""
         waiting = self._waiting_ahead_of(request)
         others = [*self._scheduler.running, *waiting]
         computed = self._computed(request, others)
-        wait_s = self._seat_s(request, waiting, computed)
+        wait_s = self._place_s(request, waiting, computed)
         if wait_s <= min(self._max_wait_s, request.max_wait_s):
             wait_s += self._seconds(self._work_ahead(request, others, computed))
         num_found = computed[request]
         return wait_s, self._seconds(_Work.behind(num_found, request.num_tokens - num_found))
 
     def _seconds(self, work: _Work) -> float:
-        """How long the work takes. What a token costs is nearly a straight line over its position, so the mean position
-        stands for all."""
+        """How long the work takes. The cost of a token is nearly linear in its position, so the mean position stands
+        for all."""
         if not work.tokens:
             return 0.0
         return work.tokens / self._scheduler.prompt_tokens_per_s(int(work.positions / work.tokens))
@@ -141,13 +141,13 @@ class Forecast:
         place = rank(request)
         return [other for other in self._scheduler.waiting if rank(other) <= place]
 
-    def _seat_s(self, request: Request, waiting: Sequence[Request], computed: Mapping[Request, int]) -> float:
-        num_ends = self._num_ends_awaited(request, waiting, computed)
+    def _place_s(self, request: Request, waiting: Sequence[Request], computed: Mapping[Request, int]) -> float:
+        num_ends = self._num_ends_needed(request, waiting, computed)
         return num_ends / self._ended_per_s if self._ended_per_s else 0.0
 
     def _computed(self, request: Request, others: Sequence[Request]) -> dict[Request, int]:
-        """Of each request the tokens that are computed, or that it has in common with another which computes them: the
-        given one, or one of which less remains."""
+        """For each request, how many of its tokens are computed or will be by a request that goes before it: the given
+        one, or one with less left to compute."""
         kv_cache = self._scheduler.kv_cache
         behind = [other for other in others if other.num_uncomputed_tokens > 1][:_MAX_LOOKED_UP]
         computed = {other: kv_cache.num_computed_by_now(other) for other in (request, *behind)}
@@ -159,7 +159,8 @@ class Forecast:
         return computed
 
     def _most_work(self, request: Request, waiting: Sequence[Request]) -> _Work:
-        """What is computed until the request's prompt is, at most: nothing cached, and everything before it."""
+        """An upper bound of the work until the request's prompt is computed: nothing is cached, and all others go
+        first."""
         work = _Work.behind(0, request.num_tokens)
         for others in (self._scheduler.running, waiting):
             for other in others:
@@ -167,7 +168,7 @@ class Forecast:
         return work
 
     def _work_ahead(self, request: Request, others: Sequence[Request], computed: Mapping[Request, int]) -> _Work:
-        """What of prompts is computed before those tokens of the request that are not cached."""
+        """The work on other prompts before the request's own tokens that are not cached."""
         own = request.num_tokens - computed[request]
         behind = [other for other in others if other.num_uncomputed_tokens > 1]
         first = min(behind, key=rank, default=None)
@@ -180,14 +181,14 @@ class Forecast:
                 has_longer_first |= other is first
             else:
                 ahead = ahead.plus(_Work.behind(past, remaining))
-        # The first in rank goes on beside the others, with its share of each step.
+        # The first in rank has its share of each step.
         slower = FIRST_IN_RANK_SHARE / (FIRST_IN_RANK_SHARE - 1) if has_longer_first else 1.0
         return _Work(slower * ahead.tokens, slower * ahead.positions)
 
-    def _num_ends_awaited(self, request: Request, waiting: Sequence[Request], computed: Mapping[Request, int]) -> int:
-        """Requests that must end before this one gets a seat in the batch and blocks for its prompt."""
+    def _num_ends_needed(self, request: Request, waiting: Sequence[Request], computed: Mapping[Request, int]) -> int:
+        """How many requests must end before this one gets a place in the batch and blocks for its prompt."""
         scheduler = self._scheduler
-        for_a_seat = len(scheduler.running) + len(waiting) + 1 - scheduler.max_num_seqs
+        for_a_place = len(scheduler.running) + len(waiting) + 1 - scheduler.max_num_seqs
         num_free = scheduler.kv_cache.pool.num_free_blocks
         promised = sum(self._num_missing_blocks(other, computed) for other in scheduler.running)
         num_short = 0
@@ -195,9 +196,9 @@ class Forecast:
             promised += self._num_missing_blocks(other, computed)
             if promised > num_free and scheduler.running:
                 num_short += 1
-        return max(0, for_a_seat, num_short)
+        return max(0, for_a_place, num_short)
 
     def _num_missing_blocks(self, request: Request, computed: Mapping[Request, int]) -> int:
-        """Blocks that the request lacks and nobody else has or computes."""
+        """Blocks that the request lacks and no other request has or computes."""
         num_more = computed.get(request, 0) // self._scheduler.kv_cache.block_size - len(request.block_table)
         return self._scheduler.num_missing_blocks(request) - max(0, num_more)

@@ -1,8 +1,7 @@
-"""Sampling in which a request that fails takes no other with it.
+"""Sampling in which one request's failure does not affect others.
 
-A step samples all of its rows together. Only if that raises is each row sampled by itself: the rows of other requests
-give the same tokens as before, and the request whose row raises ends with an error. Nothing is added to steps in which
-nothing raises.
+A step samples all rows together. If that raises, each row is sampled alone: the request whose row raises ends with an
+error, and all others get the tokens that they would have got. This costs nothing unless something raises.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
-    """Chooses tokens."""
+    """Samples tokens; see `headrace.worker.sampling.sampler.BatchSampler`."""
 
     def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
-        """What can be known of how the requests are to be sampled before there are logits."""
+        """Prepare what can be known before there are logits."""
         ...
 
     def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
-        """The next token of each request from its row of `logits`, as planned."""
+        """The next token of each request, from its row of `logits`."""
         ...
 
     def logprobs(
         self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
     ) -> list[TokenLogprobs | None]:
-        """Log-probabilities with which what was sampled came out of `logits`, of those requests that want them."""
+        """The log-probabilities of sampled tokens, for requests that want them."""
         ...
 
     def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprobs]:
@@ -45,7 +44,7 @@ class Sampler(Protocol):
 
 
 class Planned(NamedTuple):
-    """A plan for the rows of a step; `has_failed` if making it raised, so that each row is planned by itself."""
+    """A plan for a step. `has_failed` if making it raised; then each row is planned alone."""
 
     plan: Plan | None
     has_failed: bool = False
@@ -55,13 +54,13 @@ NOT_PLANNED = Planned(None)
 
 
 class IsolatedSampler:
-    """Samples with a sampler that may raise."""
+    """Wraps a sampler that may raise."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def plan(self, requests: Sequence[Request], vocab_size: int) -> Planned:
-        """As `Sampler.plan`. Does not raise."""
+        """See `Sampler.plan`. Does not raise."""
         try:
             return Planned(self._sampler.plan(requests, vocab_size))
         except Exception as error:
@@ -69,7 +68,7 @@ class IsolatedSampler:
             return Planned(None, has_failed=True)
 
     def sample(self, requests: Sequence[Request], logits: Logits, planned: Planned) -> list[Sampled]:
-        """The next token of each request, or the error with which it ends. Does not raise."""
+        """The next token of each request, or the error that ends it. Does not raise."""
         if not planned.has_failed:
             try:
                 return self._sampler.sample(requests, logits, planned.plan)
@@ -80,7 +79,7 @@ class IsolatedSampler:
     def logprobs(
         self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
     ) -> list[TokenLogprobs | StatusError | None]:
-        """Of each request that wants them its log-probabilities, or the error with which it ends. Does not raise."""
+        """The log-probabilities of each request that wants them, or the error that ends it. Does not raise."""
         try:
             return list(self._sampler.logprobs(requests, logits, sampled))
         except Exception as error:
@@ -91,8 +90,8 @@ class IsolatedSampler:
         ]
 
     def read_prompts(self, prompts: Sequence[PromptRows], logits: Logits) -> dict[Request, StatusError]:
-        """Note the log-probabilities of prompt tokens, each read from the row of the token before it. Gives the
-        requests for which that raised, with the error with which they end."""
+        """Store log-probabilities of prompt tokens in their requests; each is read from the row of the token before it.
+        Returns the requests for which that raised, with the error that ends them."""
         failures: dict[Request, StatusError] = {}
         first = 0
         for rows in prompts:
@@ -122,7 +121,7 @@ class IsolatedSampler:
         request, position, num_rows = rows
         num_top = request.sampling.num_prompt_logprobs
         assert num_top is not None
-        # A prompt that was preempted is computed again from its start.
+        # After a preemption the prompt is computed again from its start.
         num_known = min(max(0, len(request.prompt_logprobs) - position), num_rows)
         token_ids = request.token_ids[position + num_known + 1 : position + num_rows + 1]
         if token_ids:
@@ -135,11 +134,11 @@ def _row(logits: Logits, row: int) -> Logits:
 
 
 def _note_retry(what: str, requests: Sequence[Request], error: Exception) -> None:
-    log.warning("%d requests could not be %s together; each is tried alone: %r", len(requests), what, error)
+    log.warning("%d requests could not be %s together; trying each alone: %r", len(requests), what, error)
 
 
 def _error_of(request: Request, what: str, error: Exception) -> StatusError:
-    """What the request's caller is told; the log says more."""
+    """The error for the caller; the log has the details."""
     log.error("request %r ends: %s failed", request.request_id, what, exc_info=error)
     if isinstance(error, StatusError):
         return error

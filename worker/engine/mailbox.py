@@ -1,9 +1,9 @@
-"""Where the asyncio side and the engine thread meet: requests and cancellations one way, outputs the other.
+"""Connects the event loop and the engine thread: requests and cancellations one way, outputs the other.
 
     asyncio:  submit, cancel  --> [ deque, condition ] -->  take           engine thread
     asyncio:  streams  <-- one call_soon_threadsafe a step <-- deliver     engine thread
 
-The engine thread crosses to asyncio once per step, however many requests the step served.
+The engine thread calls the event loop once per step, however many requests the step served.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
 
 RETRY_AFTER_S = 1.0
-# Log-probabilities of prompts that all requests together keep, 8 bytes each.
+# The most log-probabilities of prompts that all requests together may store, 8 bytes each.
 MAX_PROMPT_LOGPROBS_KEPT = 16 << 20
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """The engine's state after a step; fields are those of the messages Load and Counters, and what changed in the
-    prefix cache. `num_taken` is how many of the requests that were ever submitted it shows."""
+    """The engine's state after a step: the fields of the messages Load and Counters, and what changed in the prefix
+    cache. `num_taken` counts the requests received so far."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -45,14 +45,14 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 class Command(NamedTuple):
-    """What asyncio wants of the engine: take a request in, or drop it."""
+    """A command to the engine: accept a request, or drop it."""
 
     request: Request
     is_cancel: bool
 
 
 class OutputStream:
-    """The outputs of one request, for one reader on the event loop. Bounded by the request's own max_tokens."""
+    """The outputs of one request, for one reader on the event loop. The request's max_tokens bounds it."""
 
     def __init__(self, request: Request, close: Callable[[OutputStream], None]) -> None:
         self.request = request
@@ -69,7 +69,7 @@ class OutputStream:
             self._wakeup.set_result(None)
 
     async def next(self) -> list[RequestOutput]:
-        """All outputs since the last call, at least one. A slow reader gets many at once."""
+        """All outputs since the last call, at least one. A slow reader gets several at once."""
         if not self._pending:
             self._wakeup = asyncio.get_running_loop().create_future()
             try:
@@ -80,13 +80,13 @@ class OutputStream:
         return pending
 
     def close(self) -> None:
-        """The reader is done; a request that has not ended is cancelled."""
+        """Stop reading. If the request has not ended, cancel it."""
         self._close(self)
 
 
 class Mailbox:
-    """Connects one engine thread with one event loop. At most `capacity` requests are in it at a time. `on_failure` is
-    called when what the engine gave cannot be passed on: streams would have gaps, and watchers a wrong picture."""
+    """Connects one engine thread with one event loop, for at most `capacity` requests at a time. `on_failure` is called
+    if outputs cannot be passed on: streams would have gaps, and watchers wrong information."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Mailbox:
         self._loop = asyncio.get_running_loop()
         self._streams: dict[Request, OutputStream] = {}
         self._num_prompt_logprobs = 0
-        self._nobody = asyncio.Event()
-        self._nobody.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._commands: deque[Command] = deque()
         self._arrived = threading.Condition()
         self._stopping = False
@@ -117,45 +117,45 @@ class Mailbox:
         return self._stopping
 
     def submit(self, request: Request) -> OutputStream:
-        """Hand a request to the engine. StatusError QUEUE_FULL when too many are in it already, unless a client has the
-        beginning of its answer."""
+        """Hand a request to the engine. StatusError QUEUE_FULL if there are too many already, unless the request is
+        resumed."""
         if len(self._streams) >= self._capacity and not request.is_resumed:
             raise StatusError(
                 Reason.QUEUE_FULL,
-                f"the worker has {len(self._streams)} requests already, as many as it takes; try again later",
+                f"the worker has {len(self._streams)} requests already, which is its limit; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         num_logprobs = request.num_prompt_logprob_values
         if num_logprobs and self._num_prompt_logprobs + num_logprobs > MAX_PROMPT_LOGPROBS_KEPT:
             raise StatusError(
                 Reason.QUEUE_FULL,
-                f"the worker keeps {self._num_prompt_logprobs} log-probabilities of prompts, and this request asks for "
-                f"{num_logprobs}; it keeps {MAX_PROMPT_LOGPROBS_KEPT} at a time at most; try again later",
+                f"the worker stores {self._num_prompt_logprobs} log-probabilities of prompts, and the request adds "
+                f"{num_logprobs}; the limit is {MAX_PROMPT_LOGPROBS_KEPT}; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._num_prompt_logprobs += num_logprobs
         stream = self._streams[request] = OutputStream(request, self._closed)
-        self._nobody.clear()
+        self._empty.clear()
         self._send(Command(request, is_cancel=False))
         return stream
 
     async def wait_until_empty(self, timeout_s: float | None) -> bool:
-        """Wait until no request is left, for a time at most; tell whether none is."""
+        """Wait until no request is left, for at most `timeout_s`. Returns whether none is left."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._nobody.wait()
+                await self._empty.wait()
         except TimeoutError:
             return False
         return True
 
     def stop(self) -> None:
-        """Let `take` answer None from now on."""
+        """Make `take` return None from now on."""
         with self._arrived:
             self._stopping = True
             self._arrived.notify()
 
     def take(self, *, block: bool) -> list[Command] | None:
-        """Engine thread: the commands since the last call, waiting for one if `block`. None: stop."""
+        """Engine thread: the commands since the last call. With `block`, wait for one. None means stop."""
         with self._arrived:
             while block and not self._commands and not self._stopping:
                 self._arrived.wait()
@@ -166,7 +166,7 @@ class Mailbox:
             return commands
 
     def deliver(self, outputs: Sequence[RequestOutput], report: LoadReport | None) -> None:
-        """Engine thread: pass a step's outputs and the state after it to the event loop."""
+        """Engine thread: pass outputs and the state after a step to the event loop."""
         self._loop.call_soon_threadsafe(self._arrive, outputs, report)
 
     def _arrive(self, outputs: Sequence[RequestOutput], report: LoadReport | None) -> None:
@@ -178,7 +178,7 @@ class Mailbox:
             if report is not None:
                 self._on_report(report)
         except Exception as error:
-            self._on_failure("what the engine gave could not be passed on", error)
+            self._on_failure("the engine's outputs could not be passed on", error)
 
     def _send(self, command: Command) -> None:
         with self._arrived:
@@ -190,6 +190,6 @@ class Mailbox:
             return
         self._num_prompt_logprobs -= stream.request.num_prompt_logprob_values
         if not self._streams:
-            self._nobody.set()
+            self._empty.set()
         if not stream.has_ended:
             self._send(Command(stream.request, is_cancel=True))

@@ -1,13 +1,13 @@
-"""What the next step computes, and what its outcome means for the requests.
+"""Decides what the next step computes, and accounts for it afterwards.
 
-Requests stand in two lists in order of rank: `waiting` and `running`. Rank is priority, then whether a client already
-reads the answer, which went on elsewhere and was cut off there, then arrival. A step
+Requests are in two lists, `waiting` and `running`, in order of rank: higher priority first, then resumed requests,
+whose clients already read the answer, then earlier arrival. A step
 
-1. admits waiting requests while the batch and the cache have room,
-2. shares the step's time: one token for each request that has caught up, unless these pause; of what is left
-   (`step_budget`), an eighth for the first in rank, so that the longest prompt goes on, and the rest by what remains to
-   compute, resumed ones first, so that short prompts do not stand behind long ones,
-3. reserves blocks in order of rank, taking them from the last in rank when the pool is short.
+1. admits waiting requests while the batch and the KV cache have room,
+2. shares the time of the step: one token for each request in decode, unless these pause. An eighth of the rest
+   (`step_budget`) goes to the prompt that is first in rank, so that even the longest prompt makes progress. The
+   remainder goes to resumed requests, then to the prompts with the least left to compute,
+3. reserves blocks in order of rank. If blocks are short, the requests that are last in rank are preempted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from headrace.worker.request.step import RequestOutput, Sampled, Scheduled
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The content of one step, in the order of the batch. Requests that catch up in it are sampled. `copies` are made
-    before anything is computed."""
+    """A decided step, in the order of the batch. Requests whose last token is computed are sampled. `copies` of blocks
+    are made before anything is computed."""
 
     scheduled: Sequence[Scheduled]
     num_tokens: int
@@ -37,7 +37,7 @@ class SchedulerOutput:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each request computes one token."""
+        """Whether every request computes one token."""
         return self.num_tokens == len(self.scheduled)
 
 
@@ -56,23 +56,24 @@ class SchedulerStats:
 
 
 def rank(request: Request) -> tuple[int, bool, float]:
-    """Order among requests: higher priority first, then those that were cut off elsewhere, then earlier arrival."""
+    """Sort key: higher priority first, then resumed requests, then earlier arrival."""
     return (-request.priority, not request.is_resumed, request.arrival_s)
 
 
 def is_urgent(request: Request, first: Request) -> bool:
-    """Whether somebody waits in the middle of an answer, and nobody of higher priority waits at all."""
+    """Whether the request goes before all others: it is resumed, and no request of higher priority waits."""
     return request.is_resumed and request.priority >= first.priority
 
 
 def is_worth_pausing(caught_up: Sequence[Request], behind: Sequence[Request]) -> bool:
-    """Whether there are prompts that streams may wait for, both in order of rank: not for those of lower priority."""
+    """Whether streams may pause for prompts: not for those of lower priority. Both are in order of rank."""
     return bool(caught_up and behind) and behind[0].priority >= caught_up[0].priority
 
 
 def chunk_of(remaining: int, room: int) -> int:
-    """The most of `remaining` tokens to compute now, `room` at most, so that no token of several is ever computed
-    alone: a lone token goes through other kernels, with other bits (docs/decisions/0006). 0 if that cannot be."""
+    """How many of `remaining` tokens to compute now, at most `room`. Neither this chunk nor the rest is a single token,
+    because other kernels compute a single token and give other bits (docs/decisions/0006). 0 if that is not
+    possible."""
     if remaining == 1:
         return min(remaining, room)
     num_tokens = min(remaining, room)
@@ -83,8 +84,8 @@ def chunk_of(remaining: int, room: int) -> int:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Owns the requests of a worker from `add` until their last output; the engine thread owns it. Steps have
-    `max_num_batched_tokens` at most, and `max_num_mixed_tokens` where streams have a part in them."""
+    """Owns the requests of a worker from `add` until their last output. Used by the engine thread only. Steps have at
+    most `max_num_batched_tokens` tokens, and at most `max_num_mixed_tokens` with running streams."""
 
     kv_cache: KVCacheManager
     max_num_seqs: int
@@ -104,37 +105,37 @@ class Scheduler:
         least, mixed = self.max_num_seqs + MIN_CHUNK_ROOM - 1, self.max_num_mixed_tokens
         if not least <= mixed <= self.max_num_batched_tokens:
             raise ValueError(
-                f"max_num_mixed_tokens ({mixed}) must be over max_num_seqs ({self.max_num_seqs}) by "
-                f"{MIN_CHUNK_ROOM - 1} at least, for every running request computes a token in each step and prompts "
-                f"must go on beside them, and at most max_num_batched_tokens ({self.max_num_batched_tokens})"
+                f"max_num_mixed_tokens ({mixed}) must exceed max_num_seqs ({self.max_num_seqs}) by at "
+                f"least {MIN_CHUNK_ROOM - 1}, because every running request computes a token in each step and prompts "
+                f"need room too, and must be at most max_num_batched_tokens ({self.max_num_batched_tokens})"
             )
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is anything to compute."""
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Take a request in. The service has seen that it fits the pool when it is alone."""
+        """Accept a request. The service has checked that it fits the pool when it is alone."""
         assert self.kv_cache.num_blocks_for(request.num_tokens) <= self.kv_cache.pool.num_blocks
         self.stats.requests_admitted += 1
         self.num_traced += request.steps is not None
         bisect.insort(self.waiting, request, key=rank)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request whose caller has gone. Nothing happens if it has ended already."""
+        """Drop a request whose caller has gone. Does nothing if it has ended already."""
         if request.state is not RequestState.FINISHED:
             self.stats.requests_cancelled += 1
             self._end(request)
 
     def refuse(self, request: Request, error: StatusError) -> RequestOutput:
-        """The last output of a request that is not taken in."""
-        assert request.state is RequestState.WAITING, "it was taken in"
+        """The only output of a request that is not accepted."""
+        assert request.state is RequestState.WAITING, "it was accepted"
         request.state = RequestState.FINISHED
         return RequestOutput(request, request.num_generated_tokens, (), error=error)
 
     def give_back(self, request: Request, error: StatusError) -> RequestOutput:
-        """The last output of a request that was taken in and has waited too long for its first step."""
+        """The last output of a request that has waited too long for its first step."""
         assert request.state is RequestState.WAITING, "it was computed"
         assert not request.scheduled_s, "it was computed"
         self.stats.requests_cancelled += 1
@@ -142,7 +143,7 @@ class Scheduler:
         return RequestOutput(request, request.num_generated_tokens, (), error=error)
 
     def fail(self, requests: Iterable[Request], error: StatusError) -> list[RequestOutput]:
-        """End the requests that have not ended yet with an error."""
+        """End with an error the requests that have not ended yet."""
         outputs = []
         for request in requests:
             if request.state is not RequestState.FINISHED:
@@ -152,18 +153,18 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step. Empty when nothing can be computed."""
+        """Decide the next step. It is empty if nothing can be computed."""
         self._admit()
         may_pause = self.target_step_ms is None
         scheduled = self._reserve(self._share_budget(may_pause=may_pause))
         if not scheduled and self.pauses.is_pause:
-            # Prompts that wait for blocks of the streams that would wait for them.
+            # The prompts wait for blocks of the streams that pause for them.
             scheduled = self._reserve(self._share_budget(may_pause=False))
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
         return SchedulerOutput(scheduled, self._num_tokens, self.kv_cache.take_copies())
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
-        """Account for a computed step. `sampled` has one entry for each request that caught up, in batch order."""
+        """Account for a computed step. `sampled` has an entry for each sampled request, in batch order."""
         outputs = []
         next_sampled = iter(sampled)
         for request, num_tokens in output.scheduled:
@@ -217,11 +218,11 @@ class Scheduler:
             bisect.insort(self.running, request, key=rank)
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that the request lacks for all of its tokens and the next one."""
+        """Blocks that the request lacks for all of its tokens and one more."""
         return self.kv_cache.num_blocks_for(request.num_tokens + 1) - len(request.block_table)
 
     def _count_cached_tokens(self, request: Request, gained: int) -> None:
-        """Count what was just gained of the prompt; behind it, a resumed request finds tokens of its answer."""
+        """Count the cached prompt tokens that were just found. A resumed request may find tokens of its answer too."""
         if request.num_preemptions == 0 and gained:
             before = request.num_computed_tokens - gained
             of_prompt = max(0, min(gained, request.num_prompt_tokens - before))
@@ -229,8 +230,8 @@ class Scheduler:
             self.stats.prompt_tokens_cached += of_prompt
 
     def _share_budget(self, *, may_pause: bool) -> dict[Request, int]:
-        """Tokens that each running request should compute. Requests may wait for a block that another computes, and
-        those that have caught up for the others."""
+        """How many tokens each running request should compute. A request may wait for a block that another computes,
+        and streams may pause for prompts."""
         wanted: dict[Request, int] = {}
         behind: list[Request] = []
         for request in self.running:
@@ -243,10 +244,9 @@ class Scheduler:
         return wanted
 
     def _share_with(self, behind: list[Request], wanted: dict[Request, int], *, may_pause: bool) -> None:
-        """Add to `wanted` what requests that catch up should compute; empty it first where streams pause for them."""
+        """Add to `wanted` what prompts should compute. If streams pause for them, empty it first."""
         for request in behind:
             self._count_cached_tokens(request, self.kv_cache.reuse(request))
-        # The first in rank, and all in the order in which they are served.
         first = behind[0] if behind else None
         served = sorted(behind, key=lambda request: (not is_urgent(request, behind[0]), request.num_uncomputed_tokens))
         prompts = [Prompt(request.num_computed_tokens, request.num_uncomputed_tokens) for request in served]
@@ -277,7 +277,7 @@ class Scheduler:
         )
 
     def prompt_tokens_per_s(self, past: int) -> float:
-        """How fast prompts get on behind `past` tokens beside the streams that run now."""
+        """How fast prompts progress after `past` tokens, with the streams that run now."""
         caught_up = (request.num_computed_tokens for request in self.running if request.num_uncomputed_tokens == 1)
         streams = StepShape.of((computed, 1) for computed in caught_up)
         longest_pause_ms = 1000 * self.pauses.longest_s if self.target_step_ms is None else 0.0
@@ -298,15 +298,15 @@ class Scheduler:
                 self._begin(request, num_tokens, begun)
 
     def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
-        """Whether the request's next block is another's work in this step: after the step it can be found instead of
-        being computed twice."""
+        """Whether another request computes the same next block in this step. After the step it can be found in the
+        cache."""
         index, offset = divmod(request.num_computed_tokens, self.kv_cache.block_size)
         if offset != 0 or self.kv_cache.work_on(request, index) not in begun:
             return False
         return self.kv_cache.is_worth_waiting(request)
 
     def _begin(self, request: Request, num_tokens: int, begun: set[tuple[int, bytes]]) -> None:
-        """Note the blocks that the request's next tokens make."""
+        """Note the blocks that the request computes."""
         size = self.kv_cache.block_size
         start = request.num_computed_tokens
         for index in range(start // size, -(-(start + num_tokens) // size)):
@@ -328,7 +328,7 @@ class Scheduler:
         return scheduled
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of the last in rank. It keeps its tokens and is computed again when there is room."""
+        """Take the blocks of a request. It keeps its tokens, and is computed again when there is room."""
         assert len(self.running) > 1, "a request that is alone does not fit the pool"
         self.running.remove(request)
         self.kv_cache.free(request)
@@ -343,7 +343,7 @@ class Scheduler:
             self.stats.prompt_tokens_computed += min(left, num_tokens)
 
     def _append(self, request: Request, sampled: Sampled) -> RequestOutput:
-        """Add the sampled token and see whether it was the last."""
+        """Append the sampled token, and end the request if it is the last."""
         if sampled.token_id < 0:
             return self.fail([request], sampled.error)[0]
         start_pos = request.num_generated_tokens

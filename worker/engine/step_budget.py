@@ -1,17 +1,17 @@
-"""How many tokens of prompts a step computes, by what they would cost in milliseconds.
+"""How many prompt tokens a step computes, decided by their predicted time.
 
 Three kinds of steps have prompts in them:
 
-- **with streams**: running streams wait for the whole step, so it keeps a target. By default that is `TARGET_STEP_MS`,
-  or 1.9 times what its streams take alone, where that is more. Reading the computed part of the first prompt from the
-  cache adds to both, so that it is an eighth of the step behind a long context. A target that a user sets may not be
-  reachable: prompts then still have a fifth of the step's time.
-- **alone, while streams pause**: no longer than the streams may still wait. They pause only where prompts get on faster
-  by it, and where steps with streams are short against a pause.
-- **alone**: no one waits but other prompts. An eighth of the step's time is what any step and reading the computed
-  part of the first prompt cost, or the step takes `ALONE_MS`.
+- **with streams**: running streams wait for the whole step, so it has a target time. The default is `TARGET_STEP_MS`,
+  or 1.9 times the time of the streams alone if that is longer. The time to read the computed part of the first prompt
+  from the cache is added to both, so that it is an eighth of a step after a long context. A target set by the user may
+  be out of reach; prompts still get a fifth of the step's time then.
+- **alone, while streams pause**: at most as long as the streams may still pause. They pause only if prompts progress
+  faster alone, and if steps with streams are short compared with a pause.
+- **alone**: only other prompts wait. The fixed cost of a step, and that of reading the computed part of the first
+  prompt, are an eighth of its time, or it takes `ALONE_MS`.
 
-Limits in tokens are caps on top. Before anything is learned, `step_cost` expects a large model on few cores, so first
+Limits in tokens apply as well. Before anything is learned, `step_cost` assumes a large model on few cores, so the first
 steps are small.
 
 Pure.
@@ -26,38 +26,38 @@ from typing import NamedTuple
 from headrace.worker.engine.step_cost import NOTHING, StepCosts, StepShape
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
-# Milliseconds of a step that streams have a part in, if they allow no more, and of one of prompts alone at least.
+# Default target of a step with streams, and least time of a step of prompts alone, in milliseconds.
 TARGET_STEP_MS = 150.0
 ALONE_MS = 80.0
-# A step with prompts may take this many times what its streams take alone, before it counts as too long: where a user
-# sets no target, and where one does.
+# A step with streams may always take this many times as long as its streams alone: with the default target, and with
+# one set by the user.
 TIMES_WITHOUT_PROMPTS = 1.9
 LEAST_TIMES_WITHOUT_PROMPTS = 1.25
-# Part of a step of prompts alone that is what any step costs, and part of any step with prompts that is reading what
-# they have computed.
+# Share of a step of prompts alone for the fixed cost, and of any step with prompts for reading their computed part.
 STEP_COST_SHARE = 1 / 8
-# Part of the budget that is kept for the first in rank.
+# One part in so many is reserved for the prompt that is first in rank.
 FIRST_IN_RANK_SHARE = 8
-# Room with which any number of tokens can be begun, so that the first in rank always goes on; see scheduler.chunk_of.
+# With this much room, a prompt of any length makes progress; see scheduler.chunk_of.
 MIN_CHUNK_ROOM = 3
-# There are no pauses where streams wait for a step with prompts longer than this part of the longest pause anyway.
+# There are no pauses if a step with streams and prompts takes longer than this share of the longest pause.
 LONGEST_STEP_BETWEEN_PAUSES = 0.5
-# Another number of tokens than in the step before has to be prepared for (docs/decisions/0025). So a step that cuts
-# prompts has the same number if that is this part at least of what it could have, and else one of few significant bits.
+# A change in the number of tokens costs time (docs/decisions/0025). So a step that divides prompts keeps the number of
+# the step before, if that is at least this share of what it could have. Otherwise it takes a number of few significant
+# bits.
 KEPT_SHARE = 0.7
 _BITS = 3
 
 
 class Prompt(NamedTuple):
-    """What of a prompt is computed, and what is not."""
+    """Tokens of a prompt that are computed, and that are not."""
 
     past: int
     remaining: int
 
 
 class Room(NamedTuple):
-    """What a step gives to prompts: tokens, how many of them are kept for the first in rank, and what the whole step
-    is expected to take."""
+    """What a step gives to prompts: tokens, those of them reserved for the first in rank, and the predicted time of
+    the whole step in milliseconds."""
 
     tokens: int
     for_first: int
@@ -65,15 +65,14 @@ class Room(NamedTuple):
 
     @property
     def tokens_per_ms(self) -> float:
-        """How fast prompts get on in such steps."""
+        """How fast prompts progress in such steps."""
         return self.tokens / self.step_ms
 
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """Decides it for a worker whose steps have `max_num_batched_tokens` at most, and `max_num_mixed_tokens` where
-    streams have a part in them. `target_ms`: of those; None: the default. `num_tokens_before`: of the step
-    before."""
+    """Decides the room for prompts. Steps have at most `max_num_batched_tokens`, and with streams at most
+    `max_num_mixed_tokens` and `target_ms`; None for the default. `num_tokens_before`: tokens of the step before."""
 
     costs: StepCosts
     max_num_batched_tokens: int
@@ -82,8 +81,8 @@ class StepBudget:
     num_tokens_before: int = 0
 
     def with_streams(self, streams: StepShape, prompts: Sequence[Prompt], first: int) -> Room:
-        """What prompts get beside streams. `prompts` are in the order in which they are served, at least one; `first`
-        is the place of the first in rank among them."""
+        """The room in a step with streams. `prompts`, at least one, are in the order in which they are served; `first`
+        is the index of the one that is first in rank."""
         decode = self.costs.decode if self.costs.decode.num_steps else self.costs.prompts
         streams_ms, reread_ms = decode.predict_ms(streams), self.costs.prompts.reread_ms(prompts[first].past)
         if self.target_ms is None:
@@ -95,7 +94,7 @@ class StepBudget:
         return self._room(limit_ms, streams, prompts, first, least, self.max_num_mixed_tokens - streams.tokens)
 
     def alone(self, prompts: Sequence[Prompt], first: int, limit_ms: float | None = None) -> Room:
-        """What prompts get in a step of their own, of `limit_ms` at most."""
+        """The room in a step of prompts alone, which takes at most `limit_ms`."""
         costs = self.costs.prompts
         useful_ms = max(ALONE_MS, (costs.step_ms + costs.reread_ms(prompts[first].past)) / STEP_COST_SHARE)
         most_ms = useful_ms if limit_ms is None else min(useful_ms, limit_ms)
@@ -104,16 +103,16 @@ class StepBudget:
     def is_worth_pausing(
         self, streams: StepShape, prompts: Sequence[Prompt], first: int, saved_ms: float, longest_ms: float
     ) -> bool:
-        """Whether prompts get on so much faster alone that streams should wait, who may for `saved_ms` now, and for
-        `longest_ms` at most. A step that would be cut short by what is saved now is not worth it."""
+        """Whether streams should pause because prompts progress faster alone. Streams may pause for `saved_ms` now, and
+        for `longest_ms` at most. A step that `saved_ms` would cut short is not worth it."""
         alone, mixed = self.alone(prompts, first, longest_ms), self.with_streams(streams, prompts, first)
         if alone.step_ms > saved_ms or mixed.step_ms > LONGEST_STEP_BETWEEN_PAUSES * longest_ms:
             return False
         return alone.tokens_per_ms > mixed.tokens_per_ms
 
     def tokens_per_ms(self, streams: StepShape, past: int, longest_pause_ms: float) -> float:
-        """How fast prompts get on behind `past` tokens while these streams run. Where pauses of up to this long are
-        worth it, half of the time is one."""
+        """How fast prompts progress after `past` tokens while these streams run. If pauses are worth it, they take half
+        of the time."""
         prompts = [Prompt(past, self.max_num_batched_tokens)]
         if not streams.sequences:
             return self.alone(prompts, 0).tokens_per_ms
@@ -152,7 +151,8 @@ class StepBudget:
         return Room(tokens, min(for_first, tokens), base_ms + prompts_ms)
 
     def _kept_total(self, most: int) -> int:
-        """Tokens of a step of so many at most that cuts prompts: those of the step before if that is not much less."""
+        """The number of tokens, at most `most`, of a step that divides prompts; that of the step before if it is
+        close."""
         if KEPT_SHARE * most <= self.num_tokens_before <= most:
             return self.num_tokens_before
         return most - most % (1 << max(0, most.bit_length() - _BITS))

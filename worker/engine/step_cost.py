@@ -1,32 +1,32 @@
-"""What a step costs: one model, learned while the worker runs. All costs are in milliseconds.
+"""The cost of a step: a linear model, fitted while the worker runs. All costs are in milliseconds.
 
-    cost = step + per token + per attended position + per position read + per sequence + for another number of tokens
+    cost = fixed + per token + per attended position + per position read + per sequence + per change of size
 
-A `StepShape` has the quantities. The scheduler sizes steps by this model, padding weighs a token against another number
-of tokens by it, waits are predicted by it, the rates that routers are told are averages over the same observations, and
-the simulator uses the same shapes.
+A `StepShape` has the quantities. The scheduler sizes steps with this model, padding compares the cost of a token with
+that of a change of size, and waits are predicted with it. The rates reported to routers are averages over the same
+observations. The simulator uses the same shapes.
 
-**Two instances.** Steps with prompts and decode steps are learned apart (`StepCosts`): they may go through different
-graphs (docs/decisions/0029), and the first tokens of a product cost more than later ones. Nearly every step with
-prompts has another number of tokens than the one before, so what that costs is learned of decode steps alone; with
-prompts it is part of any step.
+**Two models.** Steps with prompts and decode steps have a model each (`StepCosts`). They may use different graphs
+(docs/decisions/0029), and the first tokens of a product cost more than later ones. Nearly every step with prompts has
+another size than the one before, so the cost of a change is learned from decode steps only; with prompts it is part of
+the fixed cost.
 
-**The fit.** Each term is measured in the milliseconds that it takes on a reference machine, `REFERENCE`. A weight says
-how many times dearer the term is here. `scale` is that number for whole steps. The weights minimise
+**The fit.** Each term is expressed in the milliseconds that it takes on a reference machine, `REFERENCE`. A weight says
+how many times as much the term costs here; `scale` says the same of whole steps. The weights minimise
 
     sum over steps of kept ** age * (predicted / expected - observed / expected) ** 2
     + sum over terms of ridge * (weight / scale - 1) ** 2          where scale / WIDEST <= weight <= scale * WIDEST
 
-Errors are relative, so small steps count as much as large ones. The ridge keeps a term that has not been seen at its
+Errors are relative, so small steps count as much as large ones. The ridge holds a term that has not been seen at its
 share of the reference, scaled to this machine. One step is therefore enough for a first guess of every term. The
 function is strictly convex, so it has one minimum. Each sweep of coordinate descent over the box lowers it.
 
-**Bounds.** A learned model takes a step that cost more than `OUTLIER` times the prediction as one that cost just that;
-the same holds downwards. What steps so taken cost, as multiples of the reference, bounds `scale` from below and above,
-and every weight is in the box around `scale`.
+**Bounds.** Once a model is learned, a step that costs more than `OUTLIER` times its prediction counts as if it cost
+that much; the same holds for cheap steps. The observed costs, as multiples of the reference, bound `scale`, and each
+weight stays in the box around `scale`.
 
-**Changes of speed.** Old steps weigh half after 350 steps. When the mean error of the latest steps is large and of one
-sign, the machine has changed: what was learned is kept in its proportions, multiplied by that error, and weighs half.
+**Changes of speed.** The weight of an observation halves in 350 steps. If the mean error of recent steps is large and
+of one sign, the machine has become faster or slower. All costs are then multiplied by that error and count half.
 
 Pure.
 """
@@ -38,25 +38,25 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# Milliseconds of a step, of a token, of 1,000 attended positions, of 1,000 positions read, of a sequence and of another
-# number of tokens than in the step before: those of a small model on two cores, rounded. Only their proportions matter,
-# and only until a term has been seen. The last is a third of what it is there, for it does not grow with a model.
+# Milliseconds of a step, a token, 1,000 attended positions, 1,000 positions read, a sequence and a change of size:
+# those of a small model on two cores, rounded. Only their proportions matter, and only until a term has been seen. The
+# last is a third of the measured one, because it does not grow with the model.
 REFERENCE = (8.0, 0.2, 0.15, 2.0, 0.1, 1.5)
 # Weight of an observation n steps ago is FORGETTING ** n: half after 350 steps.
 FORGETTING = 0.998
-# What is left of earlier observations when the machine has changed.
+# The weight of earlier observations after a change of speed.
 KEPT_AFTER_CHANGE = 0.5
-# It has changed when the mean logarithm of observed over predicted, over about so many steps, exceeds this.
+# The speed has changed if the mean of log(observed / predicted) over about so many steps exceeds this.
 _CHANGE_STEPS = 12
 _CHANGE = math.log(1.25)
-# Steps before observations are held against predictions.
+# A model counts as learned after so many steps.
 MIN_STEPS = 8
 OUTLIER = 2.0
-# Of each term. The last is seldom seen, and in large models a small part of a step.
+# One for each term. The last term is seldom seen, and a small part of a step in large models.
 RIDGES = (0.05, 0.05, 0.05, 0.05, 0.05, 0.005)
 WIDEST = 100.0
-# How many times dearer than the reference a machine is taken to be before the first step: a model of 7 billion
-# parameters on few cores. A first step that is too small costs little.
+# The scale before the first step: a model of 7 billion parameters on few cores. If that is too much, the first steps
+# are small, which costs little.
 UNKNOWN_SCALE = 40.0
 _SIZE = len(REFERENCE)
 _FIRST_SWEEPS = 8
@@ -65,27 +65,27 @@ _MOST_MS = 1e9
 
 
 class StepShape(NamedTuple):
-    """What the cost of a step depends on."""
+    """The quantities that the cost of a step depends on."""
 
     tokens: int
     """New tokens, padding included."""
     attended: int
-    """Positions that the new tokens of prompts look at, summed over the tokens: n * p + n * (n + 1) / 2 for n tokens
-    behind p. Attention's arithmetic."""
+    """Positions that new prompt tokens attend to, summed over the tokens: n * p + n * (n + 1) / 2 for n tokens after
+    p. The arithmetic of attention."""
     reread: int
-    """Positions that those prompts have computed before. A chunk reads them from the cache once."""
+    """Positions of these prompts that were computed before. A chunk reads them from the KV cache once."""
     context: int
-    """Positions of the sequences that compute one token. Each reads its own from the cache."""
+    """Positions of the sequences that compute one token. Each reads its own from the KV cache."""
     sequences: int
-    """Sequences. Each has its sampling and its projection onto the vocabulary."""
+    """Sequences. Each costs sampling and a projection onto the vocabulary."""
     prompt_tokens: int = 0
-    """Those of `tokens` that belong to sequences which compute several."""
+    """Tokens of sequences that compute several."""
     changed: bool = False
     """Whether the step before had another number of tokens."""
 
     @classmethod
     def of(cls, step: Iterable[tuple[int, int]], *, padding: int = 0, changed: bool = False) -> StepShape:
-        """The shape of a step that gives, for each sequence, its computed tokens and those that the step computes."""
+        """The shape of a step. `step` has a pair for each sequence: tokens computed before, tokens computed now."""
         attended, reread, context, prompt_tokens, decoding, prompts = 0, 0, 0, 0, 0, 0
         for past, new in step:
             if new == 1:
@@ -101,7 +101,7 @@ class StepShape(NamedTuple):
 
     @property
     def reference_ms(self) -> tuple[float, ...]:
-        """What each term takes on the reference machine."""
+        """Milliseconds of each term on the reference machine."""
         step, token, attended, read, sequence, change = REFERENCE
         return (
             step,
@@ -115,12 +115,12 @@ class StepShape(NamedTuple):
 
 NOTHING = StepShape(0, 0, 0, 0, 0)
 ONE_STREAM = StepShape.of([(64, 1)])
-# Tokens of the prompts with which a worker warms up. Two numbers tell a step from its tokens.
+# Lengths of the prompts of the warm-up. With two lengths, the fixed cost and that of a token can be told apart.
 WARM_UP_TOKENS = (64, 16)
 
 
 class StepCostModel:
-    """Learns what steps of one kind cost; see the module."""
+    """The model of one kind of step; see the module."""
 
     __slots__ = (
         "_drift",
@@ -136,7 +136,7 @@ class StepCostModel:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        """Steps that it has learned from."""
+        """Observed steps."""
         self._weights = [UNKNOWN_SCALE] * _SIZE
         self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
         self._moment = [0.0] * _SIZE
@@ -146,47 +146,47 @@ class StepCostModel:
 
     @property
     def is_learned(self) -> bool:
-        """Whether there were enough steps for predictions to be held against requests."""
+        """Whether there were enough steps to rely on predictions."""
         return self.num_steps >= MIN_STEPS
 
     @property
     def scale(self) -> float:
-        """How many times dearer than on the reference machine a step is here."""
+        """How many times as much as on the reference machine a step costs here."""
         return self._observed_ms / self._reference_ms if self.num_steps else UNKNOWN_SCALE
 
     @property
     def weights(self) -> Sequence[float]:
-        """How many times dearer than on the reference machine each term is here."""
+        """How many times as much as on the reference machine each term costs here."""
         return tuple(self._weights)
 
     @property
     def step_ms(self) -> float:
-        """What any step costs, whatever is in it."""
+        """The fixed cost of a step."""
         return self._weights[0] * REFERENCE[0]
 
     @property
     def token_ms(self) -> float:
-        """What a further token costs, without attention."""
+        """The cost of one more token, without attention."""
         return self._weights[1] * REFERENCE[1]
 
     @property
     def change_ms(self) -> float:
-        """What another number of tokens than in the step before costs; 0 before the first step."""
+        """The cost of another number of tokens than in the step before; 0 before the first step."""
         return self._weights[5] * REFERENCE[5] if self.num_steps else 0.0
 
     def predict_ms(self, shape: StepShape) -> float:
-        """Cost of a step. Above 0."""
+        """The predicted cost of a step; above 0."""
         cost_ms: float = sum(map(operator.mul, self._weights, shape.reference_ms))
         return cost_ms
 
     def chunk_ms(self, past: int, new: int) -> float:
-        """What a step costs more with a chunk of a prompt of which `past` tokens are computed."""
+        """The additional cost of a chunk of `new` prompt tokens after `past` computed ones."""
         per_attended = self._weights[2] * REFERENCE[2] / 1000
         attended = new * past + new * (new + 1) / 2
         return self._beginning_ms(past) + self.token_ms * new + per_attended * attended
 
     def tokens_for(self, budget_ms: float, past: int) -> int:
-        """The most tokens of a prompt, `past` of which are computed, that cost no more than this in a step."""
+        """How many tokens of a prompt, after `past` computed ones, cost at most `budget_ms` in a step."""
         left_ms = budget_ms - self._beginning_ms(past)
         if left_ms <= 0.0:
             return 0
@@ -196,11 +196,11 @@ class StepCostModel:
         return int(2 * left_ms / (linear + math.sqrt(linear * linear + 4 * square * left_ms)))
 
     def reread_ms(self, past: int) -> float:
-        """What a chunk costs for reading the `past` tokens before it from the cache, however many tokens it has."""
+        """The cost of reading `past` computed positions, which a chunk of any size has."""
         return self._weights[3] * REFERENCE[3] * past / 1000
 
     def _beginning_ms(self, past: int) -> float:
-        """What a chunk costs before its first token: it is a sequence, and reads what was computed."""
+        """The cost of a chunk without its tokens: it is a sequence, and reads the computed positions."""
         return self.reread_ms(past) + self._weights[4] * REFERENCE[4]
 
     def observe(self, shape: StepShape, milliseconds: float) -> None:
@@ -227,7 +227,7 @@ class StepCostModel:
         self._fit()
 
     def _add(self, row: Sequence[float], ratio: float) -> None:
-        """Add an equation: the weights times the row are the ratio. Earlier ones count less."""
+        """Add an equation: weights times row equals ratio. Earlier equations count less."""
         for i, left in enumerate(row):
             products = self._gram[i]
             for j in range(_SIZE):
@@ -235,7 +235,7 @@ class StepCostModel:
             self._moment[i] = FORGETTING * self._moment[i] + left * ratio
 
     def _rescale(self, ratio: float) -> None:
-        """All steps cost so many times what they did."""
+        """Multiply what every step costs."""
         least_ms, most_ms = self._least_ratio * self._reference_ms, self._most_ratio * self._reference_ms
         self._observed_ms = KEPT_AFTER_CHANGE * min(max(ratio * self._observed_ms, least_ms), most_ms)
         self._reference_ms *= KEPT_AFTER_CHANGE
@@ -244,7 +244,7 @@ class StepCostModel:
         self._weights = [ratio * weight for weight in self._weights]
 
     def _fit(self) -> None:
-        """Coordinate descent from the weights before. One sweep is enough later on: a step changes little."""
+        """Coordinate descent from the current weights. Later on, one sweep is enough."""
         scale, weights = self.scale, self._weights
         least, most = scale / WIDEST, scale * WIDEST
         if self.num_steps == 1:
@@ -257,20 +257,20 @@ class StepCostModel:
                 weights[i] = min(max(weight, least), most)
 
 
-# Weight of a step with prompts n such steps ago in the prefill rate is RATE_KEPT ** n: half after 3,500 steps, which is
-# minutes of prefill. A shorter memory says how long the latest prompts were.
+# The weight of a step in the prefill rate is RATE_KEPT ** n after n such steps: half after 3,500 steps, which is
+# minutes of prefill. A shorter memory would only reflect the length of the latest prompts.
 RATE_KEPT = 0.9998
-# Weight of the newest decode step in their mean time: the present batch counts.
+# The weight of the newest decode step in the mean. It is large, because the current batch matters.
 DECODE_WEIGHT = 0.05
 
 
 class StepRates:
-    """How fast a worker is, as routers are told: averages over the steps that the models learn from. 0 while unknown.
+    """The speed of a worker, as reported to routers: averages over the observed steps. 0 while unknown.
 
-    They are averages and no predictions. Routers compare workers by them, so they must say what the host can do for the
-    prompts that come here, long or short. A prediction for the running batch would differ between equal hosts by the
-    length of their contexts and draw requests away from their prefixes. One for a standard prompt leaves out what the
-    length of prompts does; that was tried and gave longer waits (docs/simulation.md).
+    They are averages rather than predictions, because routers compare workers by them. A prediction for the running
+    batch would differ between equal hosts with the length of their contexts, and draw requests away from their cached
+    prefixes. A prediction for a standard prompt ignores the length of prompts; it was tried and gave longer waits
+    (docs/simulation.md).
     """
 
     __slots__ = ("_seconds", "_tokens", "decode_step_ms")
@@ -287,18 +287,18 @@ class StepRates:
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def observe_prompts(self, num_tokens: int, milliseconds: float) -> None:
-        """Learn from a step that was mostly prompts."""
+        """Add a step of mostly prompts."""
         self._tokens = self._tokens * RATE_KEPT + num_tokens
         self._seconds = self._seconds * RATE_KEPT + milliseconds / 1000
 
     def observe_decode(self, milliseconds: float) -> None:
-        """Learn from a step without prompts."""
+        """Add a step without prompts."""
         old = self.decode_step_ms or milliseconds
         self.decode_step_ms = old + DECODE_WEIGHT * (milliseconds - old)
 
 
 class StepCosts:
-    """What a worker knows of its steps: a model of those with prompts, one of those without, and averages of both."""
+    """The cost of a worker's steps: a model of steps with prompts, one of decode steps, and the average speed."""
 
     __slots__ = ("decode", "prompts", "rates")
 
@@ -312,7 +312,7 @@ class StepCosts:
         return self.decode if is_decode else self.prompts
 
     def observe(self, shape: StepShape, milliseconds: float, *, is_first: bool) -> None:
-        """Learn from a step. `is_first`: kernels were built for its number of tokens, which says nothing of other
+        """Learn from a step. `is_first`: kernels were built for its size, so its time says nothing about other
         steps."""
         is_decode = shape.prompt_tokens == 0
         if not is_first:
@@ -327,7 +327,7 @@ class StepCosts:
             self.rates.observe_prompts(shape.prompt_tokens, milliseconds)
 
     def _is_mostly_prompts(self, shape: StepShape) -> bool:
-        """Whether prompts take more of the step's time than streams do, besides what any step costs."""
+        """Whether prompts take more of the step's time than streams, apart from the fixed cost."""
         streams = shape.tokens - shape.prompt_tokens
         alone = StepShape(streams, 0, 0, shape.context, streams)
         of_streams_ms = self.prompts.predict_ms(alone) - self.prompts.step_ms

@@ -1,7 +1,7 @@
-"""The thread that runs the engine: takes commands, steps while there is work, delivers.
+"""The thread that runs the engine: receives commands, computes steps while there is work, delivers outputs.
 
-What raises here leaves the engine in a state that nobody knows. So the process ends: whoever started it starts it
-again, and routers resume its streams on other workers.
+An exception here leaves the engine in an unknown state, so the process exits. Routers resume its streams on other
+workers, and whoever started the process restarts it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from headrace.worker.engine.mailbox import Command, LoadReport, Mailbox
 from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
 from headrace.worker.request.step import RequestOutput
 
-# Load is reported after a step at most this often, besides when the engine comes to rest.
+# The shortest time between two load reports, unless commands came or the engine becomes idle.
 REPORT_INTERVAL_S = 0.02
-# Frames of the engine's stack that are told when it is stuck.
+# How many frames of the stack to log if the engine is stuck.
 _TOLD_FRAMES = 6
-# By name, for asdict() copies each number with care, which took three quarters of a report's time.
+# Reading the fields by name is four times as fast as asdict().
 _COUNTERS = tuple(counter.name for counter in fields(SchedulerStats))
 
 
 class EngineThread(threading.Thread):
-    """Owns the engine from `start` until the mailbox is stopped. Requests that would wait for others for longer than
-    `max_wait_s` are refused. `on_failure` is called as the thread's last act when anything in it raises."""
+    """Owns the engine from `start` until the mailbox is stopped. Refuses requests that would wait longer than
+    `max_wait_s` for others. If anything raises, `on_failure` is called and the thread ends."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class EngineThread(threading.Thread):
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self.num_turns = 0
-        """Counts steps that ended, and times at which there was nothing to do. For `Watchdog`."""
-        self.is_at_rest = True
+        """Steps that ended, plus the times when there was nothing to do. For `Watchdog`."""
+        self.is_idle = True
         """Whether there is nothing to do. For `Watchdog`."""
         self._engine = engine
         self._mailbox = mailbox
@@ -55,7 +55,7 @@ class EngineThread(threading.Thread):
 
     @property
     def longest_expected_step_s(self) -> float:
-        """How long the step that is being computed may take, as far as that can be told from those before."""
+        """How long the current step may take, judged by earlier steps."""
         return self._engine.meter.longest_expected_step_s
 
     def run(self) -> None:
@@ -63,11 +63,11 @@ class EngineThread(threading.Thread):
         try:
             self._run()
         except BaseException as error:
-            if not self._mailbox.is_stopped:  # else nobody is there any more to deliver to
+            if not self._mailbox.is_stopped:  # else nobody is left to deliver to
                 self._on_failure("the engine failed", error)
 
     def position(self) -> str:
-        """Where in the code the thread is, innermost function first. For the log, from another thread."""
+        """Where in the code the thread is, innermost function first. Called by other threads, for the log."""
         frame = sys._current_frames().get(self.ident or 0)
         frames = traceback.extract_stack(frame, _TOLD_FRAMES) if frame is not None else []
         return " < ".join(f"{at.filename.rpartition('/')[2]}:{at.lineno} {at.name}" for at in reversed(frames))
@@ -103,19 +103,19 @@ class EngineThread(threading.Thread):
     def _refuse_overdue(self) -> None:
         """End requests that have waited too long for their first step."""
         scheduler = self._engine.scheduler
-        given_back = [scheduler.give_back(request, error) for request, error in self._forecast.overdue()]
-        if given_back:
-            self._mailbox.deliver(given_back, None)
+        overdue = [scheduler.give_back(request, error) for request, error in self._forecast.overdue()]
+        if overdue:
+            self._mailbox.deliver(overdue, None)
 
     def _receive(self) -> list[Command] | None:
-        """The commands that have come; waits for one if there is nothing to do."""
+        """The new commands. Waits for one if there is nothing to do; None means stop."""
         if self._has_work:
             return self._mailbox.take(block=False)
         self.num_turns += 1
-        self.is_at_rest = True
+        self.is_idle = True
         commands = self._mailbox.take(block=True)
         self._forecast.begin()
-        self.is_at_rest = False
+        self.is_idle = False
         return commands
 
     @property
@@ -124,15 +124,15 @@ class EngineThread(threading.Thread):
         return engine.scheduler.has_requests or engine.has_outputs or self._report is not None
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Pass on what the last step gave, and the state after it."""
+        """Pass on the outputs of a step, and the last report."""
         report, self._report = self._report, None
         if outputs or report:
             self._mailbox.deliver(outputs, report)
 
     def _report_if_due(self, *, commands_came: bool) -> LoadReport | None:
         now = time.monotonic()
-        at_rest = not self._engine.scheduler.has_requests
-        if now < self._next_report_s and not at_rest and not commands_came:
+        is_idle = not self._engine.scheduler.has_requests
+        if now < self._next_report_s and not is_idle and not commands_came:
             return None
         self._next_report_s = now + REPORT_INTERVAL_S
         return report_of(self._engine.scheduler, self._engine.stats, self._num_taken)

@@ -1,11 +1,11 @@
-"""Notices an engine that is stuck: there is work, and no step ends.
+"""Detects an engine that is stuck: there is work, and no step ends.
 
-A stuck worker must not look alive, or its streams wait for ever. While it is stuck, watchers hear nothing, so routers
-resume its streams elsewhere; health says NOT_SERVING; new requests are refused. If a step ends after all, everything is
-as before. If none ends for several times as long, the process ends and is started again.
+A stuck worker must not look alive, or its streams would wait forever. While it is stuck, it sends nothing to watchers,
+so that routers resume its streams elsewhere; it reports NOT_SERVING and refuses new requests. If a step ends after all,
+the worker serves again. If none ends for several times as long, the process exits, to be restarted.
 
-The bound is a time, but never less than many times what a step is expected to take: large models on few cores take
-seconds for one. Time in which the watchdog itself did not run does not count, for then the whole process stood still.
+The limit is a time, but at least many times the expected time of a step, because large models on few cores take seconds
+for one. Time in which the watchdog itself did not run does not count, because the whole process stood still then.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 DEFAULT_STUCK_AFTER_S = 60.0
-# A step may take so many times as long as expected before it counts as stuck.
+# A step may take so many times as long as expected.
 EXPECTED_STEPS = 20
-# The longest expectation that counts, in bounds: what is learned may be wrong.
+# The limit is never more than so many times the configured one, because expectations may be wrong.
 _MOST_BOUNDS = 10
-# Bounds after which a stuck engine is given up.
+# The process exits after so many limits.
 GIVE_UP_AFTER = 10
-# How often to look, and how much of the time between two looks counts at most, in seconds.
+# Time between two checks, and the most of it that counts, in seconds.
 LOOK_INTERVAL_S = 0.5
 _MOST_BETWEEN_LOOKS_S = 2 * LOOK_INTERVAL_S
 
 
 class Watched(Protocol):
-    """What the watchdog reads of the engine's thread."""
+    """What the watchdog reads from the engine thread."""
 
     num_turns: int
-    is_at_rest: bool
+    is_idle: bool
 
     @property
     def longest_expected_step_s(self) -> float:
-        """How long the present step may take."""
+        """How long the current step may take, in seconds."""
         ...
 
 
 class Verdict(enum.Enum):
-    """What is to be said of the engine."""
+    """State of the engine."""
 
     ALIVE = enum.auto()
     STUCK = enum.auto()
@@ -52,11 +52,11 @@ class Verdict(enum.Enum):
 
 
 class Watchdog:
-    """Judges by looks at the engine's thread. Pure: the caller says when it looks."""
+    """Checks the engine thread. Pure: the caller passes the time."""
 
     def __init__(self, watched: Watched, stuck_after_s: float = DEFAULT_STUCK_AFTER_S) -> None:
         self.still_s = 0.0
-        """How long no step has ended."""
+        """Seconds since a step ended."""
         self._watched = watched
         self._stuck_after_s = stuck_after_s
         self._num_turns = -1
@@ -64,14 +64,14 @@ class Watchdog:
 
     @property
     def bound_s(self) -> float:
-        """How long the present step may take before the engine counts as stuck."""
+        """How long the current step may take before the engine counts as stuck."""
         expected_s = EXPECTED_STEPS * self._watched.longest_expected_step_s
         return min(max(self._stuck_after_s, expected_s), _MOST_BOUNDS * self._stuck_after_s)
 
     def look(self, now_s: float) -> Verdict:
-        """What the engine is at `now_s`, a time that does not go back."""
+        """The state of the engine at `now_s`, a monotonic time."""
         passed_s, self._looked_s = now_s - self._looked_s, now_s
-        if self._watched.is_at_rest or self._watched.num_turns != self._num_turns:
+        if self._watched.is_idle or self._watched.num_turns != self._num_turns:
             self._num_turns = self._watched.num_turns
             self.still_s = 0.0
             return Verdict.ALIVE
@@ -89,8 +89,8 @@ async def watch_engine(
     on_lost: Callable[[str], None],
     interval_s: float = LOOK_INTERVAL_S,
 ) -> None:
-    """Look for ever: call `on_stuck` with the reason when the engine is stuck, `on_recovered` when a step ended after
-    that, and `on_lost` when it has been stuck for too long."""
+    """Check forever. Calls `on_stuck` with the reason when the engine becomes stuck, `on_recovered` when a step ends
+    after that, and `on_lost` when it has been stuck for too long."""
     is_stuck = False
     while True:
         await asyncio.sleep(interval_s)

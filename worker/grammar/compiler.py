@@ -1,8 +1,8 @@
-"""Grammars: from a constraint as a caller wrote it to one that can be followed (`constraint`). The only module that
+"""Compiles constraints, as callers wrote them, into grammars that can be followed (`constraint`). The only module that
 imports llguidance.
 
-A grammar is compiled once for all requests that have it, off the event loop, and cached by content. The vocabulary is
-read when the first constraint comes.
+A grammar is compiled once for all requests that use it, in a thread, and cached by content. The vocabulary is read when
+the first constraint arrives.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ log = logging.getLogger(__name__)
 CACHED_GRAMMARS = 64
 MAX_PENDING = 64
 COMPILE_TIMEOUT_S = 10.0
-# States of a lexer cost about 2 kB each.
+# A state of a lexer takes about 2 kB.
 MAX_LEXER_STATES = 25_000
 
 
 class VocabularyError(Exception):
-    """The bytes of the model's tokens cannot be told. The text says why."""
+    """The bytes of the model's tokens are unknown. The text says why."""
 
 
 class Vocabulary(NamedTuple):
-    """`token_bytes[id]` are the bytes of a token, not always whole UTF-8 sequences; `special_ids` are no text."""
+    """`token_bytes[id]` are the bytes of a token, not always whole UTF-8 sequences. Tokens in `special_ids` are no
+    text."""
 
     token_bytes: list[bytes]
     special_ids: frozenset[int]
 
 
-class _Asked(NamedTuple):
-    """What a constraint is made from."""
+class _Key(NamedTuple):
+    """The inputs of a compilation."""
 
     source: ConstraintSource
     end_token_ids: tuple[int, ...]
@@ -51,7 +52,7 @@ class _Asked(NamedTuple):
 
 
 class _Work:
-    """A constraint that is being made, for as many as wait for it. Given up if nobody does and it has not begun."""
+    """A compilation in progress, for all requests that wait for it. Cancelled if none does and it has not begun."""
 
     __slots__ = ("future", "num_waiting")
 
@@ -61,13 +62,13 @@ class _Work:
 
 
 class Grammars:
-    """Compiles constraints for one model, off the event loop, at most `MAX_PENDING` different ones at a time. Those who
-    ask for the same at the same time get one."""
+    """Compiles constraints for one model, in threads, at most `MAX_PENDING` different ones at a time. Requests that ask
+    for the same constraint at the same time share one compilation."""
 
     def __init__(
         self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: Iterable[int]
     ) -> None:
-        """`read_vocabulary` is called once, in a thread, when the first constraint comes."""
+        """`read_vocabulary` is called once, in a thread, when the first constraint arrives."""
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
@@ -76,17 +77,17 @@ class Grammars:
         self._loading = threading.Lock()
         self._tokenizer: Any = None
         self._cache: OrderedDict[ConstraintSource, CompiledGrammar] = OrderedDict()
-        self._pending: dict[_Asked, _Work] = {}
+        self._pending: dict[_Key, _Work] = {}
 
     async def constrain(
         self, source: ConstraintSource, *, end_token_ids: Iterable[int], generated: Sequence[int] = ()
     ) -> Constraint:
-        """The compiled constraint of a request that may end with `end_token_ids` where the grammar may end, and goes
-        on behind `generated`. StatusError, with the reason of the compiler, if it cannot be kept."""
+        """The compiled constraint of a request. The answer may end with `end_token_ids` where the grammar may end, and
+        continues after `generated`. StatusError with the compiler's message if the constraint is not supported."""
         if not self._eos_token_ids:
             message = "the model names no end-of-sequence token, so a constrained answer could not end"
             raise StatusError(Reason.UNSUPPORTED, message, field="sampling.constraint")
-        work = self._work(_Asked(source, tuple(sorted(end_token_ids)), tuple(generated)))
+        work = self._work(_Key(source, tuple(sorted(end_token_ids)), tuple(generated)))
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 return await asyncio.shield(asyncio.wrap_future(work.future))
@@ -97,23 +98,23 @@ class Grammars:
             if not work.num_waiting:
                 work.future.cancel()
 
-    def _work(self, asked: _Asked) -> _Work:
-        """The work for what is asked for, joined with others who ask for the same."""
+    def _work(self, key: _Key) -> _Work:
+        """The compilation for this key, shared with others."""
         with self._lock:
-            work = self._pending.get(asked)
+            work = self._pending.get(key)
             num_pending = len(self._pending)
         if work is None:
             if num_pending >= MAX_PENDING:
                 message = "too many constraints are being compiled; try again"
                 raise StatusError(Reason.QUEUE_FULL, message, retry_after_s=1.0)
-            work = self._pending[asked] = _Work(self._pool.submit(self._constrain, *asked))
-            work.future.add_done_callback(lambda _: self._is_done(asked))
+            work = self._pending[key] = _Work(self._pool.submit(self._constrain, *key))
+            work.future.add_done_callback(lambda _: self._is_done(key))
         work.num_waiting += 1
         return work
 
-    def _is_done(self, asked: _Asked) -> None:
+    def _is_done(self, key: _Key) -> None:
         with self._lock:
-            del self._pending[asked]
+            del self._pending[key]
 
     def _constrain(self, source: ConstraintSource, ends: tuple[int, ...], generated: tuple[int, ...]) -> Constraint:
         try:
@@ -123,9 +124,9 @@ class Grammars:
             return constraint.behind(generated)
         except StatusError:
             raise
-        except BaseException as error:  # a panic of the grammar engine is no Exception
+        except BaseException as error:  # a panic in Rust is no Exception
             log.error("a constraint could not be compiled", exc_info=error)
-            message = "the grammar engine failed on this constraint; write it in another way"
+            message = "the grammar engine failed on this constraint; write it differently"
             raise StatusError(Reason.INTERNAL, message, field=source.field) from error
 
     def _grammar(self, source: ConstraintSource) -> CompiledGrammar:
@@ -155,12 +156,12 @@ class Grammars:
 
 
 class _Tokens:
-    """The vocabulary as llguidance asks for it: `vocab_size` tokens, and a way to cut bytes into tokens. The longest
-    token first: no grammar's forced text depends on merges that only the gateway knows."""
+    """The vocabulary as llguidance needs it: `vocab_size` tokens, and a tokenizer. It always takes the longest token,
+    because the text that a grammar forces must not depend on merges that only the gateway knows."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         token_bytes = vocabulary.token_bytes[:vocab_size]
-        # Rows of the model's last layer that are no token of the tokenizer: without bytes, never allowed.
+        # Rows of the model's last layer that are not in the tokenizer have no bytes, so they are never allowed.
         self.tokens = token_bytes + [b""] * (vocab_size - len(token_bytes))
         self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids} & set(range(vocab_size)))
         self.eos_token_id = eos_token_ids[0]
@@ -180,7 +181,7 @@ def _tokenizer_of(vocabulary: Vocabulary, vocab_size: int, eos_token_ids: Sequen
 
 
 def _compiled(tokenizer: Any, source: ConstraintSource) -> Any:
-    """An LLMatcher at the beginning of the grammar. StatusError if the constraint cannot be kept."""
+    """An LLMatcher at the beginning of the grammar. StatusError if the constraint is not supported."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -188,7 +189,7 @@ def _compiled(tokenizer: Any, source: ConstraintSource) -> Any:
         matcher = LLMatcher(tokenizer, _grammar_text(source), log_level=0, limits=limits)
     except (ValueError, UnsupportedSchema) as error:
         raise _refusal(source, str(error)) from error
-    # A warning says what part of the constraint would not be kept.
+    # A warning says which part of the constraint would be ignored.
     for complaint in (matcher.get_error(), *matcher.get_grammar_warnings()):
         if complaint:
             raise _refusal(source, reason_of(complaint))
@@ -217,7 +218,7 @@ def _refusal(source: ConstraintSource, reason: str) -> StatusError:
 
 
 def _bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
-    """A mask of whole 32-bit words with the bits of these tokens."""
+    """A bit mask of these tokens, in whole 32-bit words."""
     bits = np.zeros(-(-vocab_size // 32) * 4, np.uint8)
     for token_id in token_ids:
         bits[token_id >> 3] |= 1 << (token_id & 7)

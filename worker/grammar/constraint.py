@@ -1,8 +1,8 @@
-"""Following a constraint: which tokens may come next in one request. The matchers are llguidance's, made by `grammar`.
+"""Follows a constraint: which tokens may come next in a request. The matching is llguidance's; see `compiler`.
 
-    engine thread  Constraint.begin      a Matcher for each request
-                   Matcher.allowed       which tokens may come next; usually it is known already:
-    another        Matcher.advance       the mask behind a token, while the kernels compute that token's logits
+    engine thread   Constraint.begin   a Matcher for each request
+                    Matcher.allowed    the tokens that may come next; usually computed already by:
+    second thread   Matcher.advance    the mask after a token, while the kernels compute the next logits
 
 A compiled grammar is copied for each request (5 us).
 """
@@ -22,13 +22,13 @@ from headrace.protos.status import Reason, StatusError
 
 log = logging.getLogger(__name__)
 
-# With at most so many tokens allowed, the others are not even looked at.
+# If at most so many tokens are allowed, sampling looks at no others.
 FEW_TOKENS = 512
 MAX_REASON_CHARS = 300
 
 Bits = npt.NDArray[np.uint8]
 
-# For each value of a byte of a mask, what its eight tokens get added to their logits.
+# For each value of a mask byte: what is added to the logits of its eight tokens.
 _BIAS_OF_BYTE = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(0),
@@ -37,11 +37,11 @@ _BIAS_OF_BYTE = np.where(
 
 
 class ConstraintFailedError(Exception):
-    """The grammar engine failed while it followed a constraint. The cause is what it raised."""
+    """The grammar engine failed while following a constraint. The cause is what it raised."""
 
 
 class ConstraintSource(NamedTuple):
-    """A constraint as the caller wrote it: `kind` is the name of the field of the message, `texts` its content."""
+    """A constraint as the caller wrote it. `kind` is the name of the message field, `texts` its content."""
 
     kind: str
     texts: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class ConstraintSource(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """Tokens that may come next: `token_ids`, ascending, when they are few; else `bias` `[vocab]`, to be added to
-    logits, 0 for those that may and minus infinity for the rest."""
+    """The tokens that may come next: `token_ids`, ascending, if they are few; else `bias` `[vocab]` to be added to the
+    logits, 0 for allowed tokens and -inf for the others."""
 
     token_ids: npt.NDArray[np.intp] | None
     bias: npt.NDArray[np.float32] | None = None
@@ -64,7 +64,8 @@ NOTHING = Allowed(np.zeros(0, np.intp))
 
 
 class CompiledGrammar:
-    """A compiled grammar at its beginning. `is_spoiled` when its lexer, which the copies share, is at its limits."""
+    """A compiled grammar at its beginning. `is_spoiled` if its lexer, which all copies share, has reached its
+    limits."""
 
     __slots__ = ("is_spoiled", "matcher")
 
@@ -75,10 +76,11 @@ class CompiledGrammar:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraint:
-    """A grammar for one request, from behind the tokens that the request begins with.
+    """A grammar for one request, positioned after the tokens that the request resumes with.
 
-    `start` is the LLMatcher there, `first` what may come next. Masks are of bits, least significant first: `end_bits`
-    are the tokens that may be chosen where the grammar may end; where it can only end and there are none, `last_bits`.
+    `start` is the LLMatcher at this position, `first` the tokens that may come next. `end_bits` and `last_bits` are bit
+    masks of tokens, least significant bit first. `end_bits` are allowed where the grammar may end. If it can only end
+    there and `end_bits` is empty, `last_bits` are allowed.
     """
 
     grammar: CompiledGrammar
@@ -90,11 +92,11 @@ class Constraint:
     vocab_size: int
 
     def begin(self) -> Matcher:
-        """Follow the grammar from the start."""
+        """A matcher at the start."""
         return Matcher(self)
 
     def behind(self, generated: Sequence[int]) -> Constraint:
-        """The same grammar from behind generated tokens. StatusError if they do not follow it, or nothing can."""
+        """The same grammar after generated tokens. StatusError if they do not match it, or if nothing can follow."""
         matcher = Matcher(self)
         first = matcher.allowed(generated)
         if first.token_ids is None or len(first.token_ids):
@@ -107,7 +109,7 @@ class Constraint:
 
 
 class Matcher:
-    """Where one request is in its grammar. Used by one thread at a time."""
+    """The position of one request in its grammar. Used by one thread at a time."""
 
     __slots__ = (
         "__weakref__",
@@ -136,18 +138,20 @@ class Matcher:
         self.has_failed = False
 
     def allowed(self, generated: Sequence[int]) -> Allowed:
-        """What may follow the generated tokens; valid until the matcher goes on. None may when they do not follow the
-        grammar, or when it grew over its bounds: then `has_failed`. ConstraintFailedError if the grammar engine raised,
-        here or in `advance`."""
+        """The tokens that may follow the generated ones; valid until the matcher advances.
+
+        There are none, and `has_failed` is set, if the generated tokens do not match the grammar, or if the grammar
+        exceeds its limits. ConstraintFailedError if the grammar engine raised, here or in `advance`.
+        """
         if self._failure is None:
             try:
                 return self._allowed_behind(generated)
-            except BaseException as error:  # a panic of the engine, which is Rust, is no Exception
+            except BaseException as error:  # a panic in Rust is no Exception
                 self._fail(error)
         raise ConstraintFailedError("the grammar engine failed") from self._failure
 
     def advance(self, token_id: int) -> None:
-        """Follow a chosen token and compute what may come behind it. Does not raise; `allowed` does, if this failed."""
+        """Follow a chosen token, and compute the mask after it. Does not raise; if this fails, `allowed` raises."""
         try:
             self._consume((token_id,))
             self._allowed = self._compute()
@@ -200,7 +204,7 @@ class Matcher:
         return Allowed(used[within >> 5] * 32 + (within & 31))
 
     def _bias_of(self, bits: Bits) -> npt.NDArray[np.float32]:
-        # One array, used again for each token: making one of this size costs more than filling it.
+        # The array is reused, because allocating one of this size costs more than filling it.
         if self._bias is None:
             self._bias = np.empty((len(bits), 8), np.float32)
         np.take(_BIAS_OF_BYTE, bits, axis=0, out=self._bias, mode="clip")
@@ -215,14 +219,14 @@ class LookAhead:
         self._batch: Future[None] | None = None
 
     def begin(self, steps: Sequence[tuple[Matcher, int]]) -> None:
-        """Advance each matcher by its token. They must not be used before `finish`."""
+        """Advance each matcher by its token. The matchers must not be used before `finish`."""
         assert self._batch is None, "the batch before was not finished"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._batch = self._thread.submit(_advance_all, steps)
 
     def finish(self) -> None:
-        """Wait for what was begun."""
+        """Wait for the batch."""
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.result()
@@ -234,7 +238,7 @@ def _advance_all(steps: Sequence[tuple[Matcher, int]]) -> None:
 
 
 def reason_of(complaint: str) -> str:
-    """The line of a complaint that says what is wrong."""
+    """The line of an error message that says what is wrong."""
     lines = [line.strip() for line in complaint.splitlines() if line.strip()] or ["it failed"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines)[0][:MAX_REASON_CHARS]

@@ -1,11 +1,10 @@
-"""A caller's JSON schema made ready for the grammar compiler (pure).
+"""Prepares a caller's JSON schema for the grammar compiler. Pure.
 
-What the compiler would take and not keep exactly is narrowed until it does, or refused:
+Where the compiler would accept answers that violate the schema, the schema is narrowed or refused:
 
-- dates are dates of the calendar, in the years 1 to 9999, and times have no leap seconds: any reader takes them;
-- a least number of properties is refused where only names made up by the model could reach it, for it may make up the
-  same name twice;
-- the compiler's own options cannot be set from within a schema.
+- Dates must be in the calendar, in the years 1 to 9999, and times have no leap seconds, so any parser accepts them.
+- `minProperties` is refused if only names chosen by the model could reach it, because it may choose a name twice.
+- A schema cannot set the compiler's own options.
 
 Answers are compact, without white space between tokens: docs/decisions/0007.
 """
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
-# Every fourth year, but of the centuries only every fourth.
+# Every fourth year, but only every fourth century.
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = (
     f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -28,23 +27,23 @@ _DATE = (
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _NARROWER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
-# keyword -> how subschemas are in its value
+# Keywords by the form in which their value holds subschemas.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalProperties", "additionalItems")
 
 _DECODER = json.JSONDecoder()
-# What may hold %json without meaning it, and %json itself.
+# Strings, comments and expressions, which may contain %json as text, and %json itself.
 _LEXEMES = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)', re.DOTALL)
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
 
 
 class UnsupportedSchema(Exception):
-    """The schema cannot be kept. The text says why."""
+    """The schema is not supported. The text says why."""
 
 
 def prepared(schema: str) -> str:
-    """The schema as the compiler gets it, both as JSON text. Raises `UnsupportedSchema`."""
+    """The narrowed schema; both are JSON text. Raises `UnsupportedSchema`."""
     try:
         root = msgspec.json.decode(schema)
         if root is True:
@@ -63,8 +62,8 @@ def prepared(schema: str) -> str:
 
 
 def prepared_within(grammar: str) -> str:
-    """A grammar in Lark whose JSON schemas (`%json {...}`) are narrowed in the same way, each with its own options for
-    white space. Raises `UnsupportedSchema`."""
+    """Narrow the JSON schemas (`%json {...}`) of a Lark grammar in the same way. Each keeps its options for white
+    space. Raises `UnsupportedSchema`."""
     parts, position = [], 0
     while (found := _LEXEMES.search(grammar, position)) is not None:
         parts.append(grammar[position : found.end()])
@@ -74,7 +73,7 @@ def prepared_within(grammar: str) -> str:
             try:
                 schema, end = _DECODER.raw_decode(grammar, start)
             except (ValueError, RecursionError):
-                continue  # the compiler says what is wrong with it, and where
+                continue  # the compiler reports the error and its place
             parts.append(f" {json.dumps(_narrowed_root(schema))}")
             position = end
     return "".join(parts) + grammar[position:]

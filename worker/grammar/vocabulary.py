@@ -1,6 +1,6 @@
-"""The bytes of a model's tokens, for grammar masks: all that the worker ever knows of text.
+"""The bytes of a model's tokens, for grammar masks. Nothing else in the worker knows text.
 
-This imports OpenVINO's tokenizer extension: import it late, in a thread.
+This imports OpenVINO's tokenizer extension, so import it late and in a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import openvino
 from headrace.common.model_files import vocabulary
 from headrace.worker.grammar.compiler import Vocabulary, VocabularyError
 
-# Never freed: nodes of the extension must not outlive the core that made them.
+# Never freed, because nodes of the extension must not outlive their core.
 _cores: list[Any] = []
 
 

@@ -1,1 +1,1 @@
-"""The machine: NUMA nodes, pinned threads, addresses."""
+"""The host: NUMA nodes, pinned threads, addresses."""

@@ -1,4 +1,4 @@
-"""The address at which others reach this worker, when it listens on all of its own."""
+"""The address at which routers reach this worker, if it listens on all addresses of the host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headrace.worker.config import ConfigurationError
 _ANY = ("0.0.0.0", "[::]", "::", "")
 
 
-def way_to_the_fleet(routers: Sequence[str], redis_url: str | None) -> str | None:
-    """HOST:PORT (or unix:/path) of somebody in the fleet's network: a router if one is named, else Redis."""
+def fleet_address(routers: Sequence[str], redis_url: str | None) -> str | None:
+    """HOST:PORT or unix:/path of a peer in the fleet's network: a router if one is given, else Redis."""
     if routers or redis_url is None:
         return routers[0] if routers else None
     parts = urlsplit(redis_url)
@@ -23,10 +23,10 @@ def way_to_the_fleet(routers: Sequence[str], redis_url: str | None) -> str | Non
 
 
 def advertised_address(listen: str, router: str | None) -> str:
-    """`listen` itself, unless that is every address of the host: then the one from which packets leave for the router.
+    """`listen`, or, if that means all addresses of the host, the address from which packets to `router` leave.
 
-    A container or pod is reached there, whatever its host name means elsewhere. Nothing is sent there; `router` may be
-    anybody in that network. Raises ConfigurationError if the router's name is not known.
+    This is where a container or pod is reached, even if its host name is unknown elsewhere. Nothing is sent. `router`
+    may be any peer in the network. ConfigurationError if its name cannot be resolved.
     """
     host, _, port = listen.rpartition(":")
     if listen.startswith("unix:") or host not in _ANY or router is None or router.startswith("unix:"):
@@ -36,7 +36,7 @@ def advertised_address(listen: str, router: str | None) -> str:
         found = socket.getaddrinfo(router_host.strip("[]"), int(router_port), type=socket.SOCK_DGRAM)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"cannot tell at which address this worker is reached from {router}: {error}; say it with --advertise"
+            f"cannot find the address at which {router} reaches this worker: {error}; set it with --advertise"
         ) from error
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:

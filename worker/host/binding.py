@@ -1,7 +1,7 @@
-"""What was achieved of pinning threads and memory, read back from the kernel: not what was asked for.
+"""Where threads and memory really are, read from the kernel.
 
-Sources: /proc/self/task/*/status (Cpus_allowed_list of every thread, OpenVINO's own included), /proc/self/numa_maps
-(the memory policy in force, and pages by node) and /proc/self/smaps (huge pages); see proc(5).
+Sources: /proc/self/task/*/status (Cpus_allowed_list of every thread, including OpenVINO's), /proc/self/numa_maps
+(the memory policy, and pages by node) and /proc/self/smaps (huge pages); see proc(5).
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from pathlib import Path
 from headrace.worker.host.numa import memory_node_of, parse_list
 
 MIN_INTERVAL_S = 10.0
-# The kernel walks the page tables of all that is resident: some 5 ms for each GiB of small pages. At most this part of
-# the time goes into it.
+# The kernel walks the page tables of all resident memory, which takes about 5 ms for each GiB of small pages. At most
+# this share of the time is spent on it.
 _SHARE_OF_TIME = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """CPUs that any thread may run on, ascending; the policy as the kernel writes it (`default`, `prefer:0`, ...),
-    empty if it tells none; resident bytes by NUMA node: all, those that are of no file, of these the KV cache; of the
-    cache the bytes in huge pages. `numa_node` is the one with memory that is nearest to all CPUs, if there is one."""
+    """Where a worker's threads and memory are.
+
+    `numa_node` is the node with memory that is nearest to all CPUs, or None if they differ in it. `cpus` are those on
+    which any thread may run, ascending. `memory_policy` is as the kernel writes it (`default`, `prefer:0`, ...), or
+    empty if unknown. Resident bytes are by NUMA node: all, anonymous ones, and of these the KV cache. `kv_huge_bytes`
+    of the KV cache are in huge pages.
+    """
 
     numa_node: int | None
     cpus: tuple[int, ...]
@@ -38,7 +42,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Addresses of the KV cache: `size_bytes` from `address` on."""
+    """The memory of the KV cache: `size_bytes` at `address`."""
 
     address: int
     size_bytes: int
@@ -48,7 +52,7 @@ class Region:
 
 
 def read_binding(kv_cache: Region, root: Path = Path("/")) -> Binding:
-    """Read what the kernel says of this process now. `root` is "/" but in tests."""
+    """Read the binding of this process. `root` is "/" except in tests."""
     process = root / "proc/self"
     cpus, num_threads = _cpus_of_threads(process)
     pages = _numa_maps(_lines(process / "numa_maps"), kv_cache)
@@ -65,7 +69,7 @@ def read_binding(kv_cache: Region, root: Path = Path("/")) -> Binding:
 
 
 async def keep_binding_known(kv_cache: Region, tell: Callable[[Binding], None]) -> None:
-    """Read the binding again and again, in a thread, until cancelled: as the cache fills, more of it is resident."""
+    """Read the binding periodically, in a thread, until cancelled. As the cache fills, more of it becomes resident."""
     while True:
         started_s = time.monotonic()
         tell(await asyncio.to_thread(read_binding, kv_cache))
@@ -97,7 +101,7 @@ def _numa_maps(lines: Iterable[str], kv_cache: Region) -> _Pages:
     pages = _Pages()
     for line in lines:
         address, policy, *words = line.split()
-        # The first mapping is the program's, which has no policy of its own: this is the one in force.
+        # The first mapping, the program's, has no policy of its own, so it shows that of the process.
         pages.policy = pages.policy or policy
         found = dict(word.split("=", 1) for word in words if "=" in word)
         page_bytes = int(found.get("kernelpagesize_kB", 4)) * 1024

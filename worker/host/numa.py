@@ -1,8 +1,8 @@
-"""Where the worker's threads run and which node its memory comes from, settled before OpenVINO is imported.
+"""Decides where the worker's threads run and which NUMA node its memory comes from, before OpenVINO is imported.
 
-Threads run on the CPUs of the affinity mask that the worker was started with: OpenVINO reads it when it is imported and
-maps its own threads onto it. Memory comes from the node of these CPUs, or from the nearest one that has some
-(Documentation/admin-guide/mm/numa_memory_policy.rst). What came of it is read back in `binding`.
+Threads run on the CPUs of the affinity mask with which the worker was started. OpenVINO reads the mask when it is
+imported. Memory comes from the node of these CPUs, or from the nearest node with memory
+(Documentation/admin-guide/mm/numa_memory_policy.rst). `binding` reads back the result.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ log = logging.getLogger(__name__)
 
 _NODES = "sys/devices/system/node"
 _MPOL_PREFERRED = 1
-# set_mempolicy(2): C libraries do not wrap it, so it is called by its number.
+# set_mempolicy(2) has no wrapper in C libraries, so it is called by number.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MASK_BITS = ctypes.sizeof(ctypes.c_ulong) * 8
 _MAX_NODES = 1024
 
 
 def usable_cpus() -> frozenset[int]:
-    """CPUs of this process's affinity mask: what cpusets and taskset leave of the machine."""
+    """CPUs of this process's affinity mask, which cpusets and taskset may restrict."""
     return frozenset(os.sched_getaffinity(0))
 
 
 def num_threads_for(asked: int | None) -> int:
-    """Threads to compute with: as many as were asked for, or as there are usable CPUs. With fewer than CPUs, the rest
-    is left to the worker's asyncio side.
+    """Number of threads to compute with: `asked`, or the number of usable CPUs. Remaining CPUs are left to the event
+    loop.
 
-    ConfigurationError when more are asked for than there are: threads that share a core would only wait for each other.
+    ConfigurationError if there are fewer CPUs than that, because threads that share a core only wait for each other.
     """
     num_cpus = len(usable_cpus())
     if asked is None:
@@ -49,13 +49,13 @@ def num_threads_for(asked: int | None) -> int:
 
 
 def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """NUMA nodes that have memory, ascending; empty where the kernel knows no nodes. `root` is "/" but in tests."""
+    """NUMA nodes with memory, ascending; empty if the kernel has no NUMA. `root` is "/" except in tests."""
     return tuple(sorted(parse_list(_read(root / _NODES / "has_memory"))))
 
 
 def memory_node_of(cpus: frozenset[int], root: Path = Path("/")) -> int | None:
-    """The node with memory that is nearest to all of `cpus`: their own, if it has any. None when they are on several
-    nodes that differ in this, or when the kernel knows no nodes."""
+    """The node with memory that is nearest to all of `cpus`: their own, if it has memory. None if they are on nodes
+    that differ in it, or if the kernel has no NUMA."""
     with_memory = memory_nodes(root)
     nearest = set()
     for place in sorted((root / _NODES).glob("node[0-9]*")):
@@ -65,7 +65,7 @@ def memory_node_of(cpus: frozenset[int], root: Path = Path("/")) -> int | None:
 
 
 def parse_list(text: str) -> frozenset[int]:
-    """Numbers of a list as the kernel writes it, such as `0-2,8`."""
+    """Parse a list of numbers in the kernel's format, such as `0-2,8`."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -74,7 +74,7 @@ def parse_list(text: str) -> frozenset[int]:
 
 
 def format_list(numbers: Iterable[int]) -> str:
-    """Numbers as the kernel writes lists, such as `0-2,8`."""
+    """Write numbers in the kernel's format, such as `0-2,8`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -85,13 +85,14 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def bind_memory(node: int | None, root: Path = Path("/")) -> int | None:
-    """Prefer `node` for the memory of this thread and of all that it starts; None means the node of the usable CPUs.
+    """Prefer `node` for the memory of this thread and of all threads that it starts. None means the node of the usable
+    CPUs.
 
-    To be called by the main thread before it starts others. Does nothing on a machine with one node, where the CPUs are
-    on several, and where whoever started the worker has set a policy (numactl, systemd). Where the kernel does not
-    permit it (a container's seccomp profile without CAP_SYS_NICE), one warning: pages then come from the node of the
-    thread that touches them first, which is the same node as long as it has room. Gives the node that memory comes
-    from, if it is one of several. ConfigurationError for a `node` that was asked for and has no memory.
+    Must be called by the main thread before it starts others. Does nothing if there is only one node, if the CPUs are
+    on several nodes, or if a memory policy is already set (numactl, systemd). If the kernel does not permit it (a
+    container without CAP_SYS_NICE), logs a warning: pages then come from the node of the thread that touches them
+    first, which is the same node while it has room. Returns the preferred node, or None if there is none.
+    ConfigurationError if the given `node` has no memory.
     """
     with_memory = memory_nodes(root)
     if node is not None and with_memory and node not in with_memory:
@@ -104,7 +105,9 @@ def bind_memory(node: int | None, root: Path = Path("/")) -> int | None:
     if node is None:
         node = memory_node_of(usable_cpus(), root)
     if node is None:
-        log.warning("the usable CPUs are on several NUMA nodes: memory is bound to none; start one worker for each")
+        log.warning(
+            "the usable CPUs are on several NUMA nodes, so memory is bound to none; start one worker for each node"
+        )
         return None
     try:
         _prefer(node)
@@ -119,7 +122,7 @@ def bind_memory(node: int | None, root: Path = Path("/")) -> int | None:
 
 
 def _prefer(node: int) -> None:
-    """set_mempolicy(MPOL_PREFERRED, {node}). OSError as the kernel says, ENOSYS where its number is not known."""
+    """set_mempolicy(MPOL_PREFERRED, {node}). OSError from the kernel; ENOSYS on an unknown architecture."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise OSError(38, "not known on this architecture")
@@ -132,12 +135,12 @@ def _prefer(node: int) -> None:
 
 
 def _policy_in_force(root: Path) -> str:
-    """The main thread's memory policy as the kernel writes it; mappings without one of their own show it."""
+    """The main thread's memory policy, as mappings without a policy of their own show it."""
     return next((line.split()[1] for line in _lines(root / "proc/self/numa_maps")), "default")
 
 
 def _nearest(node: int, place: Path, with_memory: tuple[int, ...]) -> int:
-    """The node itself if it has memory, else the nearest that has, the lower of two."""
+    """The node itself if it has memory, else the nearest node with memory; the lower number of two."""
     if node in with_memory or not with_memory:
         return node
     others = sorted(int(found.name.removeprefix("node")) for found in place.parent.glob("node[0-9]*"))

@@ -1,22 +1,22 @@
-"""The KV blocks of a worker: who holds them, what they contain, which to give up first.
+"""The KV blocks of a worker: reference counts, contents, and the order of eviction.
 
-A block is in exactly one of three conditions:
+A block is in one of three states:
 
     referenced   ref_count > 0: in the block table of one or more requests
-    cached       ref_count = 0 and findable: reusable, given up only when needed
-    free         ref_count = 0 and nothing of value in it
+    cached       ref_count = 0 and findable: reusable until it is evicted
+    free         ref_count = 0 and without useful content
 
-A full block is findable by its hash and can be shared. Any block whose beginning is known, full or not, is findable by
-the hash of the block before it: its beginning can be copied by a sequence that goes on differently.
+A full block can be found by its hash, and shared. A block whose beginning is computed, full or not, can be found by the
+hash of the block before it. A sequence that shares only this beginning copies it.
 
-What is findable by its hash is closed under prefixes: with a block, so is each block before it in its chain. Routers
-rely on that (docs/decisions/0023). It holds because a block becomes findable behind a findable one only, because who
-holds a findable block holds those before it as well, and because a sequence gives its blocks back from its end, so that
-of two blocks of a chain that nobody holds the later one is given up first.
+The blocks that can be found by hash are closed under prefixes: if a block can be found, so can all blocks before it in
+its chain. Routers rely on that (docs/decisions/0023). There are three reasons for it. A block becomes findable only
+after the block before it. A request that holds a findable block also holds those before it. And a sequence releases its
+blocks from the end, so a later block of a chain is evicted first.
 
-Cached and free blocks stand in one queue, the least valuable at the front: free ones first, then cached ones in the
-order in which they were last released. It is a doubly linked list in two arrays, so taking the front, and taking a
-cached block out of the middle on a hit, are both O(1) whatever the size of the pool. Slot `num_blocks` is the sentinel:
+Cached and free blocks are in one queue, in the order of eviction: free blocks, then cached ones, least recently
+released first. The queue is a doubly linked list in two arrays. Taking its front and removing a block from its middle
+are both O(1). Slot `num_blocks` is the sentinel:
 
     sentinel <-> 7 <-> 3 <-> 12 <-> sentinel       next(sentinel) is taken first
 """
@@ -29,13 +29,13 @@ from itertools import islice
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
-# Blocks with the same block before them that are looked at for the longest common beginning, the latest first.
+# How many blocks after the same parent are compared for the longest common beginning, the latest first.
 MAX_SIBLINGS = 16
 
 
 class _Content(NamedTuple):
-    """What is known of a findable block; `block_hash` is None while it is not full. The first of a chain has no block
-    before it: its `parent_hash` is the chain's root."""
+    """The content of a findable block. `block_hash` is None while the block is not full. The first block of a chain has
+    the chain's root as `parent_hash`."""
 
     block_hash: int | None
     parent_hash: int
@@ -46,12 +46,12 @@ class _Content(NamedTuple):
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens each. Not thread-safe: the engine thread owns it.
 
-    What became findable and what was lost is collected for `take_events`: a hash that was both since has no event.
+    `take_events` returns which hashes became findable and which were evicted. A hash that was both has no event.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1:
-            raise ValueError(f"a pool needs a block, not {num_blocks}")
+            raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evictions = 0
@@ -80,15 +80,15 @@ class BlockPool:
         return block_hash in self._block_of_hash
 
     def find(self, block_hash: int, parent_hash: int, token_bytes: bytes) -> int | None:
-        """The block with this hash, parent and content, or None. Content decides: a hash alone proves nothing."""
+        """The block with this hash, parent and content, or None. Comparing the content excludes hash collisions."""
         block = self._block_of_hash.get(block_hash)
         if block is None or self._content[block][:3] != (block_hash, parent_hash, token_bytes):
             return None
         return block
 
     def find_beginning(self, parent_hash: int, token_bytes: bytes) -> tuple[int, int]:
-        """The block behind `parent_hash` that shares the longest beginning with these tokens, and how many tokens that
-        is. (-1, 0) if there is none."""
+        """The block after `parent_hash` with the longest common beginning, and its number of tokens; (-1, 0) if there
+        is none."""
         best, longest = -1, 0
         for block in islice(reversed(self._blocks_behind.get(parent_hash, {})), MAX_SIBLINGS):
             shared = _num_shared_tokens(self._content[block].token_bytes, token_bytes)
@@ -97,9 +97,9 @@ class BlockPool:
         return best, longest
 
     def take(self, count: int) -> list[int]:
-        """Take `count` blocks for one holder, the least valuable first; what was cached in them is forgotten.
+        """Take `count` blocks for one holder, in the order of eviction. Their cached content is lost.
 
-        The caller has seen that `num_free_blocks` is enough.
+        The caller has checked `num_free_blocks`.
         """
         assert 0 <= count <= self._num_unreferenced, "taking more blocks than there are"
         taken = []
@@ -125,7 +125,7 @@ class BlockPool:
             self._ref_count[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take one holder off each block. Give the last block of a sequence first: it is then given up first."""
+        """Remove one holder from each block. Pass the last block of a sequence first, so that it is evicted first."""
         for block in blocks:
             assert self._ref_count[block] > 0, "releasing a block that nobody holds"
             self._ref_count[block] -= 1
@@ -136,10 +136,10 @@ class BlockPool:
     def make_findable(
         self, block: int, block_hash: int, parent_hash: int, token_bytes: bytes, *, is_first: bool
     ) -> int | None:
-        """Let a full, computed, referenced block be found. The block before it can be found, unless it `is_first`.
+        """Make a full, computed, referenced block findable. The block before it is findable, unless it `is_first`.
 
-        Gives the block that stands for the hash: this one, or another one with the same content that did before. None
-        if one with other content does: then no block behind this one may become findable.
+        Returns the block that the hash finds: this one, or an older one with the same content. None if the hash finds a
+        block with other content; then no block after this one may become findable.
         """
         assert self._ref_count[block] > 0, "only a held block can become findable"
         assert is_first or parent_hash in self._block_of_hash, "a block would be findable without the one before it"
@@ -156,21 +156,21 @@ class BlockPool:
         return block
 
     def make_beginning_findable(self, block: int, parent_hash: int, token_bytes: bytes, *, is_first: bool) -> None:
-        """Let the computed beginning of a referenced block that is not full be found and copied."""
+        """Make the computed beginning of a referenced block findable, so that it can be copied."""
         assert self._ref_count[block] > 0, "only a held block can become findable"
         if block in self._content:
             self._forget(block)
         self._note(block, _Content(None, parent_hash, token_bytes, is_first))
 
     def forget_all(self) -> None:
-        """Make no block findable: their content is no longer to be trusted. Nobody holds a block."""
+        """Forget the content of all blocks. None may be referenced."""
         for block in reversed(list(self._content)):  # the end of each chain first
             self._forget(block)
 
     def take_events(self) -> tuple[list[int], list[int]]:
-        """Hashes that became findable and that were lost since the last call, each in one list at most.
+        """Hashes that became findable, and hashes that were evicted, since the last call. No hash is in both.
 
-        Of each chain the beginning comes first among the stored and last among the evicted.
+        The beginning of a chain comes first among the stored hashes and last among the evicted ones.
         """
         stored, evicted = list(self._stored), list(self._evicted)
         self._stored.clear()
@@ -202,7 +202,7 @@ class BlockPool:
         self._check_chains(queue)
 
     def _check_chains(self, queue: list[int]) -> None:
-        """Assert that what is findable is closed under prefixes, and stays so whatever is given up next."""
+        """Assert that findable blocks are closed under prefixes, and stay so whatever is evicted next."""
         place_of = {block: place for place, block in enumerate(queue)}
         for block, content in self._content.items():
             if content.is_first:
@@ -211,7 +211,7 @@ class BlockPool:
             assert before is not None, "a block can be found and the one before it cannot"
             if before in place_of:
                 assert block in place_of, "a block is held and the one before it is not"
-                assert place_of[block] < place_of[before], "a block would be given up before the one behind it"
+                assert place_of[block] < place_of[before], "a block would be evicted before the one after it"
 
     def _note(self, block: int, content: _Content) -> None:
         self._content[block] = content
@@ -246,7 +246,7 @@ class BlockPool:
 
 
 def _num_shared_tokens(left: bytes, right: bytes) -> int:
-    """Tokens that two runs of little-endian u32 have in common at their beginning."""
+    """Length of the common prefix of two arrays of little-endian u32."""
     low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2

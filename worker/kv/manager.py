@@ -1,4 +1,4 @@
-"""Which blocks hold the keys and values of which request: prefix matching, growing, sharing, copying, freeing."""
+"""Assigns KV blocks to requests: prefix matching, allocation, sharing, copying, freeing."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from headrace.protos.block_hash import next_hash, token_bytes_of
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.request.request import Request
 
-# Tokens that a hit leaves to be computed. One would do for the logits of the last, but a token that is computed alone
-# goes through other kernels than one of several, with other bits (docs/decisions/0006).
+# The fewest tokens that are computed after a hit. One would be enough for the logits, but other kernels compute a
+# single token and give other bits (docs/decisions/0006).
 MIN_TOKENS_LEFT = 2
 # Copying a block costs about 0.1 ms over all layers, computing a token of a small model about 0.4 ms.
 MIN_COPIED_TOKENS = 2
 
 
 class BlockCopy(NamedTuple):
-    """A block whose content the runner copies before it computes the step."""
+    """A copy of a block, made by the runner before it computes the step."""
 
     source: int
     destination: int
 
 
 class KVCacheManager:
-    """Gives requests their blocks. Owns the pool; the engine thread owns both.
+    """Assigns blocks to requests. Owns the pool. Used by the engine thread only.
 
-    A request's `block_table` has one holder's share of each of its blocks, from `reuse` or `reserve` until `free`. The
-    first `num_findable_blocks` of them are those that are found by their hashes.
+    A request holds a reference to each block in its `block_table`, from `reuse` or `reserve` until `free`. The first
+    `num_findable_blocks` of them can be found by their hashes.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -35,19 +35,19 @@ class KVCacheManager:
         self._copies: list[BlockCopy] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens fill or begin."""
+        """Number of blocks for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def reuse(self, request: Request) -> int:
-        """Put findable blocks behind the request's computed tokens, as far as they match; give the tokens gained.
+        """Append cached blocks to the request's computed tokens, as far as they match. Returns the tokens gained.
 
-        Called each time the request is about to compute, so that what others have computed meanwhile is used too.
+        Called each time before the request computes, so that it also uses what others have computed meanwhile.
         """
         size = self.block_size
         if request.num_computed_tokens != len(request.block_table) * size or request.wants_prompt_logprobs:
             return 0
         if request.num_findable_blocks < len(request.block_table):
-            return 0  # what is found behind a hash that stands for other content has that content before it
+            return 0  # its last hash finds a block with other content, and so would all later ones
         last_reusable = (request.num_tokens - MIN_TOKENS_LEFT) // size
         found: list[int] = []
         for index in range(len(request.block_table), last_reusable):
@@ -64,8 +64,8 @@ class KVCacheManager:
         return len(found) * size
 
     def num_computed_by_now(self, request: Request) -> int:
-        """Computed tokens of the request, those included that `reuse` would add: as far as hashes tell, which is all
-        that an estimate needs. A bisection, for what can be found is closed under prefixes."""
+        """An estimate of the request's computed tokens after `reuse`. Compares hashes only. A bisection, because
+        findable blocks are closed under prefixes."""
         size = self.block_size
         held = len(request.block_table)
         if request.num_computed_tokens != held * size or request.wants_prompt_logprobs:
@@ -80,12 +80,12 @@ class KVCacheManager:
         return low * size
 
     def copy_beginning(self, request: Request) -> int:
-        """Put a copy of the block that begins like the request's next one behind its computed tokens; give the tokens
-        gained. What the copy has beyond them is overwritten as the request goes on."""
+        """Append a copy of the block that begins like the request's next one. Returns the tokens gained. The rest of
+        the copy is overwritten as the request continues."""
         source, gained = self._find_beginning(request)
         if gained < MIN_COPIED_TOKENS:
             return 0
-        # Held, so that the block taken for the copy is not the one to be copied.
+        # Hold it, so that `take` does not return the block to be copied.
         self.pool.hold([source])
         if self.pool.num_free_blocks:
             request.block_table.extend(self.pool.take(1))
@@ -97,14 +97,14 @@ class KVCacheManager:
         return gained
 
     def is_worth_waiting(self, request: Request) -> bool:
-        """Whether a copy of the request's next block, once another has computed it, would spare tokens that a copy
-        made now does not."""
+        """Whether the request should wait until another has computed its next block, because a copy made then saves
+        tokens that a copy made now does not."""
         gained = self._find_beginning(request)[1]
         computed_now = request.num_uncomputed_tokens - (gained if gained >= MIN_COPIED_TOKENS else 0)
         return computed_now - MIN_TOKENS_LEFT >= MIN_COPIED_TOKENS
 
     def _find_beginning(self, request: Request) -> tuple[int, int]:
-        """The block that begins most like the request's next one, and by how many tokens; (-1, 0) if none."""
+        """The block with the longest common beginning with the request's next one, and its tokens; (-1, 0) if none."""
         index = len(request.block_table)
         start = index * self.block_size
         end = min(start + self.block_size, request.num_tokens - MIN_TOKENS_LEFT)
@@ -115,12 +115,13 @@ class KVCacheManager:
         return self.pool.find_beginning(self._parent_of(request, index), token_bytes_of(request.token_ids[start:end]))
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies to be made before the next step computes, in this order."""
+        """The copies to be made before the next step, in this order."""
         copies, self._copies = self._copies, []
         return copies
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make the block table long enough for `num_tokens` tokens. False, and nothing done, if blocks are short."""
+        """Extend the block table for `num_tokens` tokens. Returns False, without any change, if there are too few
+        blocks."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_table)
         if missing <= 0:
             return True
@@ -130,11 +131,11 @@ class KVCacheManager:
         return True
 
     def publish(self, request: Request) -> None:
-        """Let the blocks that the request's computed tokens have filled be found by others.
+        """Make the request's full blocks findable.
 
-        Where a block with the same content is found already, the request takes that one and gives its own back: so it
-        holds what stands before the blocks that it makes findable (see BlockPool). Where a hash stands for other
-        content, neither this block nor those behind it become findable. Not while a step is computed.
+        If an older block has the same content, the request uses that one and releases its own. So it holds all blocks
+        before those that it makes findable (see BlockPool). If a hash finds other content, neither this block nor any
+        later one becomes findable. Must not be called while a step is computed.
         """
         full = request.num_computed_tokens // self.block_size
         for index in range(request.num_findable_blocks, full):
@@ -155,7 +156,7 @@ class KVCacheManager:
             request.num_findable_blocks = index + 1
 
     def publish_beginning(self, request: Request) -> None:
-        """Let the computed part of the request's last block, if it is not full, and all blocks before it be found."""
+        """Make the request's full blocks, and the computed beginning of its last block, findable."""
         self.publish(request)
         index, begun = divmod(request.num_computed_tokens, self.block_size)
         if begun >= MIN_COPIED_TOKENS and request.num_findable_blocks == index:
@@ -166,11 +167,11 @@ class KVCacheManager:
             )
 
     def work_on(self, request: Request, index: int) -> tuple[int, bytes]:
-        """What computing the request's block `index` makes: equal for requests that would make the same block."""
+        """A key for the request's block `index`, equal for requests that would compute the same block."""
         return self._parent_of(request, index), self._content_of(request, index)
 
     def num_common_tokens(self, left: Request, right: Request) -> int:
-        """Tokens in the full blocks with which both begin."""
+        """Tokens in the full blocks of the common prefix."""
         low, high = 0, min(left.num_tokens, right.num_tokens) // self.block_size
         while low < high:
             middle = (low + high + 1) // 2
@@ -181,7 +182,7 @@ class KVCacheManager:
         return low * self.block_size
 
     def free(self, request: Request) -> None:
-        """Give all blocks of the request back and set it to nothing computed."""
+        """Release all blocks of the request. It has no computed tokens then."""
         self.pool.release(reversed(request.block_table))
         del request.block_table[:]
         request.num_computed_tokens = 0

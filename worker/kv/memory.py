@@ -1,5 +1,4 @@
-"""How much memory the KV cache may take: what is really available to this process, cgroup limits and the NUMA node that
-its memory comes from included."""
+"""How much memory the KV cache may take. Considers cgroup limits and the NUMA node that memory comes from."""
 
 from __future__ import annotations
 
@@ -8,14 +7,14 @@ from pathlib import Path
 from headrace.worker.config import ConfigurationError
 
 GIB = 1 << 30
-# A cgroup v1 hierarchy without a limit reports a number near 2^63.
+# cgroup v1 reports a number near 2^63 if there is no limit.
 _NO_LIMIT = 1 << 60
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process can still take: the kernel's MemAvailable, or what the tightest cgroup leaves.
+    """Memory that this process can still allocate: MemAvailable, or less if a cgroup is tighter.
 
-    Reads cgroup v2 (memory.max, memory.current less reclaimable file pages) and v1. `root` is "/" but in tests.
+    Reads cgroup v2 (memory.max, memory.current less reclaimable file pages) and v1. `root` is "/" except in tests.
     """
     available = _mem_available(root / "proc/meminfo")
     for limit, used in _cgroup_limits(root):
@@ -24,8 +23,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def available_on_node(node: int, root: Path = Path("/")) -> int | None:
-    """Memory of a NUMA node that is free, or holds what can be read from files again; None if the kernel does not tell
-    (/sys/devices/system/node/node*/meminfo)."""
+    """Memory of a NUMA node that is free or reclaimable (/sys/devices/system/node/node*/meminfo); None if unknown."""
     try:
         text = (root / f"sys/devices/system/node/node{node}/meminfo").read_text()
     except OSError:
@@ -37,14 +35,15 @@ def available_on_node(node: int, root: Path = Path("/")) -> int | None:
 
 
 def kv_cache_budget(asked: int | None, share: float, available: int, most: int | None = None) -> int:
-    """Bytes for the KV cache: what was asked for if it is there, else a share of what is available, at most `most`."""
+    """Bytes for the KV cache: `asked` if given, else a share of what is available, at most `most`. ConfigurationError
+    if `asked` is more than available."""
     if asked is None:
         budget = int(available * share)
         return budget if most is None else min(budget, most)
     if asked > available:
         raise ConfigurationError(
             f"a KV cache of {asked / GIB:.1f} GiB was asked for (--kv-cache-gb) but only {available / GIB:.1f} GiB of "
-            f"memory are available to this process; ask for less, or leave it out to use {share:.0%} of what there is"
+            f"memory are available to this process; ask for less, or leave it out to use {share:.0%} of that"
         )
     return asked
 
@@ -75,7 +74,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
         else:
             continue
         directory = base / path.lstrip("/")
-        # Inside a container the path of the host may be named; then the container's own root is what there is.
+        # Inside a container, the path may be that of the host. Then only the container's root exists.
         for place in (directory, *directory.parents) if directory.is_dir() else (base,):
             if limit := _limit_of(place, *names):
                 found.append(limit)

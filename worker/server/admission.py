@@ -1,4 +1,4 @@
-"""From a GenerateRequest on the wire to a Request for the engine, or a StatusError that names the field. Pure."""
+"""Turns a GenerateRequest into a Request for the engine, or raises a StatusError that names the field. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Number = TypeVar("_Number", int, float)
 
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
-# Log-probabilities of one prompt, its own and the most probable: 8 MB, and a message of 10 MB.
+# Log-probabilities of one prompt, its own and the most probable tokens': 8 MB in memory, and a message of 10 MB.
 MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_BAD_WORDS = 256
 MAX_CONSTRAINT_BYTES = 256 << 10
@@ -32,7 +32,7 @@ _LONG_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model allows. `max_context_tokens` is already no more than the whole KV cache holds."""
+    """Limits of the served model. The whole KV cache holds at least `max_context_tokens`."""
 
     model: str
     fingerprint: str
@@ -44,21 +44,21 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as it came. What it shares with others and may be large is not in the message, but in `prompt` and
-    `sampling`."""
+class DecodedRequest:
+    """A decoded request. Large fields that it shares with other requests are in `prompt` and `sampling`, not in the
+    message."""
 
     message: inference_pb2.GenerateRequest
     prompt: ReadPart | None = None
     sampling: ReadPart | None = None
 
     def constraint(self) -> ConstraintSource | None:
-        """The constraint that is asked for; checked for its form and size, not for what it says."""
+        """The requested constraint. Checks its form and size; the compiler checks its content."""
         return constraint_of(self.message.sampling) if self.sampling is None else self.sampling.constraint()
 
 
 class _Lists(NamedTuple):
-    """Fields of SamplingParams that may be long."""
+    """The long fields of SamplingParams."""
 
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: tuple[int, ...]
@@ -66,19 +66,19 @@ class _Lists(NamedTuple):
 
     @classmethod
     def of(cls, message: inference_pb2.SamplingParams, limits: ModelLimits) -> Self:
-        """The fields of a message, checked."""
+        """Check and convert the fields of a message."""
         allowed = _listed(message.allowed_token_ids, "allowed_token_ids", limits.vocab_size, limits)
         return cls(_logit_bias(message, limits), allowed, _bad_words(message, limits))
 
 
 class ReadPart:
-    """Bytes that several requests begin with, read once. `head` has the small fields. What may be large is apart from
-    it: `token_ids` of a prompt, and fields of the sampling, if it `has_sampling`."""
+    """A part that several requests share, decoded once. `head` has its small fields. Its large fields are apart: the
+    `token_ids` of a prompt, and, if it `has_sampling`, sampling fields."""
 
     __slots__ = ("_constraint", "_hashes", "_lists", "_sampling", "has_sampling", "head", "highest", "token_ids")
 
     def __init__(self, raw: bytes) -> None:
-        """Raises DecodeError."""
+        """DecodeError if the bytes are no message."""
         self.head = inference_pb2.GenerateRequest.FromString(raw)
         self.token_ids = array("I", self.head.token_ids[:])
         self.highest = max(self.token_ids, default=0)
@@ -97,19 +97,19 @@ class ReadPart:
         self._hashes: dict[int, list[int]] = {}
 
     def constraint(self) -> ConstraintSource | None:
-        """As `constraint_of`."""
+        """See `constraint_of`."""
         if self._constraint is None:
             self._constraint = constraint_of(self._sampling)
         return self._constraint
 
     def lists(self, limits: ModelLimits) -> _Lists:
-        """The long fields of the sampling, checked."""
+        """The long sampling fields, checked."""
         if self._lists is None:
             self._lists = _Lists.of(self._sampling, limits)
         return self._lists
 
     def block_hashes(self, root: int) -> list[int]:
-        """The list for the hashes of the prompt's blocks behind a root; see `Request.prompt_hashes`."""
+        """The shared list of hashes of the prompt's blocks after a root; see `Request.prompt_hashes`."""
         return self._hashes.setdefault(root, [])
 
 
@@ -118,24 +118,24 @@ def _has_large(sampling: inference_pb2.SamplingParams) -> bool:
     return has_constraint or any(getattr(sampling, name) for name in _LONG_FIELDS)
 
 
-def asked(wire: WireRequest) -> Asked:
-    """Read a request. Raises DecodeError."""
+def decode(wire: WireRequest) -> DecodedRequest:
+    """Decode a request. DecodeError if it is no message."""
     parts = [part.kept(ReadPart) for part in wire.shared]
     own = inference_pb2.GenerateRequest.FromString(wire.own)
     prompts = [part for part in parts if part.token_ids]
     samplings = [part for part in parts if part.has_sampling]
     if len(prompts) + bool(own.token_ids) > 1 or len(samplings) + _has_large(own.sampling) > 1:
-        return Asked(inference_pb2.GenerateRequest.FromString(wire.joined()))
+        return DecodedRequest(inference_pb2.GenerateRequest.FromString(wire.joined()))
     message = inference_pb2.GenerateRequest()
     for part in parts:
         message.MergeFrom(part.head)
     message.MergeFrom(own)
-    return Asked(message, prompts[0] if prompts else None, samplings[0] if samplings else None)
+    return DecodedRequest(message, prompts[0] if prompts else None, samplings[0] if samplings else None)
 
 
-def admit(asked: Asked, limits: ModelLimits, *, request_id: str, arrival_s: float) -> Request:
-    """Validate all fields and make the request."""
-    message, shared = asked.message, asked.prompt
+def admit(decoded: DecodedRequest, limits: ModelLimits, *, request_id: str, arrival_s: float) -> Request:
+    """Check all fields and make the request. StatusError names the first wrong field."""
+    message, shared = decoded.message, decoded.prompt
     if message.model and message.model != limits.model:
         raise StatusError(
             Reason.MODEL_NOT_FOUND, f"this worker serves {limits.model!r}, not {message.model[:100]!r}", field="model"
@@ -144,11 +144,11 @@ def admit(asked: Asked, limits: ModelLimits, *, request_id: str, arrival_s: floa
         raise StatusError(Reason.UNSUPPORTED, "this worker serves no adapters; leave adapter empty", field="adapter")
     if message.model_identity and message.model_identity != limits.model_identity:
         problem = (
-            "the answer was begun by other model files than this worker has, and is not continued with these; ask again"
+            "the answer was begun with other model files than this worker's and cannot be continued here; start again"
         )
         raise StatusError(Reason.MODEL_CHANGED, problem)
     if message.tokenizer_sha256 and message.tokenizer_sha256 != limits.tokenizer_sha256:
-        problem = "the prompt was made by another tokenizer than this worker's; ask again"
+        problem = "the prompt was made with another tokenizer than this worker's; start again"
         raise StatusError(Reason.MODEL_CHANGED, problem, field="tokenizer_sha256")
     num_prompt_tokens = len(message.token_ids) if shared is None else len(shared.token_ids)
     check_context(num_prompt_tokens, len(message.resume_token_ids), limits.max_context_tokens)
@@ -164,7 +164,7 @@ def admit(asked: Asked, limits: ModelLimits, *, request_id: str, arrival_s: floa
     admitted = Request(
         request_id=request_id,
         prompt_token_ids=prompt,
-        sampling=_sampling(asked, limits, room),
+        sampling=_sampling(decoded, limits, room),
         root_hash=root,
         prompt_hashes=[] if shared is None else shared.block_hashes(root),
         resume_token_ids=resume,
@@ -176,14 +176,15 @@ def admit(asked: Asked, limits: ModelLimits, *, request_id: str, arrival_s: floa
         each = MAX_PROMPT_LOGPROBS // (1 + (admitted.sampling.num_prompt_logprobs or 0))
         raise _invalid(
             "sampling.prompt_logprobs",
-            f"of {admitted.sampling.num_prompt_logprobs} is for prompts of up to {each} tokens, not {len(prompt)}; ask "
+            f"of {admitted.sampling.num_prompt_logprobs} allows prompts of up to {each} tokens, not {len(prompt)}; ask "
             "for fewer, or shorten the prompt",
         )
     return admitted
 
 
 def already_finished(request: Request) -> tuple[FinishReason, int | None] | None:
-    """Why a resumed request needs nothing more, with the stop token if that is why; None if it does."""
+    """The finish reason of a resumed request that is complete already, with its stop token if any; None if it is
+    not."""
     sampling = request.sampling
     if not request.resume_token_ids:
         return None
@@ -196,7 +197,7 @@ def already_finished(request: Request) -> tuple[FinishReason, int | None] | None
 
 
 def constraint_of(message: inference_pb2.SamplingParams) -> ConstraintSource | None:
-    """The constraint that a request asks for; checked for its form and size, not for what it says."""
+    """The requested constraint. Checks its form and size; the compiler checks its content."""
     if not message.HasField("constraint"):
         return None
     kind = message.constraint.WhichOneof("kind")
@@ -223,10 +224,10 @@ def _token_ids(values: Sequence[int], field: str, limits: ModelLimits) -> array[
     return token_ids
 
 
-def _sampling(asked: Asked, limits: ModelLimits, room: int) -> SamplingParams:
-    message = asked.message.sampling
+def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> SamplingParams:
+    message = decoded.message.sampling
     stop = _listed(message.stop_token_ids, "stop_token_ids", MAX_STOP_TOKENS, limits)
-    lists = _Lists.of(message, limits) if asked.sampling is None else asked.sampling.lists(limits)
+    lists = _Lists.of(message, limits) if decoded.sampling is None else decoded.sampling.lists(limits)
     if message.HasField("constraint") and lists.allowed_token_ids:
         raise _invalid("sampling.allowed_token_ids", "cannot be combined with a constraint; write it into the grammar")
     return SamplingParams(

@@ -1,7 +1,7 @@
-"""Requests that have come and that the engine's reports do not show yet, and whether a router knew of them.
+"""Requests that have arrived but are not in the engine's reports yet, and whether a router knew of them.
 
-The engine takes requests in between two steps and reports after the step, so for some hundred milliseconds nobody would
-see them. What routers believe of a worker is held against both: what was reported, and what has arrived since.
+The engine receives requests between two steps and reports after the step, so new requests would be invisible for some
+hundred milliseconds. A router's belief about a worker is compared with the last report plus these arrivals.
 
 Pure.
 """
@@ -21,7 +21,7 @@ class _Arrival(NamedTuple):
 
 
 class Arrivals:
-    """Counts the requests of one worker from when they come until a report shows them, in the order of the mailbox.
+    """Counts the requests of one worker from their arrival until a report includes them, in the order of the mailbox.
 
     `num_requests`, `num_tokens` (not expected to be cached) and `num_blocks` (KV blocks of `block_size` that they will
     take) are sums over them.
@@ -36,7 +36,7 @@ class Arrivals:
         self._arrivals: deque[_Arrival] = deque()
 
     def add(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """A request of so many tokens has come, of which so many are expected to be cached."""
+        """A request has arrived; `num_cached_tokens` of its tokens are expected to be cached."""
         num_cached_tokens = min(num_cached_tokens, num_tokens - 1)
         num_blocks = -(-(num_tokens + 1) // self._block_size) - num_cached_tokens // self._block_size
         self._num_ever += 1
@@ -46,7 +46,7 @@ class Arrivals:
         self.num_blocks += num_blocks
 
     def shown(self, num_taken: int) -> None:
-        """A report shows the first `num_taken` requests that ever came."""
+        """A report includes the first `num_taken` requests that ever arrived."""
         while self._arrivals and self._arrivals[0].number <= num_taken:
             arrival = self._arrivals.popleft()
             self.num_requests -= 1
@@ -55,8 +55,8 @@ class Arrivals:
 
 
 def is_contradicted(belief: Belief, num_requests: int, num_uncached_tokens: int) -> bool:
-    """Whether a worker with so many requests, and so many tokens of prompts to compute, has more work than a router
-    believed, by more than it allows for."""
+    """Whether a worker with this many requests and uncomputed prompt tokens has more work than a router believed, by
+    more than the belief's slack."""
     if not belief.HasField("slack_ms"):
         return False
     more_tokens = max(num_uncached_tokens - belief.num_uncached_tokens, 0)

@@ -11,20 +11,20 @@ from headrace.worker.host.numa import format_list
 
 
 def binding_metrics(binding: Binding | None) -> Iterator[Metric]:
-    """The metrics of what was read; none before that."""
+    """The metrics of a binding; none while it is unknown."""
     if binding is None:
         return
     node = "" if binding.numa_node is None else str(binding.numa_node)
     info = GaugeMetricFamily(
         "headrace_worker_binding_info",
-        "1; NUMA node (empty: not on one), CPUs that threads may run on, memory policy in force.",
+        "Always 1. Labels: NUMA node (empty if there is not exactly one), allowed CPUs, memory policy.",
         labels=["numa_node", "cpus_allowed", "memory_policy"],
     )
     info.add_metric([node, format_list(binding.cpus), binding.memory_policy], 1)
     yield info
     for name, text, by_node in (
         ("resident_bytes", "Resident memory by NUMA node.", binding.resident_bytes),
-        ("anonymous_bytes", "Resident memory by NUMA node, without that of files.", binding.anonymous_bytes),
+        ("anonymous_bytes", "Resident anonymous memory by NUMA node.", binding.anonymous_bytes),
         ("kv_resident_bytes", "Resident memory of the KV cache by NUMA node.", binding.kv_bytes),
     ):
         gauge = GaugeMetricFamily(f"headrace_worker_{name}", text, labels=["node"])

@@ -14,7 +14,7 @@ from headrace.worker.request.request import Request
 from headrace.worker.server.binding_metrics import binding_metrics
 from headrace.worker.server.watch import WatchHub
 
-# The times at which series began say nothing that the process's start does not.
+# The start time of each series would be that of the process.
 prometheus_client.disable_created_metrics()
 
 _WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -24,17 +24,17 @@ _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 
 _GAUGES = {
     "num_running": ("requests_running", "Requests in the running batch."),
     "num_waiting": ("requests_waiting", "Requests that wait for their first step."),
-    "num_uncached_tokens": ("uncached_tokens", "Prompt tokens still to be computed."),
-    "num_blocks": ("kv_blocks", "KV blocks in all."),
-    "num_free_blocks": ("kv_blocks_free", "KV blocks free for use, reusable content included."),
-    "num_cached_blocks": ("kv_blocks_cached", "KV blocks that can be found by a prefix."),
-    "prefill_tokens_per_s": ("prefill_tokens_per_second", "Learned rate of prompt processing."),
-    "decode_step_ms": ("decode_step_milliseconds", "Learned time of a decode step."),
+    "num_uncached_tokens": ("uncached_tokens", "Prompt tokens that are not computed yet."),
+    "num_blocks": ("kv_blocks", "All KV blocks."),
+    "num_free_blocks": ("kv_blocks_free", "KV blocks that can be allocated, including those with cached content."),
+    "num_cached_blocks": ("kv_blocks_cached", "KV blocks that the prefix cache can find."),
+    "prefill_tokens_per_s": ("prefill_tokens_per_second", "Mean rate of prompt processing."),
+    "decode_step_ms": ("decode_step_milliseconds", "Mean time of a decode step."),
 }
 
 
 class LoadCollector(Collector):
-    """Gives the hub's latest report the names that the gateway uses too."""
+    """Exports the hub's latest report when metrics are scraped."""
 
     def __init__(self, hub: WatchHub) -> None:
         self._hub = hub
@@ -45,10 +45,10 @@ class LoadCollector(Collector):
         for field, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"headrace_worker_{name}", text, value=getattr(report, field))
         is_stuck = self._hub.silent_because is not None
-        text = "1 while no step of the engine ends although there is work (--stuck-after-s), else 0."
+        text = "1 while the engine has work and no step ends (--stuck-after-s), else 0."
         yield GaugeMetricFamily("headrace_worker_stuck", text, value=is_stuck)
         if self._hub.is_published is not None:
-            text = "1 while the lease in Redis is renewed; only with --redis."
+            text = "1 while the lease in Redis is renewed. Only with --redis."
             yield GaugeMetricFamily("headrace_worker_lease_published", text, value=self._hub.is_published)
         for name, value in report.counters.items():
             yield CounterMetricFamily(f"headrace_worker_{name}", f"Total of {name} since the start.", value=value)
@@ -56,29 +56,31 @@ class LoadCollector(Collector):
 
 
 class RequestMetrics:
-    """What requests went through, in seconds, and those that were refused at the door."""
+    """Times of requests, in seconds, and refused requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._queue = self._histogram("queue", "Arrival of a request to its first step.", _WAIT_BUCKETS)
-        self._prefill = self._histogram("prefill", "First step of a request to its first token.", _WAIT_BUCKETS)
-        self._decode = self._histogram("decode", "First token of a request to its end.", _DECODE_BUCKETS)
+        self._queue = self._histogram("queue", "Time from the arrival of a request to its first step.", _WAIT_BUCKETS)
+        self._prefill = self._histogram(
+            "prefill", "Time from the first step of a request to its first token.", _WAIT_BUCKETS
+        )
+        self._decode = self._histogram("decode", "Time from the first token of a request to its end.", _DECODE_BUCKETS)
         self._per_token = self._histogram(
-            "time_per_output_token", "Mean time between the tokens of one answer.", _PER_TOKEN_BUCKETS
+            "time_per_output_token", "Mean time between the tokens of an answer.", _PER_TOKEN_BUCKETS
         )
         self._refusals = Counter(
-            "headrace_worker_refusals", "Requests that were not taken in, by reason.", ["reason"], registry=registry
+            "headrace_worker_refusals", "Refused requests, by reason.", ["reason"], registry=registry
         )
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"headrace_worker_{name}_seconds", text, buckets=buckets, registry=self._registry)
 
     def refused(self, reason: Reason) -> None:
-        """Count a request that was not taken in."""
+        """Count a refused request."""
         self._refusals.labels(reason.name.lower()).inc()
 
     def ended(self, request: Request, now_s: float) -> None:
-        """Observe a request that is over, as far as it came. A caller may have gone before the engine knows of it."""
+        """Observe a request that has ended, as far as it came. The engine may not know yet that its caller has gone."""
         if not request.scheduled_s:
             return
         self._queue.observe(request.scheduled_s - request.arrival_s)

@@ -1,4 +1,4 @@
-"""What is told of each request besides its answer: metrics, spans and log lines. Called once or twice a request."""
+"""Metrics, spans and log lines of each request. Called once or twice per request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GENERATE_SPAN = "headrace.v1.Inference/Generate"
 
 
 class RequestObserver:
-    """Observes the requests of a worker; `metrics` is None where nobody can scrape them."""
+    """Observes the requests of a worker. `metrics` is None if they are not served."""
 
     def __init__(self, metrics: RequestMetrics | None = None) -> None:
         self._metrics = metrics
 
     def arrived(self, message: GenerateRequest, metadata: Iterable[tuple[str, str | bytes]] | None) -> Span:
-        """The span of a call, begun; log records of this task name its request from now on."""
+        """Begin the span of a call. Log records of this task carry its request id from now on."""
         request_id = request_id_of(metadata) or message.request_id or NO_REQUEST
         request_id_var.set(request_id)
         span = serving_span(GENERATE_SPAN, traceparent_of(metadata))
@@ -46,8 +46,8 @@ class RequestObserver:
         return span
 
     def refused(self, span: Span, error: StatusError) -> None:
-        """The request was not taken in."""
-        if error.reason is Reason.GIVEN_BACK:  # its router places it again: nobody is refused anything
+        """The request was not accepted."""
+        if error.reason is Reason.GIVEN_BACK:  # its router places it again, so this is no refusal
             span.set({"headrace.given_back": True})
             span.end()
             return

@@ -1,7 +1,7 @@
-"""Telling routers that this worker exists, again and again, for a lease that is not renewed ends.
+"""Announces this worker to routers, and renews the announcement before it expires.
 
-Two ways, which go together: registering with each router that is named, and publishing a lease in Redis for all routers
-that read it (see router/leases.py).
+There are two ways, which can be combined: registering with each named router, and publishing a lease in Redis for all
+routers that read it (see router/leases.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Registration:
                 response = await self._stub.Register(request, timeout=CALL_TIMEOUT_S, wait_for_ready=failures > 0)
             except grpc.RpcError as error:
                 if failures == len(RETRY_S):
-                    log.warning("cannot register with router %s: %s; going on trying", self._router, error.code())
+                    log.warning("cannot register with router %s: %s; still trying", self._router, error.code())
                 pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
                 failures += 1
             else:
@@ -78,12 +78,12 @@ class Registration:
 
 
 class RedisLease:
-    """Keeps one worker's lease in Redis until `close`. Raises ValueError for a URL that is none."""
+    """Keeps one worker's lease in Redis until `close`. ValueError if the URL is not valid."""
 
     def __init__(
         self, url: str, worker_id: str, address: str, note: Callable[[bool], None] = lambda is_published: None
     ) -> None:
-        """`note` hears after each attempt whether the lease is published."""
+        """`note` is called after each attempt with whether the lease is published."""
         self._note = note
         self._redis = connect(url, REDIS_TIMEOUT_S)
         self._worker_id = worker_id
@@ -91,18 +91,18 @@ class RedisLease:
         self._task = asyncio.create_task(self._keep(), name="lease in Redis")
 
     async def close(self) -> None:
-        """Take the lease back if Redis can be reached, and stop."""
+        """Remove the lease if Redis can be reached, and stop."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 key = WORKER_KEY + self._worker_id
-                # Another worker may have the name by now.
+                # Another worker may use the id by now.
                 if await self._redis.get(key) == self._value.encode():
                     await self._redis.delete(key)
                     await self._redis.srem(WORKERS_KEY, self._worker_id)
         except redis_failures() as error:
-            log.info("could not take the lease back from Redis: %s", error or type(error).__name__)
+            log.info("could not remove the lease from Redis: %s", error or type(error).__name__)
         await self._redis.aclose()
 
     async def _keep(self) -> None:
@@ -113,7 +113,7 @@ class RedisLease:
                     await self._publish()
             except redis_failures() as error:
                 if failures == 0:
-                    log.warning("cannot publish in Redis, going on trying: %s", error or type(error).__name__)
+                    log.warning("cannot publish in Redis, still trying: %s", error or type(error).__name__)
                 pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
                 failures += 1
                 self._note(False)

@@ -1,4 +1,4 @@
-"""The worker's gRPC services: Inference over the mailbox, Worker over the watch hub and the model directory."""
+"""The worker's gRPC services: Inference, over the mailbox, and Worker, over the watch hub and the model card."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headrace.worker.grammar.compiler import Grammars
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.request.step import RequestOutput
-from headrace.worker.server.admission import Asked, ModelLimits, admit, already_finished, asked
+from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, already_finished, decode
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.watch import WatchHub
 
@@ -49,7 +49,7 @@ _REASON_ON_WIRE = {
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Generate: one stream per request, from admission to its one finish or status."""
+    """Generate: one stream for each request, from admission to its finish or error status."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         grammars: Grammars,
         observer: RequestObserver | None = None,
     ) -> None:
-        self.sessions = SessionServer(handler_of(self._generate, asked))
+        self.sessions = SessionServer(handler_of(self._generate, decode))
         self._observer = observer or RequestObserver()
         self._mailbox = mailbox
         self._grammars = grammars
@@ -71,17 +71,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context | CallContext
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """See the proto."""
-        async with contextlib.aclosing(self._generate(Asked(request), context)) as responses:
+        async with contextlib.aclosing(self._generate(DecodedRequest(request), context)) as responses:
             async for response in responses:
                 yield response
 
     async def _generate(
-        self, asked: Asked, context: Context | CallContext
+        self, decoded: DecodedRequest, context: Context | CallContext
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        request = asked.message
+        request = decoded.message
         span = self._observer.arrived(request, context.invocation_metadata())
         try:
-            admitted = self._admit(asked, context.time_remaining())
+            admitted = self._admit(decoded, context.time_remaining())
             ended = already_finished(admitted)
             if ended is not None:
                 span.end()
@@ -91,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 return
             if span.is_recording:
                 admitted.steps = []
-            await self._constrain(admitted, asked)
+            await self._constrain(admitted, decoded)
             stream = self._mailbox.submit(admitted)
             self._hub.arrived(admitted.num_tokens, request.belief)
         except StatusError as error:
@@ -109,7 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
         finally:
             stream.close()
-            if failure is not None and not admitted.scheduled_s:  # by the engine's thread, before it took it in
+            if failure is not None and not admitted.scheduled_s:  # refused by the engine thread
                 self._observer.refused(span, failure)
             else:
                 self._observer.ended(span, admitted, failure, is_whole=stream.has_ended)
@@ -118,29 +118,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """See the proto."""
         await self.sessions.serve(request_iterator, context)
 
-    def _admit(self, asked: Asked, deadline_s: float | None) -> Request:
+    def _admit(self, decoded: DecodedRequest, deadline_s: float | None) -> Request:
         if self._hub.draining:
             raise StatusError(
-                Reason.DRAINING, "the worker ends its work and takes no new requests", retry_after_s=DRAINING_RETRY_S
+                Reason.DRAINING, "the worker is draining and accepts no new requests", retry_after_s=DRAINING_RETRY_S
             )
         if self._hub.silent_because is not None:
             raise StatusError(
                 Reason.NO_CAPACITY,
-                f"the worker takes no requests: {self._hub.silent_because}; try again later, or another worker",
+                f"the worker accepts no requests: {self._hub.silent_because}; try again later, or another worker",
                 retry_after_s=STUCK_RETRY_S,
             )
-        contradiction = self._hub.contradiction(asked.message.belief)
+        contradiction = self._hub.contradiction(decoded.message.belief)
         if contradiction is not None:
             raise contradiction
-        request_id = asked.message.request_id or f"unnamed-{next(self._unnamed)}"
-        admitted = admit(asked, self._limits, request_id=request_id, arrival_s=time.monotonic())
+        request_id = decoded.message.request_id or f"unnamed-{next(self._unnamed)}"
+        admitted = admit(decoded, self._limits, request_id=request_id, arrival_s=time.monotonic())
         if deadline_s is not None:
             admitted.deadline_s = admitted.arrival_s + deadline_s
         return admitted
 
-    async def _constrain(self, request: Request, asked: Asked) -> None:
+    async def _constrain(self, request: Request, decoded: DecodedRequest) -> None:
         """Compile the request's constraint, if it has one, before it is queued."""
-        source, message = asked.constraint(), asked.message.sampling
+        source, message = decoded.constraint(), decoded.message.sampling
         if source is None:
             return
         ends = message.stop_token_ids if message.ignore_eos else request.sampling.stop_token_ids
@@ -149,14 +149,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.GenerateResponse]:
-    """Messages of one request, the last one with its finish. Raises the request's StatusError if it failed."""
+    """Messages of one request; the last one has its finish. Raises the request's StatusError if it fails."""
     request = stream.request
     is_first = True
     while True:
         outputs = await stream.next()
         last = outputs[-1]
         if len(outputs) > 1 or last.error is None:
-            if is_first and not request.first_token_s:  # the engine notes it where more than one token was computed
+            if is_first and not request.first_token_s:  # the engine sets it if it computed more than one token
                 request.first_token_s = time.monotonic()
             response = _response_of(request, outputs)
             if is_first:
@@ -171,7 +171,7 @@ async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.Genera
 
 
 async def _add_prompt_logprobs(request: Request, response: inference_pb2.GenerateResponse) -> None:
-    """Those of a long prompt are made in parts, between which other streams go on."""
+    """Add them in parts, so that other streams continue in between."""
     for position, entry in enumerate(request.prompt_logprobs):
         response.prompt_logprobs.append(_logprobs_of(entry))
         if position % PROMPT_LOGPROBS_AT_ONCE == PROMPT_LOGPROBS_AT_ONCE - 1:
@@ -211,7 +211,7 @@ def _finish_of(request: Request, reason: FinishReason, stop_token_id: int | None
 
 
 def _timings_of(request: Request) -> inference_pb2.Timings | None:
-    """None for a request that needed no step."""
+    """None if the request needed no step."""
     if not request.scheduled_s:
         return None
     return inference_pb2.Timings(
@@ -236,7 +236,7 @@ def _finished_at_once(
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Card, tokenizer, watch, drain."""
+    """Model card, tokenizer, watch and drain."""
 
     def __init__(
         self, card: worker_pb2.GetModelCardResponse, tokenizer_bundle: bytes, mailbox: Mailbox, hub: WatchHub
@@ -247,7 +247,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._hub = hub
         self._undone = asyncio.Event()
         self.health: health.aio.HealthServicer | None = None
-        """Told whether requests are taken, once it is set."""
+        """If set, reports whether requests are accepted."""
 
     async def GetModelCard(
         self, request: worker_pb2.GetModelCardRequest, context: Context
@@ -284,19 +284,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._hub.drain(False)
             self._undone.set()
             await self._tell_health(True)
-            log.info("taking requests again")
+            log.info("accepting requests again")
             return worker_pb2.DrainResponse(num_running=self._mailbox.num_open)
         self._hub.drain()
         self._undone.clear()
         await self._tell_health(False)
         log.info("draining: %d requests are still running", self._mailbox.num_open)
         remaining_s = context.time_remaining()
-        # Answer before the deadline rather than at it, or nobody hears the answer.
+        # Answer before the deadline, not at it, or the answer is lost.
         await self._drained(None if remaining_s is None else max(remaining_s - 0.1, 0.0))
         return worker_pb2.DrainResponse(num_running=self._mailbox.num_open)
 
     async def _drained(self, timeout_s: float | None) -> None:
-        """Return when no request is left, when the drain is undone, or when the time is over."""
+        """Wait until no request is left, the drain is undone, or the time is over."""
         ends = [
             asyncio.create_task(self._mailbox.wait_until_empty(None)),
             asyncio.create_task(self._undone.wait()),

@@ -1,6 +1,6 @@
-"""A request's way through the engine as spans: queue, prefill and decode, with the engine's steps as events.
+"""Spans of a request in the engine: queue, prefill and decode, with the engine's steps as events.
 
-Made when the request is over, from the times that the engine noted.
+They are made when the request has ended, from the times that the engine recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from headrace.worker.request.request import Request, StepNote
 
 
 def trace_request(span: Span, request: Request, now_s: float) -> None:
-    """Add what the engine did to the request's span, as far as it came."""
+    """Add the phases of the request to its span, as far as it came."""
     if not span.is_recording:
         return
     ended_s = request.ended_s or now_s
@@ -30,7 +30,7 @@ def trace_request(span: Span, request: Request, now_s: float) -> None:
     if not request.scheduled_s:
         return
     first_token_s = request.first_token_s or ended_s
-    # The step that gave the first token began before that.
+    # The step that gave the first token began in the prefill phase.
     steps = request.steps or []
     _phase(span, "prefill", request.scheduled_s, first_token_s, [s for s in steps if s.start_s < first_token_s])
     if request.first_token_s:

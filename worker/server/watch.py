@@ -1,7 +1,7 @@
-"""What watchers of a worker are told: the findable blocks as a snapshot, then changes, and always the load.
+"""Reports to watchers of a worker: the findable blocks, first as a snapshot and then as changes, and the load.
 
-What can be found is closed under prefixes (see block_pool), and so is what a watcher has been told at any moment: of
-each chain the beginning is told first when blocks come, last when they go.
+Findable blocks are closed under prefixes (see block_pool). So are those that a watcher knows at any moment: the
+beginning of a chain is reported first when its blocks come, and last when they go.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from headrace.worker.host.binding import Binding
 from headrace.worker.host.numa import format_list
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
-# Changes are sent at most this often, so that a busy worker sends some tens of messages a second and not one a step.
+# The shortest time between two messages, so that a busy worker does not send one for each step.
 MIN_INTERVAL_S = 0.02
-# Hashes in one message: at 8 bytes each well under the message size limit.
+# Hashes in one message. At 8 bytes each this is well below the limit of a message.
 MAX_HASHES = 65536
-# Placements that a watcher who does not read is told later; routers know of older ones by their first tokens.
+# Placements that are kept for a slow watcher. Routers learn of older ones by their first tokens.
 MAX_PLACEMENTS = 65536
 
 
 class _Watcher:
-    """What one watcher has not been told yet, in order. A hash that came and went meanwhile is in neither set."""
+    """What one watcher has not received yet, in order. A hash that came and went meanwhile is in neither set."""
 
     def __init__(self, findable: dict[int, None], watcher_id: int = 0) -> None:
         self.watcher_id = watcher_id
@@ -67,14 +67,15 @@ class _Watcher:
         return events
 
     def take_placements(self) -> list[int]:
-        """The placements that have come since the last message."""
+        """The placements that arrived since the last message."""
         placement_ids = list(self.placement_ids)
         self.placement_ids.clear()
         return placement_ids
 
 
 class WatchHub:
-    """Keeps the latest load and the findable hashes, and tells any number of watchers. Lives on the event loop."""
+    """Keeps the latest load and the findable hashes, and reports them to any number of watchers. Used by the event loop
+    only."""
 
     def __init__(
         self, epoch: int, max_num_seqs: int, block_size: int, clock: Callable[[], float] = time.monotonic
@@ -90,18 +91,18 @@ class WatchHub:
         """Whether the process ends: it drains for good."""
         self.binding: Binding | None = None
         self.is_published: bool | None = None
-        """Whether the lease in Redis is renewed; None without one."""
+        """Whether the lease in Redis is renewed; None without Redis."""
         self._max_num_seqs = max_num_seqs
         self.findable: dict[int, None] = {}
-        """What can be found, in the order in which it came."""
+        """The findable hashes, in the order in which they came."""
         self._watchers: set[_Watcher] = set()
         self.silent_because: str | None = None
-        """Why watchers are told nothing at the moment; None: they are."""
+        """Why nothing is sent to watchers at the moment; None if it is."""
         self._may_speak = asyncio.Event()
         self._may_speak.set()
 
     def publish(self, report: LoadReport) -> None:
-        """Take in the state after a step."""
+        """Receive the state after a step."""
         self.report = report
         self._arrivals.shown(report.num_taken)
         self._reported_s = self._clock()
@@ -113,7 +114,7 @@ class WatchHub:
             watcher.note(report)
 
     def arrived(self, num_tokens: int, belief: Belief) -> None:
-        """A request of so many tokens was given to the engine; the next reports of the engine may not show it yet."""
+        """A request was handed to the engine. The engine's next reports may not include it yet."""
         self._arrivals.add(num_tokens, belief.num_cached_tokens)
         self._version += 1
         for watcher in self._watchers:
@@ -122,7 +123,7 @@ class WatchHub:
             watcher.changed.set()
 
     def contradiction(self, belief: Belief) -> StatusError | None:
-        """The error with which a request is given back, if there is more work here than its router believed."""
+        """The error that gives a request back to its router, if there is more work here than the router believed."""
         report, arrivals = self.report, self._arrivals
         num_requests = report.num_running + report.num_waiting + arrivals.num_requests
         if not is_contradicted(belief, num_requests, report.num_uncached_tokens + arrivals.num_tokens):
@@ -135,39 +136,39 @@ class WatchHub:
         return StatusError(Reason.GIVEN_BACK, problem, detail=detail)
 
     def bind(self, binding: Binding) -> None:
-        """Take in where threads and memory are; watchers are told with the next report."""
+        """Receive where threads and memory are. Watchers get it with the next report."""
         self.binding = binding
 
     def note_lease(self, is_published: bool) -> None:
-        """Take in whether the lease in Redis could be renewed; metrics tell."""
+        """Receive whether the lease in Redis was renewed. Exported as a metric."""
         self.is_published = is_published
 
     def drain(self, draining: bool = True) -> None:
-        """Tell all watchers that no new requests are taken, or that they are again."""
+        """Tell all watchers whether new requests are accepted."""
         self.draining = draining or self.is_stopping
         for watcher in self._watchers:
             watcher.changed.set()
 
     def fall_silent(self, why: str) -> None:
-        """Tell watchers nothing, not even that the worker is there, until `speak`."""
+        """Send nothing to watchers until `speak`, not even heartbeats."""
         self.silent_because = why
         self._may_speak.clear()
 
     def speak(self) -> None:
-        """End a silence."""
+        """Send to watchers again."""
         self.silent_because = None
         self._may_speak.set()
 
     def stop(self) -> None:
-        """Drain for good."""
+        """Drain, without undoing it later."""
         self.is_stopping = True
         self.drain()
 
     async def watch(
         self, heartbeat_s: float, interval_s: float = MIN_INTERVAL_S, watcher_id: int = 0
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
-        """Messages for one watcher: the first at once, then when something changed, and every heartbeat, no two within
-        `interval_s` (held to MIN_INTERVAL_S and half a heartbeat). None in a silence."""
+        """Messages for one watcher: the first at once, then after each change and every heartbeat, at least
+        `interval_s` apart (between MIN_INTERVAL_S and half a heartbeat). None while the hub is silent."""
         interval_s = min(max(interval_s, MIN_INTERVAL_S), max(heartbeat_s / 2, MIN_INTERVAL_S))
         watcher = _Watcher(self.findable, watcher_id)
         self._watchers.add(watcher)
@@ -222,7 +223,7 @@ class WatchHub:
 
 
 def binding_message(binding: Binding) -> worker_pb2.Binding:
-    """What was read from the kernel, as a message."""
+    """The binding as a message."""
     return worker_pb2.Binding(
         cpus_allowed=format_list(binding.cpus),
         memory_policy=binding.memory_policy,

@@ -191,7 +191,7 @@ def test_no_prompt_token_is_ever_computed_alone(seed: int) -> None:
 
 
 def test_limits_that_leave_prompts_no_room_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_num_mixed_tokens \(9\) must be over max_num_seqs \(8\) by 2"):
+    with pytest.raises(ValueError, match=r"max_num_mixed_tokens \(9\) must exceed max_num_seqs \(8\) by at least 2"):
         make_engine(max_num_seqs=8, max_num_batched_tokens=9)
     with pytest.raises(
         ValueError, match=r"max_num_mixed_tokens \(30\) must be .* at most max_num_batched_tokens \(20\)"

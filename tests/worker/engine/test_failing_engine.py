@@ -130,7 +130,7 @@ class FakeThread:
     """What the watchdog looks at."""
 
     num_turns = 0
-    is_at_rest = False
+    is_idle = False
     longest_expected_step_s = 0.0
 
 
@@ -152,10 +152,10 @@ def test_an_engine_with_work_that_ends_no_step_within_the_bound_is_stuck_and_at_
 
 def test_an_idle_engine_is_never_stuck() -> None:
     thread = FakeThread()
-    thread.is_at_rest = True
+    thread.is_idle = True
     watchdog = Watchdog(thread, 10.0)
     assert set(looks(watchdog, 1000.0, since_s=0.0)) == {Verdict.ALIVE}
-    thread.is_at_rest = False  # a step begins
+    thread.is_idle = False  # a step begins
     assert set(looks(watchdog, 9.5, since_s=1000.0)) == {Verdict.ALIVE}
     assert set(looks(watchdog, 1.0, since_s=1009.5)) == {Verdict.STUCK}
 
@@ -350,7 +350,7 @@ async def test_a_worker_whose_engine_fails_ends_with_a_line_that_says_why(
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert await asyncio.to_thread(worker.gone, BOUND_S) == EXIT_ENGINE_FAILED
     assert (
-        "CRITICAL headrace.worker.engine.ending [-] the engine failed; the process ends, to be started again"
+        "CRITICAL headrace.worker.engine.ending [-] the engine failed; the process exits and has to be restarted"
         in worker.tail()
     )
     assert "ZeroDivisionError: a spoiled scheduler" in worker.tail()

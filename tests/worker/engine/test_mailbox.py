@@ -90,7 +90,7 @@ async def test_log_probabilities_of_prompts_are_bounded_over_all_requests(monkey
     box.submit(asks(41, 0))  # 40
     box.submit(asks(1, 20))  # none: its only token has no token before it
     box.submit(asks(50, 20, resume_token_ids=[1]))  # none: they have been told
-    with pytest.raises(StatusError, match="keeps 100 log-probabilities of prompts, and .* for 1;") as caught:
+    with pytest.raises(StatusError, match="stores 100 log-probabilities of prompts, and .* adds 1;") as caught:
         box.submit(asks(2, 0))
     assert (caught.value.reason, caught.value.retry_after_s) == (Reason.QUEUE_FULL, 1.0)
     first.close()

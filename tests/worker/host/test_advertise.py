@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.worker.host.advertise import advertised_address, way_to_the_fleet
+from headrace.worker.host.advertise import advertised_address, fleet_address
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:5", "unix:/run/w.sock", "worker-3:50061", "[fe80::1]:7"])
@@ -34,9 +34,9 @@ def test_without_a_router_over_the_network_there_is_nothing_to_choose_by() -> No
     ],
 )
 def test_without_a_router_the_way_to_redis_decides(redis_url: str | None, way: str | None) -> None:
-    assert way_to_the_fleet((), redis_url) == way
-    assert way_to_the_fleet(("10.0.0.9:50051", "10.0.0.8:50051"), redis_url) == "10.0.0.9:50051"
+    assert fleet_address((), redis_url) == way
+    assert fleet_address(("10.0.0.9:50051", "10.0.0.8:50051"), redis_url) == "10.0.0.9:50051"
 
 
 def test_a_worker_that_knows_redis_alone_gives_out_the_address_on_the_way_there() -> None:
-    assert advertised_address("0.0.0.0:7", way_to_the_fleet((), "redis://127.0.0.1:6379/0")) == "127.0.0.1:7"
+    assert advertised_address("0.0.0.0:7", fleet_address((), "redis://127.0.0.1:6379/0")) == "127.0.0.1:7"

@@ -15,7 +15,7 @@ from headrace.worker.kv import manager as kv_cache
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.request.request import Request
-from headrace.worker.server.admission import Asked, ModelLimits, admit, asked
+from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, decode
 
 LIMITS = ModelLimits("m", "f" * 64, 100, 40_000, frozenset({2}))
 
@@ -24,7 +24,7 @@ def part(**fields: object) -> SharedPart:
     return SharedPart(GenerateRequest(**fields).SerializeToString())  # type: ignore[arg-type]
 
 
-def admitted(request: Asked) -> Request:
+def admitted(request: DecodedRequest) -> Request:
     return admit(request, LIMITS, request_id="r", arrival_s=0.0)
 
 
@@ -37,7 +37,7 @@ def test_siblings_have_one_prompt_and_each_its_own_rest() -> None:
     for number in range(128):
         own = GenerateRequest(request_id=str(number), resume_token_ids=[5])
         own.sampling.seed = number
-        requests.append(asked(WireRequest(own.SerializeToString(), shared)))
+        requests.append(decode(WireRequest(own.SerializeToString(), shared)))
     assert len({id(request.prompt) for request in requests}) == 1
     assert requests[0].constraint() == ConstraintSource("regex", ("a+",))
     for number, request in enumerate(requests):
@@ -65,7 +65,7 @@ def test_siblings_hash_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> Non
     prompt = list(range(10))
     shared = (part(token_ids=prompt),)
     requests = [
-        admitted(asked(WireRequest(GenerateRequest(resume_token_ids=[n]).SerializeToString(), shared))) for n in (1, 2)
+        admitted(decode(WireRequest(GenerateRequest(resume_token_ids=[n]).SerializeToString(), shared))) for n in (1, 2)
     ]
     for request in requests:
         request.token_ids.append(7)
@@ -76,7 +76,7 @@ def test_siblings_hash_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert last == [block_hashes(request.root_hash, request.token_ids, 4)[2] for request in requests]
     assert len(hashed) == 4
     # Another salt is another chain.
-    salted = admitted(asked(WireRequest(GenerateRequest(cache_salt="s").SerializeToString(), shared)))
+    salted = admitted(decode(WireRequest(GenerateRequest(cache_salt="s").SerializeToString(), shared)))
     assert manager.hash_of(salted, 1) == block_hashes(salted.root_hash, prompt, 4)[1] != manager.hash_of(requests[0], 1)
 
 
@@ -89,7 +89,7 @@ def test_long_fields_arrive_wherever_they_are(where: str) -> None:
     other.sampling.bad_words.add(token_ids=[5, 6])
     shared = tuple(SharedPart(message.SerializeToString()) for message in (first, second))
     for _ in range(2):
-        sampling = admitted(asked(WireRequest(own.SerializeToString(), shared))).sampling
+        sampling = admitted(decode(WireRequest(own.SerializeToString(), shared))).sampling
         assert (sampling.logit_bias, sampling.allowed_token_ids) == (((3, 1.5),), (3, 4))
         assert sampling.bad_words == ((5, 6),)
 
@@ -102,16 +102,16 @@ def test_long_fields_that_are_shared_are_checked_like_any_other() -> None:
     both.sampling.constraint.regex = "a"
     for message in (bad, both):
         with pytest.raises(StatusError) as raised:
-            admitted(asked(WireRequest(b"", (SharedPart(message.SerializeToString()),))))
+            admitted(decode(WireRequest(b"", (SharedPart(message.SerializeToString()),))))
         assert (raised.value.reason, raised.value.field) == (Reason.INVALID_FIELD, "sampling.allowed_token_ids")
     empty = GenerateRequest(token_ids=[1])
     empty.sampling.constraint.SetInParent()
     with pytest.raises(StatusError, match="must be one of"):
-        asked(WireRequest(b"", (SharedPart(empty.SerializeToString()),))).constraint()
+        decode(WireRequest(b"", (SharedPart(empty.SerializeToString()),))).constraint()
 
 
 def test_a_prompt_in_several_parts_is_joined() -> None:
-    request = asked(WireRequest(GenerateRequest(token_ids=[3]).SerializeToString(), (part(token_ids=[1, 4]),)))
+    request = decode(WireRequest(GenerateRequest(token_ids=[3]).SerializeToString(), (part(token_ids=[1, 4]),)))
     assert list(admitted(request).token_ids) == [1, 4, 3]
 
 
@@ -120,8 +120,8 @@ def test_a_prompt_in_several_parts_is_joined() -> None:
 )
 def test_a_shared_prompt_is_checked_like_any_other(token_ids: list[int], reason: Reason) -> None:
     for request in (
-        asked(WireRequest(b"", (part(token_ids=token_ids),))),
-        Asked(GenerateRequest(token_ids=token_ids)),
+        decode(WireRequest(b"", (part(token_ids=token_ids),))),
+        DecodedRequest(GenerateRequest(token_ids=token_ids)),
     ):
         with pytest.raises(StatusError) as raised:
             admitted(request)

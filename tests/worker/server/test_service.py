@@ -218,7 +218,7 @@ async def test_more_log_probabilities_of_a_prompt_than_are_kept_are_refused(
         assert len((await worker.generate(token_ids=[1] * num_tokens, sampling=sampling))[0].prompt_logprobs) > 0
         error = await error_from(worker.generate(token_ids=[1] * (num_tokens + 1), sampling=sampling))
         assert (error.reason, error.field) == (Reason.INVALID_FIELD, "sampling.prompt_logprobs")
-        assert f"for prompts of up to {60 // (1 + num_top)} tokens, not {num_tokens + 1}" in error.message
+        assert f"allows prompts of up to {60 // (1 + num_top)} tokens, not {num_tokens + 1}" in error.message
 
 
 async def test_log_probabilities_of_a_long_prompt_come_whole(
