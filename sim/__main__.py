@@ -1,6 +1,6 @@
-"""`python -m headrace.sim`: flags in, a table or JSON out.
+"""`python -m headrace.sim`: simulates a trace and prints a table or JSON.
 
-Exit status 2, with one sentence on standard error, when what was asked cannot be done as asked.
+If the flags are wrong, it prints one sentence on standard error and exits with status 2.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from headrace.sim.simulation import FleetSettings, Outcome, Simulation
 from headrace.sim.trace import Job
 from headrace.sim.worker import WorkerSettings
 
-# Requests in flight for each worker while capacity is measured: a batch that is worth its steps, and few enough that
-# their blocks leave room for cached ones.
+# Requests in flight per worker while capacity is measured: enough for efficient steps, and few enough to leave room for
+# cached blocks.
 _CAPACITY_CONCURRENCY = 8
-# Columns of the table where there is no terminal to fit it to.
+# Width of the table if the output is no terminal.
 _FILE_WIDTH = 140
 
 
-class CannotDoAsAskedError(click.ClickException):
-    """What was asked for cannot be; the message says what to do instead."""
+class UsageError(click.ClickException):
+    """The flags cannot be used. The message says what to change."""
 
     exit_code = 2
 
@@ -42,8 +42,8 @@ class CannotDoAsAskedError(click.ClickException):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """All that was simulated, as `--json` prints it. Rates in requests a second; `capacity_per_s` is 0 when the rate
-    was given."""
+    """The result, as `--json` prints it. Rates are in requests per second. `capacity_per_s` is 0 if --rate was
+    given."""
 
     num_requests: int
     num_workers: int
@@ -56,7 +56,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class _Runs:
-    """Simulations with a bar on standard error."""
+    """Runs simulations, with a progress bar on standard error."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -71,42 +71,42 @@ class _Runs:
         self._progress.stop()
 
     def run(self, title: str, policy: str, jobs: Sequence[Job], fleet: FleetSettings) -> Outcome:
-        """One simulation to its end."""
+        """Run one simulation to its end."""
         task = self._progress.add_task(title, total=len(jobs))
         return Simulation(jobs, POLICIES[policy], fleet, lambda: self._progress.advance(task)).run()
 
     def compared(self, policy: str, num_routers: int, jobs: Sequence[Job], fleet: FleetSettings) -> Outcome:
-        """One policy with so many routers."""
+        """Run one policy with this many routers."""
         title = policy if num_routers == 1 else f"{policy}, {num_routers}"
         return self.run(title, policy, jobs, dataclasses.replace(fleet, num_routers=num_routers))
 
     def capacity_per_s(self, jobs: Sequence[Job], fleet: FleetSettings) -> float:
-        """Requests a second that the fleet takes up under the oracle while enough are always in flight."""
+        """Throughput of the fleet in requests per second, with the oracle and always enough requests in flight."""
         concurrency = _CAPACITY_CONCURRENCY * fleet.num_workers
         if len(jobs) < 2 * concurrency:
-            raise CannotDoAsAskedError(
-                f"{len(jobs)} requests are too few to measure the capacity of {fleet.num_workers} workers: give "
-                f"{2 * concurrency} at least, or say how many a second with --rate"
+            raise UsageError(
+                f"{len(jobs)} requests are too few to measure the capacity of {fleet.num_workers} workers; give "
+                f"at least {2 * concurrency}, or set the arrival rate with --rate"
             )
         closed = dataclasses.replace(fleet, concurrency=concurrency)
         outcome = self.run("capacity", "oracle", jobs, closed)
-        # From when the fleet was filled to when the trace was used up.
+        # From the time at which the fleet was full to the last arrival.
         last_s = max(record.arrived_s for record in outcome.records)
         return (len(jobs) - concurrency) / last_s
 
 
 def read_step_cost(path: Path | None) -> step_cost.StepCost:
-    """The committed coefficients, or those of a file."""
+    """The coefficients of a file, or the committed ones."""
     if path is None:
         return step_cost.default()
     try:
         return step_cost.read(path)
     except (OSError, ValueError) as error:
-        raise CannotDoAsAskedError(f"cannot read --step-cost: {error}; benchmarks/step_cost.py makes one") from None
+        raise UsageError(f"cannot read --step-cost: {error}; benchmarks/step_cost.py writes such a file") from None
 
 
 def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
-    """The made trace that the flags describe."""
+    """The generated trace that the flags describe."""
     try:
         return trace.Generated(
             num_requests=options["requests"],
@@ -119,40 +119,40 @@ def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
             burst=options["burst"],
         )
     except ValueError as error:
-        raise CannotDoAsAskedError(f"{error}: give more --conversations, or a smaller --burst") from None
+        raise UsageError(f"{error}: give more --conversations, or a smaller --burst") from None
 
 
 def read_jobs(path: Path | None, limit: int | None, generated: trace.Generated, seed: int) -> list[Job]:
-    """The trace of a file, or a generated one."""
+    """The requests of a file, or generated ones."""
     if path is None:
         return generated.jobs(random.Random(seed))
     try:
         jobs = trace.read(path, limit)
     except (OSError, ValueError) as error:
-        raise CannotDoAsAskedError(f"cannot read --trace: {error}") from None
+        raise UsageError(f"cannot read --trace: {error}") from None
     if not jobs:
-        raise CannotDoAsAskedError(f"{path} has no requests")
+        raise UsageError(f"{path} has no requests")
     return jobs
 
 
 def prepared(jobs: Sequence[Job], settings: WorkerSettings) -> list[Job]:
-    """The jobs with hashes, without those that no worker's cache holds: a worker would refuse them."""
+    """The jobs with block hashes. Leaves out those that do not fit a worker's KV cache, which a worker would refuse."""
     fitting = [job for job in jobs if settings.holds(job)]
     if not fitting:
-        raise CannotDoAsAskedError("no request of the trace fits a worker's KV cache: give more --kv-tokens")
+        raise UsageError("no request of the trace fits a worker's KV cache; increase --kv-tokens")
     if len(fitting) < len(jobs):
-        click.echo(f"left out {len(jobs) - len(fitting)} requests that no worker's KV cache holds", err=True)
+        click.echo(f"left out {len(jobs) - len(fitting)} requests that do not fit a worker's KV cache", err=True)
     return [job.hashed(settings.block_size) for job in fitting]
 
 
 def print_table(answer: Answer) -> None:
-    """The answer for people."""
+    """Print the result as a table."""
     kept = f"goodput: TTFT <= {answer.objective.ttft_ms:g} ms and TPOT <= {answer.objective.tpot_ms:g} ms"
     capacity = f", {answer.rate_per_s / answer.capacity_per_s:.0%} of capacity" if answer.capacity_per_s else ""
     cost = answer.step_cost
     table = Table(
         title=f"{answer.num_requests} requests, {answer.num_workers} workers, {answer.rate_per_s:.3g}/s{capacity}",
-        caption=f"{kept}. Steps cost as {cost.model or 'given'} on {cost.machine or 'a machine unknown'} "
+        caption=f"{kept}. Steps cost as {cost.model or 'given'} on {cost.machine or 'an unknown machine'} "
         f"(error {cost.median_error:.0%} median, {cost.p90_error:.0%} p90).",
     )
     table.add_column("policy")
@@ -218,11 +218,11 @@ def print_table(answer: Answer) -> None:
     "--step-cost", "cost_file", type=click.Path(path_type=Path), help="Step cost, as benchmarks/step_cost.py writes it."
 )
 @click.option("--ttft-ms", type=click.FloatRange(0), default=10_000.0, help="Objective: time to the first token.")
-@click.option("--tpot-ms", type=click.FloatRange(0), default=300.0, help="Objective: time per token after it.")
+@click.option("--tpot-ms", type=click.FloatRange(0), default=300.0, help="Objective: time per further token.")
 @click.option("--seed", type=int, default=1)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Compare routing policies over a trace, on the real scheduler, prefix index and policy in virtual time."""
+    """Compare routing policies on a trace in virtual time, with the real scheduler, prefix index and policy."""
     generated = generated_trace(options)
     worker = WorkerSettings(
         cost=read_step_cost(options["cost_file"]),

@@ -1,11 +1,11 @@
-"""What a simulation says of a policy, in numbers.
+"""The figures of a simulated policy.
 
     TTFT      time from arrival to the first token, in milliseconds
-    TPOT      mean time between the tokens of a request that has several, in milliseconds
-    hits      part of all prompt tokens that was found in a cache
-    cv        coefficient of variation over the workers of the time that they computed until the last request
-              arrived: 0 is perfect balance
-    goodput   part of the requests that kept both bounds of the objective
+    TPOT      mean time between the tokens of a request, in milliseconds
+    hits      share of all prompt tokens that were cached
+    cv        coefficient of variation, over the workers, of their busy time until the last arrival: 0 is perfect
+              balance
+    goodput   share of the requests within both bounds of the objective
 
 Pure.
 """
@@ -22,14 +22,14 @@ from headrace.sim.simulation import JobRecord, Outcome
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """Bounds that a good answer keeps, in milliseconds."""
+    """The bounds of a good answer, in milliseconds."""
 
     ttft_ms: float
     tpot_ms: float
 
 
 class Centiles(msgspec.Struct, frozen=True):
-    """Of a set of values; 0 when there are none."""
+    """Mean and percentiles of some values; 0 if there are none."""
 
     mean: float
     p50: float
@@ -38,7 +38,7 @@ class Centiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Centiles:
-        """By the nearest rank."""
+        """Use the nearest-rank method."""
         if not values:
             return cls(0.0, 0.0, 0.0, 0.0)
         ordered = sorted(values)
@@ -47,8 +47,8 @@ class Centiles(msgspec.Struct, frozen=True):
 
 
 class PolicyReport(msgspec.Struct, frozen=True):
-    """What came of one policy; see the module. `utilization` is the busy part of the workers' time until the last
-    arrival, which is at `span_s`."""
+    """The figures of one policy; see the module. `utilization` is the busy share of the workers' time until the last
+    arrival, at `span_s`."""
 
     policy: str
     num_routers: int

@@ -1,8 +1,8 @@
 """Simulated routers: each sees the fleet through delayed reports and its own bookings, and chooses by a policy.
 
-`HeadracePolicy` is the real index and the real policy; the others are what it is compared with. A policy has a state of
-its own for each router and is not told anything that a real router would not know, but for the two oracles, whose
-reports come without delay after every step and whose predictions never end: their index is the truth.
+`HeadracePolicy` is the real index and policy; the others are baselines. Each router has its own policy object. A policy
+knows only what a real router knows. The two oracles are exceptions: they get a report after every step without delay,
+and their predictions do not expire, so their index is always correct.
 
 Pure: the caller keeps time.
 """
@@ -33,13 +33,13 @@ from headrace.sim.worker import Report
 _MAX_INDEX_ENTRIES = 4_000_000
 _MAX_PREDICTED_BLOCKS = 500_000
 _PREDICTION_TTL_S = 30.0
-# Points of each worker on the ring of consistent hashing.
+# Points of each worker on the ring of the consistent hash.
 _RING_POINTS = 100
 
 
 class Choice(NamedTuple):
-    """A worker and how many tokens and blocks of the prompt are taken to be cached there. `prediction` is that of the
-    prompt's blocks; `placement` is the policy's own account of it, if it gives one."""
+    """A worker, and how many tokens and blocks of the prompt are expected to be cached there. `prediction` is the entry
+    of the prompt's blocks in the index. `placement` is the real policy's result, if it was used."""
 
     worker: int
     cached_tokens: int = 0
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 
 
 class FleetView:
-    """What one router knows of the workers, by their number."""
+    """What one router knows about the workers, by number."""
 
     def __init__(self, num_workers: int, block_size: int) -> None:
         self.block_size = block_size
@@ -63,16 +63,16 @@ class FleetView:
             self.changed(worker)
 
     def changed(self, worker: int) -> None:
-        """Load or bookings of this worker are not what they were."""
+        """Load or bookings of this worker have changed."""
         load, bookings = self.loads[worker], self.bookings[worker]
         self._table.put(worker, Candidate.of(self._worker_ids[worker], load, self.block_size, bookings))
 
     def candidates(self) -> Candidates:
-        """All workers for the policy."""
+        """All workers, for the policy."""
         return Candidates(self._worker_ids, self._numbers, self._table.at(self._all))
 
     def num_requests(self, worker: int) -> int:
-        """Requests there as far as known."""
+        """Known requests of a worker."""
         load = self.loads[worker]
         return load.num_running + load.num_waiting + load.num_arrived + self.bookings[worker].num_pending
 
@@ -98,20 +98,20 @@ class Policy(Protocol):
 
 
 class _Blind:
-    """A policy that does not look at blocks."""
+    """A policy that ignores blocks."""
 
     def observe(self, worker: int, report: Report) -> None:
-        """Nothing to note."""
+        """Ignored."""
 
     def ended(self, job: Job) -> None:
-        """Nothing to note."""
+        """Ignored."""
 
     def not_taken(self, choice: Choice) -> None:
-        """Nothing to note."""
+        """Ignored."""
 
 
 class RandomPolicy(_Blind):
-    """Any worker."""
+    """A random worker."""
 
     def __init__(self, num_workers: int, rng: random.Random) -> None:
         self._num_workers, self._rng = num_workers, rng
@@ -122,7 +122,7 @@ class RandomPolicy(_Blind):
 
 
 class RoundRobinPolicy(_Blind):
-    """One after the other; each router begins somewhere else."""
+    """One worker after the other; each router starts at a random one."""
 
     def __init__(self, num_workers: int, rng: random.Random) -> None:
         self._num_workers, self._next = num_workers, rng.randrange(num_workers)
@@ -134,7 +134,7 @@ class RoundRobinPolicy(_Blind):
 
 
 class LeastLoadedPolicy(_Blind):
-    """The fewest requests as far as known, own bookings included; ties at random."""
+    """The worker with the fewest known requests, own bookings included; ties are random."""
 
     def __init__(self, num_workers: int, rng: random.Random) -> None:
         self._num_workers, self._rng = num_workers, rng
@@ -147,8 +147,8 @@ class LeastLoadedPolicy(_Blind):
 
 
 class ConsistentHashingPolicy(_Blind):
-    """The worker behind the hash of the prompt's first segment on a ring (Karger et al. 1997): what a load balancer
-    does that hashes a session or the beginning of the prompt."""
+    """Consistent hashing of the prompt's first segment (Karger et al. 1997), like a load balancer that hashes a session
+    or the beginning of the prompt."""
 
     def __init__(self, num_workers: int, rng: random.Random) -> None:
         self._ring = sorted(
@@ -168,7 +168,7 @@ def _ring_point(name: str) -> int:
 
 
 class _Indexed:
-    """Keeps a prefix index as a router does."""
+    """A policy with a router's prefix index."""
 
     def __init__(self, num_workers: int, rng: random.Random, prediction_ttl_s: float = _PREDICTION_TTL_S) -> None:
         self.index = PrefixIndex(_MAX_INDEX_ENTRIES, _MAX_PREDICTED_BLOCKS, prediction_ttl_s)
@@ -183,12 +183,12 @@ class _Indexed:
         self._answer_lengths.ended("", job.num_output_tokens)
 
     def observe(self, worker: int, report: Report) -> None:
-        """Apply the events."""
+        """Apply the changes to the index."""
         self.index.evict(self._names[worker], report.evicted)
         self.index.store(self._names[worker], report.stored)
 
     def not_taken(self, choice: Choice) -> None:
-        """Its blocks will not come."""
+        """Withdraw the prediction of its blocks."""
         if choice.prediction is not None:
             self.index.withdraw(choice.prediction)
 
@@ -198,13 +198,13 @@ class _Indexed:
 
 
 class HeadracePolicy(_Indexed):
-    """The product's: see headrace.router.policy."""
+    """The real policy: see headrace.router.policy."""
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
         self.index.expire(now_s)
-        matched = self.index.depths(job.hashes)[: len(self._names)]  # slots are given in order
-        facts = RequestFacts(job.num_prompt_tokens)  # how long the answer will be is known to nobody
+        matched = self.index.depths(job.hashes)[: len(self._names)]  # workers have slots in this order
+        facts = RequestFacts(job.num_prompt_tokens)  # the length of the answer is unknown
         priors = self._answer_lengths.priors("")
         placement = place(facts, view.candidates(), matched, now_s, self._rng, priors=priors)
         assert placement is not None, "every worker takes requests"
@@ -214,7 +214,7 @@ class HeadracePolicy(_Indexed):
 
 
 class LongestPrefixPolicy(_Indexed):
-    """Always where most of the prompt is cached, however loaded; of equals the one with the fewest requests."""
+    """The worker with most of the prompt cached, whatever its load; of equals the one with the fewest requests."""
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
@@ -235,7 +235,7 @@ def _exact(policy: type[_Indexed]) -> Callable[[int, random.Random], Policy]:
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """A policy by name. An exact one is told everything at once and is alone in front of the fleet."""
+    """A kind of policy. An exact one gets reports without delay and is the only router of the fleet."""
 
     make: Callable[[int, random.Random], Policy]
     is_exact: bool = False
@@ -253,7 +253,7 @@ POLICIES = {
 
 
 class PlacedJob(NamedTuple):
-    """A job at its worker, with what has to be released."""
+    """A job at its worker, with the booking to be released."""
 
     job: Job
     worker: int
@@ -272,7 +272,7 @@ class SimulatedRouter:
         self._versions = [0] * num_workers
 
     def place(self, job: Job, now_s: float) -> PlacedJob:
-        """Choose and book, as Fleet.place does."""
+        """Choose a worker and book the job there, as Fleet.place does."""
         choice = self._policy.choose(job, self.view, now_s)
         num_tokens = job.num_prompt_tokens - choice.cached_tokens
         bookings = self.view.bookings[choice.worker]
@@ -281,21 +281,21 @@ class SimulatedRouter:
         return PlacedJob(job, choice.worker, booking, choice)
 
     def belief(self, placed: PlacedJob, *, may_be_given_back: bool) -> Belief:
-        """What the worker is told, as PlacedRequest.belief."""
+        """The belief that is sent to the worker; see PlacedRequest.belief."""
         cached_tokens, placement = placed.choice.cached_tokens, placed.choice.placement
         may_be_given_back = may_be_given_back and self._num_routers > 1 and placement is not None
         believed = placement.belief if may_be_given_back and placement is not None else None
         return belief_message(self._rank + 1, placed.booking, cached_tokens, believed)
 
     def observe(self, worker: int, reports: Sequence[Report], delay_s: float) -> None:
-        """A message of a worker's Watch came in, of which nobody knows that it took so long."""
+        """A message of a worker's Watch arrived. The router does not know its delay."""
         for report in reports:
             self._policy.observe(worker, report)
             self._learn(worker, report, delay_s)
         self.view.changed(worker)
 
     def given_back(self, placed: PlacedJob, report: Report) -> None:
-        """A worker gave a request back, with what it has."""
+        """A worker gave a request back, and reported its load."""
         self._policy.not_taken(placed.choice)
         self.view.bookings[placed.worker].release(placed.booking)
         self._learn(placed.worker, report, 0.0)
@@ -309,7 +309,7 @@ class SimulatedRouter:
             self.view.loads[worker] = msgspec.structs.replace(report.load, as_of_s=report.load.as_of_s + delay_s)
 
     def first_token(self, placed: PlacedJob) -> None:
-        """The first token of a request passed."""
+        """The first token of a request arrived."""
         if self.view.bookings[placed.worker].settle(placed.booking):
             self.view.changed(placed.worker)
 
@@ -321,7 +321,7 @@ class SimulatedRouter:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests placed and not ended."""
+        """Requests that are placed and have not ended."""
         return sum(bookings.num_in_flight for bookings in self.view.bookings)
 
     def check(self) -> None:

@@ -1,13 +1,12 @@
-"""The discrete events: arrivals at routers, steps of workers, reports on their way.
+"""The simulation's events: arrivals at routers, steps of workers, reports in transit.
 
     arrival -> router.place -> worker.take -> step ... step -> first token -> ... -> last token
                    ^   ^           |           |
                    |   +-- 2 ms ---+ given back: the worker has more work than the router believed
                    +----- report_delay --------+   at most one message every 20 ms from each worker
 
-Routers share nothing. A message between processes takes no time but for reports, which take `report_delay_s`, and for
-requests that are given back.
-Everything random is drawn from one seed.
+Routers share nothing. Messages between processes take no time, except reports, which take `report_delay_s`, and
+requests that are given back. All random numbers come from one seed.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
 
-# As worker.watch: a worker sends a watcher at most one message in this time.
+# As worker.server.watch: the shortest time between two messages to a watcher.
 WATCH_INTERVAL_S = 0.02
-# How long it takes until a request that is given back is placed again.
+# Time until a request that was given back is placed again.
 GIVEN_BACK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """The simulated fleet. `concurrency`, when set, replaces the arrival times: so many requests are always in flight,
-    and the next of the trace follows each that ends."""
+    """The simulated fleet. If `concurrency` is set, it replaces the arrival times: so many requests are always in
+    flight, and when one ends, the next of the trace arrives."""
 
     worker: WorkerSettings
     num_workers: int = 16
@@ -44,7 +43,7 @@ class FleetSettings:
 
 @dataclass(slots=True)
 class JobRecord:
-    """What became of a request; times in seconds, negative until they come."""
+    """The result of a request. Times are in seconds, and negative until they are known."""
 
     job: Job
     worker: int
@@ -58,8 +57,8 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All requests of a simulation in order of arrival, and of each worker the seconds that it was busy until the last
-    one arrived: what comes after that is the end of the simulation and no policy's doing."""
+    """All requests of a simulation in order of arrival, and each worker's busy seconds until the last arrival. Later
+    time is excluded, because it reflects the end of the trace rather than the policy."""
 
     records: Sequence[JobRecord]
     busy_s: Sequence[float]
@@ -68,7 +67,7 @@ class Outcome:
 
 
 class _Outbox:
-    """Reports of a worker on their way to the routers."""
+    """A worker's reports that are not sent yet."""
 
     def __init__(self, clock: VirtualClock, interval_s: float, send: Callable[[list[Report]], None]) -> None:
         self._clock = clock
@@ -134,7 +133,7 @@ class Simulation:
         self._in_flight: dict[str, tuple[JobRecord, PlacedJob, SimulatedRouter]] = {}
 
     def run(self) -> Outcome:
-        """Run to the end of the last request. Every request has ended once, and nothing is held."""
+        """Run until the last request ends. Asserts that every request ended once and nothing is left."""
         if self._settings.concurrency is None:
             for job in self._jobs:
                 self.clock.at(job.arrival_s, lambda job=job: self._arrive(job))  # type: ignore[misc]
@@ -168,7 +167,7 @@ class Simulation:
         self._place(record, router)
 
     def _place(self, record: JobRecord, router: SimulatedRouter) -> None:
-        """Place a request, until a worker takes it."""
+        """Place a request; again if the worker gives it back."""
         job, now_s = record.job, self.clock.now_s
         placed = router.place(job, now_s)
         belief = router.belief(placed, may_be_given_back=record.num_given_back < MAX_GIVEN_BACK)
@@ -201,7 +200,7 @@ class Simulation:
                 router.first_token(placed)
             record.num_tokens += len(output.token_ids)
             if output.is_last:
-                assert output.error is None, "nothing fails here"
+                assert output.error is None, "no request fails in a simulation"
                 assert record.ended_s < 0, "a request ends once"
                 record.ended_s = now_s
                 record.cached_tokens = output.request.num_cached_tokens

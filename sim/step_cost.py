@@ -1,14 +1,15 @@
-"""What a step of a worker takes, in milliseconds, from its shape alone: the stand-in for OpenVINO.
+"""The time of a worker's step, in milliseconds, from its shape alone. It stands in for OpenVINO.
 
     ms = base(tokens) + per_attended * attended + per_reread * reread + per_context * context
          + per_sequence * sequences + change * changed
 
-    base       a line through what some numbers of tokens cost, the knots: products with the weights. It is no straight
-               line: the first tokens of a step cost more than later ones
-    changed    1 if the step before had another number of tokens: preparing the model anew (docs/decisions/0025)
+    base       products with the weights: piecewise linear between some numbers of tokens, the knots, because the first
+               tokens of a step cost more than later ones
+    changed    1 if the step before had another number of tokens, so that OpenVINO prepares the model again
+               (docs/decisions/0025)
 
-The other quantities are those of `headrace.worker.engine.step_cost.StepShape`. The model that a worker learns while it
-runs is simpler: `base` is a straight line in it, and one coefficient serves `reread` and `context`.
+The other quantities are those of `headrace.worker.engine.step_cost.StepShape`. The model that a worker fits while it
+runs is simpler: its `base` is linear, and `reread` and `context` share a coefficient.
 
 Fitted by benchmarks/step_cost.py on a worker's own model runner; `default()` is the committed fit. Pure.
 """
@@ -26,8 +27,8 @@ DEFAULT_FILE = Path(__file__).with_name("step_cost.json")
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """Coefficients in milliseconds, and where they come from. `base` is what steps of so many tokens as the `knots` say
-    cost, in ascending order, at least two. The errors are relative, over shapes that the fit has not seen."""
+    """Coefficients in milliseconds, and their origin. `base[i]` is the cost of `knots[i]` tokens; there are at least
+    two knots, in ascending order. The errors are relative, over shapes that the fit has not seen."""
 
     knots: tuple[int, ...]
     base: tuple[float, ...]
@@ -43,10 +44,12 @@ class StepCost(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.knots) < 2 or len(self.knots) != len(self.base) or list(self.knots) != sorted(set(self.knots)):
-            raise ValueError(f"knots {self.knots} must ascend, two at least, with a base for each, not {self.base}")
+            raise ValueError(
+                f"knots {self.knots} must be at least two, ascending, with a base for each, not {self.base}"
+            )
 
     def milliseconds(self, shape: StepShape) -> float:
-        """Time of a step of this shape."""
+        """The time of a step."""
         left, share = place_among(self.knots, shape.tokens)
         return (
             self.base[left] * (1.0 - share)
@@ -60,14 +63,14 @@ class StepCost(msgspec.Struct, frozen=True):
 
 
 def place_among(knots: tuple[int, ...], tokens: int) -> tuple[int, float]:
-    """The knot to the left of a number of tokens, and the share of the way to the next. Beyond the last knot the line
-    goes on as it came."""
+    """The index of the knot below `tokens`, and the share of the way to the next. Beyond the last knot, the last
+    segment continues."""
     left = min(max(bisect.bisect_right(knots, tokens) - 1, 0), len(knots) - 2)
     return left, (tokens - knots[left]) / (knots[left + 1] - knots[left])
 
 
 def read(path: Path) -> StepCost:
-    """A fit from a file. Raises OSError or ValueError."""
+    """Read a fit from a file. OSError or ValueError."""
     return msgspec.json.decode(path.read_bytes(), type=StepCost)
 
 

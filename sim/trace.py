@@ -1,10 +1,10 @@
-"""What is asked of the simulated fleet: requests with arrival times, from a file or generated.
+"""The requests of a simulation, with arrival times, from a file or generated.
 
-A prompt is a run of segments, each an id and a number of tokens. Segments with the same id have the same tokens, so two
-prompts share a prefix as far as their segments are equal from the start. Tokens are made only while a request is in
-flight; its block hashes are computed once.
+A prompt is a sequence of segments, each an id and a number of tokens. Segments with the same id have the same tokens,
+so two prompts share a prefix as far as their segments are equal from the start. Token ids are made only while a request
+is in flight; block hashes are computed once.
 
-Pure but for `read`.
+Pure, except for `read`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 
 ROOT_HASH = 0
-# Token ids of answers are from here, of prompts below.
+# Token ids of answers start here; those of prompts are below.
 _ANSWER_TOKENS = 1 << 31
 # Tokens of a block of the Mooncake traces.
 MOONCAKE_BLOCK_TOKENS = 512
@@ -30,8 +30,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request to be simulated. `number` is its place in the trace; `hashes` are those of its prompt's full blocks, in
-    the block size of the fleet, empty before `hashed`."""
+    """A request of a trace. `number` is its index in the trace. `hashes` are those of the prompt's full blocks, in the
+    fleet's block size; empty before `hashed`."""
 
     number: int
     arrival_s: float
@@ -46,22 +46,22 @@ class Job:
 
     @property
     def answer_token_id(self) -> int:
-        """The token of which this request's answer is made; no other has it."""
+        """The token that this request's answer repeats; no other answer has it."""
         return _ANSWER_TOKENS + self.number
 
     def token_ids(self) -> array[int]:
-        """The prompt."""
+        """The token ids of the prompt."""
         tokens = array("I")
         for segment, length in self.segments:
             tokens += array("I", (segment,)) * length
         return tokens
 
     def hashed(self, block_size: int) -> Job:
-        """With the hashes of its blocks."""
+        """The same job with its block hashes."""
         return replace(self, hashes=tuple(block_hashes(ROOT_HASH, self.token_ids(), block_size)))
 
     def request(self, arrival_s: float) -> Request:
-        """The request as a worker's engine takes it."""
+        """The request for a worker's engine."""
         return Request(
             request_id=str(self.number),
             prompt_token_ids=self.token_ids(),
@@ -73,7 +73,7 @@ class Job:
 
 
 class _Line(msgspec.Struct):
-    """A line of a Mooncake trace: milliseconds, tokens, ids of blocks of 512 prompt tokens."""
+    """A line of a Mooncake trace: time in milliseconds, tokens, ids of blocks of 512 prompt tokens."""
 
     timestamp: float
     input_length: int
@@ -82,9 +82,9 @@ class _Line(msgspec.Struct):
 
 
 def read(path: Path, limit: int | None = None) -> list[Job]:
-    """The requests of a trace in Mooncake's format (one JSON object a line), in order of arrival; the first `limit`.
+    """Read the first `limit` requests of a trace in Mooncake's format, one JSON object per line, in order of arrival.
 
-    Raises OSError, or ValueError that names the line.
+    OSError, or ValueError with the number of the line.
     """
     decode = msgspec.json.Decoder(_Line).decode
     jobs: list[Job] = []
@@ -117,13 +117,13 @@ def _job_of(line: _Line) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A generated trace: Poisson arrivals; prompts with one of several system prompts, popular ones first (Zipf), and a
-    log-normal rest of their own; exponential answers. Lengths in tokens.
+    """A generated trace: Poisson arrivals; prompts with one of several system prompts, by Zipf's law, and a log-normal
+    rest of their own; exponential answers. Lengths are in tokens.
 
     Conversations have `turns` turns on average (geometric). The prompt of a turn is the prompt and the answer of the
-    one before, and a rest of its own. `num_conversations` are open at a time, and any of them goes on. One whose next
-    prompt would be longer than `max_prompt_tokens` ends, and another begins. Requests arrive in bursts of `burst` on
-    average (uniform from 1). Those of a burst arrive in one moment and are of different conversations.
+    turn before, and a rest of its own. `num_conversations` are open at a time, and a random one continues. If its next
+    prompt would exceed `max_prompt_tokens`, it ends and another begins. Requests arrive in bursts of `burst` on average
+    (uniform from 1). The requests of a burst arrive at the same time and belong to different conversations.
     """
 
     num_requests: int = 2000
@@ -146,7 +146,7 @@ class Generated:
             )
 
     def jobs(self, rng: random.Random) -> list[Job]:
-        """The requests, one a second on average."""
+        """The requests, one per second on average."""
         weights = [1 / (rank + 1) for rank in range(self.num_system_prompts)]
         jobs: list[Job] = []
         conversations: list[tuple[tuple[int, int], ...]] = [()] * self.num_conversations
@@ -178,7 +178,7 @@ class Generated:
 
 
 def at_rate(jobs: Sequence[Job], per_s: float) -> list[Job]:
-    """The same requests in the same rhythm, `per_s` a second on average, from time 0."""
+    """The same requests with arrival times scaled to `per_s` per second on average, from time 0."""
     first_s = jobs[0].arrival_s
     span_s = jobs[-1].arrival_s - first_s
     scale = (len(jobs) - 1) / per_s / span_s if span_s > 0 else 0.0

@@ -1,4 +1,4 @@
-"""A simulated worker: the real scheduler, KV cache and load reports; steps take the time of the cost model.
+"""A simulated worker: the real scheduler, KV cache and load reports. The cost model gives the time of a step.
 
     take --> [ arrived ] --begin_step--> scheduler.schedule() ... cost model's milliseconds ... --end_step--> outputs
                                                                                                     |
@@ -33,8 +33,8 @@ from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What each worker of the fleet is: `kv_tokens` tokens of KV cache in blocks of `block_size`. `None`: as a worker
-    chooses."""
+    """Settings of each worker of the fleet: `kv_tokens` tokens of KV cache in blocks of `block_size`. None means the
+    worker's default."""
 
     cost: StepCost
     kv_tokens: int = 600_000
@@ -50,20 +50,20 @@ class WorkerSettings:
         return self.kv_tokens // self.block_size
 
     def holds(self, job: Job) -> bool:
-        """Whether the job fits the whole cache; a worker would refuse it otherwise."""
+        """Whether the job fits the KV cache; a worker would refuse it otherwise."""
         return job.num_prompt_tokens + job.num_output_tokens <= self.num_blocks * self.block_size
 
 
 class Placed(NamedTuple):
-    """A placement by the rank of its router and the id that it has there."""
+    """A placement: the rank of its router, and its id there."""
 
     router: int
     placement_id: int
 
 
 class Report(NamedTuple):
-    """What a worker tells routers after a step, or when a request comes. `load` shows the placements in `placed` and
-    those of earlier reports, and has the higher `version` the newer it is."""
+    """A worker's report to routers, after a step or when a request arrives. `load` includes the placements in `placed`
+    and those of earlier reports. A newer report has a higher `version`."""
 
     load: LoadReport
     version: int
@@ -102,7 +102,7 @@ class SimulatedWorker:
         self._reports_every_step = reports_every_step
 
     def _warm_up(self) -> None:
-        """Learn from the steps with which a worker begins, each of another number of tokens than the one before."""
+        """Learn from the steps of a worker's warm-up, each of another size than the one before."""
         for num_tokens in WARM_UP_TOKENS:
             for step in ((0, num_tokens), (num_tokens, 1)):
                 shape = StepShape.of([step], changed=True)
@@ -111,7 +111,7 @@ class SimulatedWorker:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of all steps."""
+        """Total time of all steps, in seconds."""
         return self._stats.infer_s
 
     @property
@@ -125,7 +125,7 @@ class SimulatedWorker:
         return self._output is not None
 
     def contradiction(self, belief: Belief) -> Report | None:
-        """As WatchHub.contradiction: what there is, if that is more than was believed."""
+        """As WatchHub.contradiction: the current state, if there is more work than the router believed."""
         load, arrivals = self._load, self._arrivals
         num_requests = load.num_running + load.num_waiting + arrivals.num_requests
         if not is_contradicted(belief, num_requests, load.num_uncached_tokens + arrivals.num_tokens):
@@ -133,16 +133,16 @@ class SimulatedWorker:
         return Report(self._load_now(), self._version, placed=self._placed.copy())
 
     def take(self, request: Request, job: Job, belief: Belief) -> Report:
-        """A request arrives; the next step sees it. What routers are told at once."""
+        """A request arrives; the next step includes it. Returns the report that is sent at once."""
         assert self.settings.holds(job), f"request {job.number} does not fit the cache"
         self._arrivals.add(job.num_prompt_tokens, belief.num_cached_tokens)
         self._placed.append(Placed(belief.watcher_id - 1, belief.placement_id))
         self._arrived.append(request)
         self._answers[request] = Sampled(job.answer_token_id)
-        return self._told(self._load_now(), (), ())
+        return self._new_report(self._load_now(), (), ())
 
     def begin_step(self) -> float | None:
-        """Schedule a step; its milliseconds, or None when there is nothing to compute."""
+        """Schedule a step. Returns its milliseconds, or None if there is nothing to compute."""
         assert self._output is None, "a step is running"
         self._commands_came = bool(self._arrived)
         self._num_taken += len(self._arrived)
@@ -152,7 +152,7 @@ class SimulatedWorker:
         if not self.scheduler.has_requests:
             return None
         output = self.scheduler.schedule()
-        assert output.scheduled, "there are requests and none can go on"
+        assert output.scheduled, "there are requests, but none can be computed"
         self._output = output
         shape = self._meter.size(output).shape
         self._step_ms = self.settings.cost.milliseconds(shape)
@@ -160,7 +160,7 @@ class SimulatedWorker:
         return self._step_ms
 
     def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:
-        """Account for the step that began; its outputs, and a report if one is due."""
+        """Account for the current step. Returns its outputs, and a report if one is due."""
         output, self._output = self._output, None
         assert output is not None, "no step is running"
         sampled = [
@@ -182,7 +182,7 @@ class SimulatedWorker:
         assert len(self._answers) == len(self._arrived) + len(self.scheduler.running) + len(self.scheduler.waiting)
 
     def _is_report_due(self, now_s: float) -> bool:
-        """As EngineThread decides it."""
+        """As EngineThread does."""
         is_idle = not self.scheduler.has_requests
         if now_s < self._next_report_s and not (is_idle or self._commands_came or self._reports_every_step):
             return False
@@ -204,10 +204,10 @@ class SimulatedWorker:
             max_num_seqs=self.settings.max_num_seqs,
             as_of_s=now_s,
         )
-        return self._told(self._load_now(), report.stored, report.evicted)
+        return self._new_report(self._load_now(), report.stored, report.evicted)
 
     def _load_now(self) -> LoadReport:
-        """The latest report of the engine, and what has arrived since."""
+        """The latest report of the engine, with what has arrived since."""
         return msgspec.structs.replace(
             self._load,
             num_arrived=self._arrivals.num_requests,
@@ -215,7 +215,7 @@ class SimulatedWorker:
             arrived_blocks=self._arrivals.num_blocks,
         )
 
-    def _told(self, load: LoadReport, stored: Sequence[int], evicted: Sequence[int]) -> Report:
+    def _new_report(self, load: LoadReport, stored: Sequence[int], evicted: Sequence[int]) -> Report:
         self._version += 1
         placed, self._placed = self._placed, []
         return Report(load, self._version, stored, evicted, placed)

@@ -47,7 +47,7 @@ def test_one_command_compares_numbers_of_routers() -> None:
     [
         (["--trace", "/does/not/exist"], "error: cannot read --trace"),
         (["--step-cost", "/does/not/exist"], "error: cannot read --step-cost"),
-        ([*SMALL, "--kv-tokens", "512"], "give more --kv-tokens"),
+        ([*SMALL, "--kv-tokens", "512"], "increase --kv-tokens"),
         ([*SMALL, "--turns", "4", "--burst", "200"], "give more --conversations, or a smaller --burst"),
         ([*SMALL, "--workers", "16"], "too few to measure the capacity"),
     ],

@@ -1,4 +1,4 @@
-"""The arrays that OpenVINO's PagedAttention operator takes, made from a scheduled step. Pure.
+"""Makes the inputs of OpenVINO's PagedAttention operator from a scheduled step. Pure.
 
 For two sequences, the first with 40 cached tokens and 1 new one, the second with 0 and 3 (block size 32):
 
@@ -35,10 +35,13 @@ LongArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs of one step; names, shapes and types are the operator's. The rows of logits are those of the `sampled`
-    requests, in that order, and behind them, for each of `prompts`, one for each of its prompt tokens in the step but
-    the last token of the prompt. `copies` of KV blocks come before anything is computed. `sums` is what is wanted
-    beside the logits; where there are `prompts`, which may be many rows, none."""
+    """Inputs of one step; names, shapes and types are the operator's.
+
+    The first rows of logits belong to the `sampled` requests, in that order. After them, each of `prompts` has a row
+    for each of its prompt tokens in the step, except the last token of the prompt. `copies` of KV blocks are made
+    before anything is computed. `sums` says what is computed besides the logits; nothing if there are `prompts`, which
+    may have many rows.
+    """
 
     input_ids: LongArray
     position_ids: LongArray
@@ -55,18 +58,18 @@ class Batch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence has one new token."""
+        """Whether every sequence has one new token."""
         return len(self.input_ids) == len(self.past_lens)
 
     @property
     def inverse_temperatures(self) -> npt.NDArray[np.float32]:
-        """What the logits of each sampled row are multiplied with before they are weighed."""
+        """The factor of each sampled row's logits, `[rows]`."""
         return np.array([request.sampling.inverse_temperature for request in self.sampled], np.float32)
 
 
 class Sums(enum.Enum):
-    """Which weights of logits are summed up while they are computed: none, for the best of each row; those at the row's
-    temperature, to draw by; and those at temperature 1 too, for log-probabilities."""
+    """Which sums of weights are computed with the logits: none, if only the best token is needed; at each row's
+    temperature, for draws; also at temperature 1, for log-probabilities."""
 
     NONE = enum.auto()
     DRAWN = enum.auto()
@@ -74,7 +77,7 @@ class Sums(enum.Enum):
 
 
 class PromptRows(NamedTuple):
-    """A request that wants log-probabilities of its prompt: the position of the first row, and how many rows."""
+    """Rows of a request that wants log-probabilities of its prompt: the position of the first, and their number."""
 
     request: Request
     position: int
@@ -82,7 +85,7 @@ class PromptRows(NamedTuple):
 
 
 def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequence[BlockCopy] = ()) -> Batch:
-    """The step's arrays. Every request has blocks for its computed and scheduled tokens."""
+    """The inputs of a step. Every request has blocks for its computed and scheduled tokens."""
     input_ids, block_indices = array("I"), array("i")
     past_lens, subsequence_begins, block_indices_begins = [], [0], [0]
     sampled_indices, sampled = [], []
@@ -129,8 +132,8 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
 
 
 def padded(batch: Batch, num_tokens: int, block: int) -> Batch:
-    """The batch with so many sequences of one token behind it, whose rows nobody samples. Their keys and values all go
-    to the beginning of `block`, which is no request's."""
+    """The batch with `num_tokens` more sequences of one token, which are not sampled. Their keys and values go to the
+    beginning of `block`, which belongs to no request."""
     ones = np.arange(1, num_tokens + 1, dtype=np.int32)
     nothing = np.zeros(num_tokens, np.int32)
     return replace(
@@ -145,7 +148,7 @@ def padded(batch: Batch, num_tokens: int, block: int) -> Batch:
 
 
 def sums_for(sampled: Sequence[Request]) -> Sums:
-    """The sums that sampling the requests needs."""
+    """The sums that are needed to sample the requests."""
     sums = Sums.NONE
     for request in sampled:
         sampling = request.sampling
@@ -157,7 +160,7 @@ def sums_for(sampled: Sequence[Request]) -> Sums:
 
 
 def _positions(past_lens: IntArray, begins: IntArray) -> LongArray:
-    """Position of each token in its sequence: its offset from its sequence's first new token, plus what is past."""
+    """Position of each token in its sequence."""
     if begins[-1] == len(past_lens):
         return past_lens.astype(np.int64)
     offsets: LongArray = np.arange(begins[-1], dtype=np.int64)

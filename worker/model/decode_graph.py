@@ -1,9 +1,8 @@
-"""Whether decode steps of few sequences get a graph of their own, which holds the weights once more.
+"""Decides whether decode steps of few sequences get a graph of their own, with a second copy of the weights.
 
-On CPUs with AMX, OpenVINO's products of compressed weights decompress them to bfloat16 tiles, for few rows as for many.
-That is what makes prompts fast, but for few rows most of the time goes into it; the kernels for CPUs without AMX,
-which multiply 8-bit integers, take two thirds of the time. They come with a graph that computes in float32 otherwise.
-docs/decisions/0029 has the measurements.
+On CPUs with AMX, OpenVINO decompresses weights to bfloat16 tiles before it multiplies. This makes prompts fast, but for
+few rows most of the time goes into decompression. The kernels for CPUs without AMX multiply 8-bit integers and take two
+thirds of the time. OpenVINO uses them in a graph whose precision is float32. docs/decisions/0029 has the measurements.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from pathlib import Path
 
 from headrace.worker.config import ConfigurationError
 
-# Sequences up to which it gains: at 24 it takes 0.92 of the time, at 32 0.96.
+# The most sequences for which it pays: with 24 it takes 0.92 of the time, with 32 0.96.
 SMALL_DECODE = 24
-# Part of the available memory that the weights may take once more where nothing is said of it.
+# By default, the copy of the weights may take at most this share of the available memory.
 _MOST_MEMORY = 0.1
-# Of the KV cache, what graphs of both precisions read alike.
+# The only precision of the KV cache that both graphs lay out identically.
 _SHARED_PRECISION = "u8"
 
 
@@ -29,13 +28,13 @@ def wants_decode_graph(
     available: int,
     root: Path = Path("/"),
 ) -> bool:
-    """What was asked, or None for what is good here. `available` memory in bytes; `root` is "/" but in tests. Raises
-    ConfigurationError for what does not go together."""
+    """Whether to make the graph: as `asked`, or if that is None, as suits this host. `available` is memory in bytes.
+    ConfigurationError if the flags contradict each other. `root` is "/" except in tests."""
     fits = execution_mode == "performance" and kv_precision == _SHARED_PRECISION
     if asked and not fits:
         raise ConfigurationError(
-            f"--decode-graph on does not go with --kv-precision {kv_precision} and --execution-mode {execution_mode}: "
-            f"it takes --execution-mode performance and --kv-precision {_SHARED_PRECISION}"
+            f"--decode-graph on needs --execution-mode performance and --kv-precision {_SHARED_PRECISION}, not "
+            f"{execution_mode} and {kv_precision}"
         )
     if asked is not None:
         return asked
@@ -43,7 +42,7 @@ def wants_decode_graph(
 
 
 def has_amx(root: Path = Path("/")) -> bool:
-    """Whether the CPU has tiles."""
+    """Whether the CPU has AMX."""
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:

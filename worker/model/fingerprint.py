@@ -2,9 +2,9 @@
 
     SHA-256( network || size of the weights || SHA-256(piece 0) || SHA-256(piece 1) || ... )
 
-Every byte counts: two fine-tunes of one model have the same sizes, and may differ in a single layer. Several threads
-hash the pieces while the model is compiled, so nothing is kept from one start to the next that could be wrong. The
-reading also brings the file into the page cache, where loading wants it.
+Every byte counts, because two fine-tunes of a model have the same sizes and may differ in a single layer. Several
+threads hash the pieces while the model is compiled. So nothing needs to be cached between starts, which could be
+outdated. Reading also brings the file into the page cache, from which it is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _READ_BYTES = 1 << 20
 
 
 def fingerprint_of(model_dir: Path, threads: int) -> str:
-    """The fingerprint, in hex, of the model in a directory, computed by so many threads. Raises OSError."""
+    """The fingerprint of the model in a directory, in hex, computed by `threads` threads. Raises OSError."""
     digest = sha256((model_dir / NETWORK).read_bytes())
     with (model_dir / WEIGHTS).open("rb") as file:
         descriptor = file.fileno()

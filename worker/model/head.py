@@ -1,19 +1,19 @@
-"""The end of a model's graph, made anew: logits of the sampled rows only, and what sampling reads of all of them.
+"""Replaces the end of a model's graph: logits of the sampled rows only, and the summary that sampling reads.
 
     hidden states of rows -> MatMul -> logits, maxima of runs             in the model's own graph
                                       | if a step draws
-                                      +-> sums                            a graph of its own
-                                      +-> sums at temperature 1           the same, with these
+                                      +-> sums                            in a second graph
+                                      +-> sums at temperature 1           in the same, if needed
 
-The exponentials that sums take are a graph beside the model's, run behind it in the steps that need them: a graph has
-no way to leave out work for nothing. It reads the logits where they were written.
+The sums are in a second graph, which runs after the model's in steps that need them, because a graph cannot skip work.
+It reads the logits where they were written.
 
-Writing to memory that is in no cache costs more than the arithmetic. So bfloat16 logits stay bfloat16 (OpenVINO would
-widen all of them, for 2 % of a step), and the sums take a few rows at a time, whose float32 stays in the caches. The
-model's graph computes exactly the rows that are sampled, however they are drawn from.
+Writing to memory outside the caches costs more than the arithmetic. So bfloat16 logits stay bfloat16 (converting all of
+them would take 2 % of a step), and the sums are computed for a few rows at a time, whose float32 values stay in the
+caches. The model's graph computes exactly the sampled rows.
 
-How runs are defined says `logits`; where a vocabulary has none, or where a model does more to its logits than one
-product, there is nothing but logits. docs/decisions/0024 has the measurements.
+`sampling.reduction` defines runs. If the vocabulary does not divide into runs, or if the model applies more than one
+product to make its logits, there are only logits. docs/decisions/0024 has the measurements.
 """
 
 from __future__ import annotations
@@ -33,27 +33,32 @@ from headrace.worker.sampling.logits import Logits, floats_of
 from headrace.worker.sampling.reduction import FloatArray, Reduction, run_length, weigh_runs
 from headrace.worker.sampling.vocabulary_reducer import compile_beside, runs_of, sums_of, without_lowest
 
-# Logits that are weighed at a time: 21 rows of 49k, 6 of 152k.
+# Logits that are summed at a time: 21 rows of 49k, 6 of 152k.
 _LOGITS_AT_ONCE = 1 << 20
-# Up to so many logits, numpy weighs them before a graph has started: 3 rows of 49k, 1 of 152k.
+# Up to so many logits, numpy is faster than starting a graph: 3 rows of 49k, 1 of 152k.
 _MOST_FOR_NUMPY = 160_000
-# By this name the CPU plugin knows nodes behind the last product that may still be bfloat16; others it makes float32,
-# with a copy of all logits for each.
+# The CPU plugin keeps nodes with this attribute in bfloat16 after the last product. It converts others to float32, with
+# a copy of all logits for each.
 _STAYS_BFLOAT16 = "enforceBF16evenForGraphTail"
 _Number = TypeVar("_Number", bound=np.generic)
 _NO_TEMPERATURES = np.zeros(0, np.float32)
 
 
 def replace_head(model: ov.Model, *, is_bfloat16: bool) -> bool:
-    """Let a model with PagedAttention take `rows` `i64[n]`, and give `logits` of these rows of the step and their
-    `maxima`; false if there are only logits. `is_bfloat16` says in what the model computes."""
+    """Give a model with PagedAttention an input `rows` `i64[n]`, and the outputs `logits` of these rows and `maxima`.
+
+    Returns False if there are only logits. `is_bfloat16`: the model computes in bfloat16. ConfigurationError if the end
+    of the graph is not of a known form.
+    """
     result = model.get_results()[0]
     node = result.input_value(0).get_node()
     is_product = node.get_type_name() == "MatMul"
     while node.get_type_name() != "MatMul":
         node = _computed_input(node).get_node()
     if is_constant(node.input_value(0)):
-        raise _unknown_end(node, "multiplies its weights with the hidden states, and not these with the weights")
+        raise _unknown_end(
+            node, "multiplies the weights with the hidden states instead of the hidden states with the weights"
+        )
     rows = _parameter("rows", [-1], np.int64)
     model.add_parameters([rows.get_node()])
     hidden = states_of_rows(node.input_value(0), rows, model)
@@ -76,23 +81,23 @@ def replace_head(model: ov.Model, *, is_bfloat16: bool) -> bool:
 
 
 def _computed_input(node: ov.Node) -> ov.Output:
-    """What a node at the end of the graph is computed of. A scale, say, may stand on either side of it."""
+    """The input of a node that is not constant, such as the one that a scale multiplies."""
     for value in node.input_values():
         if not is_constant(value):
             return value
-    raise _unknown_end(node, "depends on no product with the vocabulary's weights")
+    raise _unknown_end(node, "does not depend on a product with the vocabulary's weights")
 
 
 def _unknown_end(node: ov.Node, problem: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the end of the model's graph, from which logits come, is of an unknown kind: {node.get_type_name()} "
-        f"{node.get_friendly_name()!r} {problem}; export the model anew, for instance with optimum-intel, or serve "
-        "another one"
+        f"the end of the model's graph, which computes logits, has an unknown form: {node.get_type_name()} "
+        f"{node.get_friendly_name()!r} {problem}; export the model again, for instance with optimum-intel, or serve "
+        "another model"
     )
 
 
 class RowSums:
-    """Compiled graphs that sum up the weights of rows of logits, a few rows at a time."""
+    """Compiled graphs that compute sums of weights, a few rows at a time."""
 
     def __init__(self, vocab_size: int, element_type: ov.Type, threads: int) -> None:
         self._vocab_size = vocab_size
@@ -105,8 +110,8 @@ class RowSums:
     def read(
         self, sums: Sums, logits: ov.Tensor, maxima: ov.Tensor, inverse_temperatures: FloatArray
     ) -> list[FloatArray]:
-        """The sums `[n, runs]` of the first n rows at `inverse_temperatures` `[n]`, and of DRAWN_AND_MODEL those at
-        temperature 1 behind them. `logits` and `maxima` are what the model's graph gave."""
+        """The sums `[n, runs]` of the first n rows at `inverse_temperatures` `[n]`, and for DRAWN_AND_MODEL also those
+        at temperature 1. `logits` and `maxima` are outputs of the model's graph."""
         num_rows = len(inverse_temperatures)
         num_outputs = 2 if sums is Sums.DRAWN_AND_MODEL else 1
         if 0 < num_rows * self._vocab_size <= _MOST_FOR_NUMPY:
@@ -117,7 +122,7 @@ class RowSums:
         if not num_rows:
             return given
         request = self._requests[sums]
-        # Parts of one size: OpenVINO prepares a graph anew when its shapes change. The last part may begin early.
+        # Parts have the same size, because OpenVINO prepares a graph again if shapes change. The last part may overlap.
         size = -(-num_rows // -(-num_rows // self._most_rows))
         for begin in range(0, num_rows, size):
             rows = slice(min(begin, num_rows - size), min(begin + size, num_rows))
@@ -131,15 +136,15 @@ class RowSums:
 
 
 class InputTensors:
-    """Inputs of an inference request that change from step to step. The arrays kept here own the tensors' memory."""
+    """The inputs of an inference request that change with each step. The arrays own the tensors' memory."""
 
     def __init__(self, request: ov.InferRequest) -> None:
         self._request = request
         self._arrays: dict[str, npt.NDArray[np.generic]] = {}
 
     def set(self, name: str, values: npt.NDArray[np.generic]) -> None:
-        """Write into the tensor of the step before if the shape is the same, as in a run of decode steps: a tenth of
-        the cost of binding a new one."""
+        """Set an input. If the shape is that of the step before, as in successive decode steps, the tensor is reused,
+        which takes a tenth of the time of binding a new one."""
         kept = self._arrays.get(name)
         if kept is not None and kept.shape == values.shape:
             kept[...] = values
@@ -149,8 +154,8 @@ class InputTensors:
 
 
 class HeadRequest:
-    """An inference request of a model with a new head: `bind` rows, `run`, and read `logits`. `row_sums` is None where
-    the model gives nothing but logits."""
+    """An inference request of a model with a replaced head: `bind` rows, `run`, then read `logits`. `row_sums` is None
+    if the model has only logits."""
 
     def __init__(self, request: ov.InferRequest, row_sums: RowSums | None, vocab_size: int) -> None:
         self._request = request
@@ -161,7 +166,7 @@ class HeadRequest:
         self._wanted = Sums.NONE
         self._inverse_temperatures = _NO_TEMPERATURES
         self._sums: list[FloatArray] = []
-        # To find a tensor by its name, OpenVINO looks at those of all inputs, the cache's too.
+        # Outputs are found by index, because OpenVINO searches the names of all inputs, including the KV cache.
         names = [port.any_name for port in request.model_outputs]
         self._logits = names.index("logits")
         self._maxima = names.index("maxima") if row_sums is not None else -1
@@ -169,8 +174,8 @@ class HeadRequest:
     def bind(
         self, rows: npt.NDArray[np.int64], inverse_temperatures: FloatArray, sums: Sums, *, least: int = 0
     ) -> None:
-        """Let the next run give logits of `rows`, and where the model can, `sums` at `inverse_temperatures` `[rows]`.
-        Without sums there may be fewer of these than rows. If any, `least` rows are computed."""
+        """Set the `rows` of the next run, and the `sums` to compute at `inverse_temperatures` `[rows]`. Without sums,
+        there may be fewer temperatures than rows. If there are rows, at least `least` are computed."""
         self._wanted = sums
         self._num_rows = len(rows)
         self._inverse_temperatures = inverse_temperatures
@@ -178,7 +183,7 @@ class HeadRequest:
         self._inputs.set("rows", _padded(rows, num_missing))
 
     def run(self) -> None:
-        """Compute what was bound, here and in the rest of the model."""
+        """Run the model, and the graph of sums if needed."""
         self._request.infer()
         self._sums = []
         if self._row_sums is not None and self._wanted is not Sums.NONE:
@@ -186,7 +191,7 @@ class HeadRequest:
             self._sums = self._row_sums.read(self._wanted, logits, maxima, self._inverse_temperatures)
 
     def logits(self) -> Logits:
-        """What the last run gave: views that the next one overwrites."""
+        """The results of the last run, as views that the next run overwrites."""
         values = self._read(self._logits).reshape(-1, self._vocab_size)
         if self._row_sums is None:
             return Logits(values)
@@ -199,7 +204,7 @@ class HeadRequest:
 
 
 def _numbers(tensor: ov.Tensor) -> Any:
-    """A view of a tensor: float32, or the bits of bfloat16, for which numpy has no name."""
+    """A view of a tensor: float32, or the bits of bfloat16, which numpy does not have."""
     values = tensor.data
     return values.view(np.uint16) if values.dtype == np.float16 else values
 
@@ -211,7 +216,7 @@ def _rows_of(tensor: ov.Tensor, rows: slice) -> ov.Tensor:
 
 
 def _sums_graph(vocab_size: int, element_type: ov.Type, sums: Sums) -> ov.Model:
-    """`logits`, `maxima` and `inverse_temperatures` `[n, 1, 1]` -> `sums`, and of DRAWN_AND_MODEL `model_sums` too."""
+    """`logits`, `maxima` and `inverse_temperatures` `[n, 1, 1]` -> `sums`; for DRAWN_AND_MODEL `model_sums` too."""
     num_runs = vocab_size // run_length(vocab_size)
     logits = _parameter("logits", [-1, 1, vocab_size], element_type)
     maxima = _parameter("maxima", [-1, num_runs, 1], element_type)

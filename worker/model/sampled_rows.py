@@ -1,7 +1,7 @@
-"""Hidden states of the sampled rows only, from as early in a model's graph as may be.
+"""Selects the sampled rows as early in a model's graph as possible.
 
-Behind the last attention nothing looks at other tokens. What follows it in the last layer, most of its arithmetic, is
-therefore computed for the rows that are sampled: one of a prompt's hundreds (measured in docs/decisions/0027).
+After the last attention, no operation looks at other tokens. So the rest of the last layer, which is most of its
+arithmetic, is computed for the sampled rows only: one of hundreds in a prompt (measured in docs/decisions/0027).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MOVES = {"Reshape", "Transpose", "Unsqueeze", "Squeeze"}
 
 
 def states_of_rows(states: ov.Output, rows: ov.Output, model: ov.Model) -> ov.Output:
-    """`states` `[T, ...]` of `rows` `[n]` only: `[n, ...]`. What is computed token by token before it is computed for
-    these; where that is not sure, for all."""
+    """`states` `[T, ...]` of `rows` `[n]`, as `[n, ...]`. Row-wise operations before them are also computed for these
+    rows only, unless one of them may not be row-wise."""
     tail = _tail(states, model)
     entries = None if tail is None else _entries(tail)
     if entries is None:
@@ -41,13 +41,13 @@ def states_of_rows(states: ov.Output, rows: ov.Output, model: ov.Model) -> ov.Ou
 
 
 def gathered(states: ov.Output, rows: ov.Output) -> ov.Output:
-    """`states` `[T, ...]` of `rows` `[n]`, computed for all."""
+    """Gather `rows` `[n]` of `states` `[T, ...]`."""
     return opset13.gather(states, rows, opset13.constant(np.int64(0))).output(0)
 
 
 def _tail(states: ov.Output, model: ov.Model) -> Sequence[ov.Node] | None:
-    """What is computed of the last attention up to `states`, without what only moves it; None if part of it may look
-    at several tokens."""
+    """The operations from the last attention up to `states`, except those that only move data. None if one of them may
+    look at several tokens."""
     attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
     end = states.get_node()
     if not attentions or end.get_friendly_name() == attentions[-1].get_friendly_name():
@@ -74,7 +74,7 @@ def _users(output: ov.Output) -> list[ov.Node]:
 
 
 def _rank(output: ov.Output) -> int:
-    """Number of dimensions; -1 if that is not known."""
+    """Number of dimensions; -1 if unknown."""
     rank = output.get_partial_shape().rank
     return int(rank.get_length()) if rank.is_static else -1
 
@@ -92,7 +92,7 @@ def _is_row_wise(node: ov.Node) -> bool:
 
 
 def _entries(tail: Sequence[ov.Node]) -> list[ov.Input] | None:
-    """Where values of each token come into the tail; None if a value is not of that form."""
+    """The inputs of the tail that have a value for each token. None if an input has another form."""
     names = {node.get_friendly_name() for node in tail}
     entries = []
     for node in tail:

@@ -1,6 +1,6 @@
-"""Reading whole rows of logits with OpenVINO: a graph of a few nodes that uses all of the worker's threads.
+"""A `Reducer` that uses OpenVINO: a graph of a few nodes, computed by all of the worker's threads.
 
-What sampling costs with it is measured by benchmarks.overhead.
+benchmarks.overhead measures what sampling costs with it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from openvino import opset13
 
 from headrace.worker.sampling.reduction import FloatArray, Reducer, Reduction, run_length
 
-# Rows at a time: what is made of them between two nodes stays in the caches, and a call's cost is spread.
+# Rows at a time: few enough that intermediate results stay in the caches, and enough to spread the cost of a call.
 _CHUNK = 16
 
 
 class OpenVINOReducer:
-    """A `Reducer` for a vocabulary that divides into runs, see `run_length`."""
+    """A reducer for a vocabulary that divides into runs; see `run_length`."""
 
     def __init__(self, vocab_size: int, threads: int) -> None:
         self._length = run_length(vocab_size)
         self._infer = compile_beside(_graph(vocab_size), threads).create_infer_request()
 
     def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Reduction:
-        """As `Reducer.reduce`."""
+        """See `Reducer.reduce`."""
         num_rows = len(logits)
         maxima = np.empty((num_rows, logits.shape[1] // self._length), np.float32)
         sums = np.empty_like(maxima)
@@ -38,12 +38,12 @@ class OpenVINOReducer:
 
 
 def reducer_for(vocab_size: int, threads: int) -> Reducer | None:
-    """A reducer for the vocabulary, or None where numpy has to do."""
+    """A reducer for the vocabulary, or None if only numpy can do it."""
     return OpenVINOReducer(vocab_size, threads) if run_length(vocab_size) else None
 
 
 def compile_beside(graph: ov.Model, threads: int) -> ov.CompiledModel:
-    """A graph of a few nodes that computes in float32, beside the model and with as many threads."""
+    """Compile a small graph that computes in float32, with as many threads as the model."""
     properties = {
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": "1",
@@ -54,13 +54,13 @@ def compile_beside(graph: ov.Model, threads: int) -> ov.CompiledModel:
 
 
 def without_lowest(maxima: FloatArray) -> FloatArray:
-    """Where numpy's maximum of nothing but minus infinities is one, OpenVINO's is the lowest number."""
+    """Replace the lowest float, which is OpenVINO's maximum of only -inf, by -inf."""
     is_lowest = maxima == np.finfo(np.float32).min
     return np.where(is_lowest, -np.inf, maxima) if is_lowest.any() else maxima
 
 
 def runs_of(logits: ov.Output, vocab_size: int) -> tuple[ov.Output, ov.Output]:
-    """Nodes behind logits `[n, ..., vocab]`: the logits in runs, `[n, runs, length]`, and the maximum of each,
+    """From logits `[n, ..., vocab]`: the logits in runs, `[n, runs, length]`, and the maximum of each run,
     `[n, runs, 1]`."""
     length = run_length(vocab_size)
     shape = opset13.constant(np.array([0, vocab_size // length, length]))
@@ -77,7 +77,7 @@ def sums_of(in_runs: ov.Output, maxima: ov.Output, inverse_temperatures: ov.Outp
 
 
 def _within() -> ov.Node:
-    """The axis of a run's tokens."""
+    """The axis of the tokens in a run."""
     return opset13.constant(np.array([2]))
 
 

@@ -194,7 +194,7 @@ def test_limits_that_leave_prompts_no_room_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_num_mixed_tokens \(9\) must exceed max_num_seqs \(8\) by at least 2"):
         make_engine(max_num_seqs=8, max_num_batched_tokens=9)
     with pytest.raises(
-        ValueError, match=r"max_num_mixed_tokens \(30\) must be .* at most max_num_batched_tokens \(20\)"
+        ValueError, match=r"max_num_mixed_tokens \(30\) must exceed .* at most max_num_batched_tokens \(20\)"
     ):
         make_engine(max_num_batched_tokens=20, max_num_mixed_tokens=30)
 

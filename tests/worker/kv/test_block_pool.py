@@ -146,7 +146,7 @@ def test_giving_back_a_beginning_before_its_end_is_noticed() -> None:
     pool.make_findable(chain[0], 100, 99, b"", is_first=True)
     pool.make_findable(chain[1], 101, 100, b"", is_first=False)
     pool.release(chain)
-    with pytest.raises(AssertionError, match="before the one behind it"):
+    with pytest.raises(AssertionError, match="before the one after it"):
         pool.check()
 
 
@@ -158,7 +158,7 @@ def test_misuse_is_loud() -> None:
         pool.release([0])
     with pytest.raises(AssertionError):
         pool.hold([0])
-    with pytest.raises(ValueError, match="a pool needs a block"):
+    with pytest.raises(ValueError, match="a pool needs at least one block"):
         BlockPool(0, 4)
 
 
