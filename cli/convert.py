@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 _NEEDED = "converting a GGUF file needs openvino-genai and gguf; install them with: pip install 'headrace[convert]'"
+# What openvino-genai reads.
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_FREQUENCIES = "rope_freqs.weight"
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -23,6 +26,7 @@ class ConversionError(Exception):
 def convert(gguf_path: Path, out_directory: Path) -> None:
     """Write the OpenVINO model, tokenizer and detokenizer, chat template and the two JSON files into the directory."""
     metadata = read_metadata(gguf_path)
+    check_convertible(metadata)
     with tempfile.TemporaryDirectory(dir=out_directory, prefix=".convert.") as folder:
         # The converter writes next to its input file: give it a link in a directory of our own.
         link = Path(folder) / "model.gguf"
@@ -35,6 +39,22 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
         (out_directory / "chat_template.jinja").write_text(template)
     _write_json(out_directory / "config.json", config_of(metadata))
     _write_json(out_directory / "generation_config.json", generation_config_of(metadata))
+
+
+def check_convertible(metadata: dict[str, Any]) -> None:
+    """Raise ConversionError for what openvino-genai's converter cannot read, or would read wrongly."""
+    architecture = metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ConversionError(
+            f"its architecture is {architecture}, and only GGUF files of {', '.join(_ARCHITECTURES)} can be converted; "
+            "export the original model with optimum-cli"
+        )
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or metadata.get(_FREQUENCIES):
+        raise ConversionError(
+            "its rotary frequencies are scaled for long contexts, as those of Llama 3.1 are, and the converter would "
+            "drop that; export the original model with optimum-cli"
+        )
 
 
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -66,14 +86,15 @@ def generation_config_of(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metadata(gguf_path: Path) -> dict[str, Any]:
-    """The file's key-value pairs; of an array only its length, as KEY.count. Raises ConversionError."""
+    """The file's key-value pairs; of an array only its length, as KEY.count; and whether it has a tensor of rotary
+    frequencies, as rope_freqs.weight. Raises ConversionError."""
     try:
         from gguf import GGUFReader, GGUFValueType
     except ImportError:
         raise ConversionError(_NEEDED) from None
     try:
         reader = GGUFReader(gguf_path)
-        metadata: dict[str, Any] = {}
+        metadata: dict[str, Any] = {_FREQUENCIES: any(tensor.name == _FREQUENCIES for tensor in reader.tensors)}
         for key, field in reader.fields.items():
             if field.types and field.types[0] == GGUFValueType.ARRAY:
                 metadata[f"{key}.count"] = len(field.data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.cli.convert import ConversionError, config_of, generation_config_of
+from headrace.cli.convert import ConversionError, check_convertible, config_of, generation_config_of
 
 METADATA = {
     "general.architecture": "llama",
@@ -42,3 +42,17 @@ def test_a_file_without_context_length_is_refused() -> None:
 )
 def test_every_token_that_ends_a_turn_ends_a_generation(extra: dict[str, int], ends: int | list[int]) -> None:
     assert generation_config_of({**METADATA, **extra})["eos_token_id"] == ends
+
+
+@pytest.mark.parametrize(
+    ("extra", "problem"),
+    [
+        ({"general.architecture": "phi3"}, "architecture is phi3, and only GGUF files of llama, qwen2, qwen3"),
+        ({"rope_freqs.weight": True}, "rotary frequencies are scaled"),
+        ({"llama.rope.scaling.type": "yarn"}, "rotary frequencies are scaled"),
+    ],
+)
+def test_what_would_be_converted_wrongly_is_refused_before(extra: dict[str, object], problem: str) -> None:
+    check_convertible({**METADATA, "rope_freqs.weight": False, "llama.rope.scaling.type": "none"})
+    with pytest.raises(ConversionError, match=problem):
+        check_convertible({**METADATA, **extra})
