@@ -1,10 +1,14 @@
-"""How `pytest -n 2` shares out the tests."""
+"""How `pytest -n 2` shares out the tests, and that no example of a property is timed."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Their tests start fleets with the real model: one such system at a time.
 _WITH_SYSTEMS = ("tests/architectures/", "tests/e2e/", "tests/infra/", "tests/test_readme.py")
