@@ -92,7 +92,7 @@ class Process:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL, and note when."""
+        """Send SIGKILL. `killed_s` is when, and from `gone` on when it had ended: until then its port takes connections."""
         self.killed_s = time.monotonic()
         self.signal(signal.SIGKILL)
 
@@ -105,6 +105,8 @@ class Process:
         assert self._popen is not None
         assert self._reader is not None
         status = self._popen.wait(bound_s)
+        if status == -signal.SIGKILL:
+            self.killed_s = time.monotonic()
         self._reader.join(BOUND_S)
         return status
 
