@@ -107,7 +107,7 @@ class RedisStore:
                 password=named.password or secrets_for(url).get("password"),
             )
         except ValueError as error:
-            raise CommandError(f"--redis is no URL of Redis: {error}") from None
+            raise CommandError(f"--redis is not a Redis URL: {error}") from None
 
     def keys(self) -> Sequence[ApiKey]:
         """As `KeyStore.keys`."""

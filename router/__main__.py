@@ -160,7 +160,7 @@ def wired(
             )
         except ValueError as error:
             # Without the URL: it may have a password.
-            raise CannotServeError(f"--redis is no URL of Redis: {error}") from None
+            raise CannotServeError(f"--redis is not a Redis URL: {error}") from None
         metrics.observe_leases(leases)
     forwarding = ForwardingConfig(max_attempts=options["max_attempts"])
     bounds = RequestBounds(options["max_in_flight"], options["max_request_mb"] << 20)

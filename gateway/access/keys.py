@@ -71,7 +71,7 @@ class KeyTable:
     """Keys in Redis, under the names in `headrace.common.stores.api_keys`."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for what is no URL of Redis."""
+        """Raises ValueError for what is not a Redis URL."""
         self._redis: RedisClient = connect(url, _REDIS_TIMEOUT_S)
         self._version: bytes | None = None
         self._was_read = False

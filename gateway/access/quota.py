@@ -141,7 +141,7 @@ class SharedLimits:
     """The limits of all gateways at one Redis. `local` holds while it is away, and follows along while it is not."""
 
     def __init__(self, url: str, local: LocalLimits) -> None:
-        """Raises ValueError for what is no URL of Redis."""
+        """Raises ValueError for what is not a Redis URL."""
         self._redis: RedisClient = connect(url, _SOCKET_TIMEOUT_S)
         self._local = local
         self.is_shared = False

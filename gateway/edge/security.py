@@ -96,7 +96,7 @@ class Security:
             self._shared = SharedLimits(settings.redis_url, local)
         except ValueError as error:
             # Without the URL: it may have a password.
-            raise SecurityError(f"--redis is no URL of Redis: {error}") from None
+            raise SecurityError(f"--redis is not a Redis URL: {error}") from None
         return self._shared
 
     def _key_ring(self, settings: SecuritySettings, on_change: Callable[[Collection[str]], None]) -> KeyRing | None:

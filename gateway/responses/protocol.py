@@ -59,7 +59,7 @@ def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
         return RedisStore(url, ttl_s, tenant_bytes=tenant_bytes)
     except ValueError as error:
         # Without the URL: it may have a password.
-        raise CannotServeError(f"--response-redis is no URL of Redis: {error}") from None
+        raise CannotServeError(f"--response-redis is not a Redis URL: {error}") from None
 
 
 PROTOCOL = Protocol(

@@ -92,7 +92,8 @@ class Process:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL. `killed_s` is when, and from `gone` on when it had ended: until then its port takes connections."""
+        """Send SIGKILL. `killed_s` is when, and from `gone` on when it had ended: until then its port takes
+        connections."""
         self.killed_s = time.monotonic()
         self.signal(signal.SIGKILL)
 

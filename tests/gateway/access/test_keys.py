@@ -426,7 +426,7 @@ async def test_keys_in_redis_are_followed_and_outlive_it(tmp_path: Path) -> None
         ({"tls_dir": Path("/nowhere")}, "headrace certs create"),
         ({"join_token_file": Path("/nowhere/token")}, "join token"),
         ({"cors_origins": ("chat.example",)}, "SCHEME://HOST"),
-        ({"api_keys": Path(os.devnull), "redis_url": "http://u:hunter2@h/"}, "no URL of Redis"),
+        ({"api_keys": Path(os.devnull), "redis_url": "http://u:hunter2@h/"}, "not a Redis URL"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_with_the_remedy_and_without_secrets(
