@@ -21,7 +21,7 @@ from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.memory import GIB, available_bytes, available_on_node, kv_cache_budget
 from headrace.worker.model.decode_graph import wants_decode_graph
 from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
-from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.model.fingerprint import fingerprint_of, for_context
 from headrace.worker.model.step_limits import StepLimits, step_limits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
@@ -82,11 +82,12 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     engine = engine_for(config, runner, BatchSampler(reducer_for(runner.vocab_size, threads)), num_blocks, limits)
     warm_up(engine)
     touching.join()
+    fingerprint = hashing.result()
     card = model_card(
         config,
         engine.scheduler.kv_cache.pool,
         model_dir,
-        hashing.result(),
+        for_context(fingerprint, longest) if runner.depends_on_context else fingerprint,
         kv_precision=runner.kv_precision,
         vocab_size=runner.vocab_size,
     )

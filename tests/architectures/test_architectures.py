@@ -135,6 +135,7 @@ def test_long_prompts_are_those_of_transformers(name: str) -> None:
 def test_one_request_does_not_change_the_rotary_factors_of_another(name: str) -> None:
     """With a context that takes the second set of factors, every prompt has these, alone and in company."""
     model = Served(exported(NAMES) / name, max_context_tokens=CONTEXT)
+    assert model.runner.depends_on_context
     alone, beside, longer = scored(model.tokens[:300]), scored(model.tokens[:300]), scored(model.tokens)
     model.run(model.engine(512), [alone])
     model.run(model.engine(256), [longer, beside])
@@ -150,7 +151,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SERVED if name in {"gpt2", "phi3", "bloom", "falcon", "gpt_neox"}])
 def test_a_product_that_gives_query_key_and_value_is_computed_once(name: str) -> None:
-    model = read_paged(ov.Core(), exported(NAMES) / name)
+    model = read_paged(ov.Core(), exported(NAMES) / name).graph
     before = num_weights(model)
     fuse_projections(model)
     assert num_weights(model) <= before

@@ -33,6 +33,12 @@ def fingerprint_of(model_dir: Path, threads: int) -> str:
     return digest.hexdigest()
 
 
+def for_context(fingerprint: str, max_context_tokens: int) -> str:
+    """The fingerprint of a model whose answers depend on the longest context that it is served with, in hex: answers
+    and cached prefixes of one context are none of another's."""
+    return sha256(f"{fingerprint}\n{max_context_tokens}".encode()).hexdigest()
+
+
 def _hash_piece(descriptor: int, start: int) -> bytes:
     digest = sha256()
     end, buffer = start + PIECE_BYTES, memoryview(bytearray(_READ_BYTES))

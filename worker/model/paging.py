@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openvino as ov
@@ -37,17 +37,25 @@ _FOREIGN_INPUTS = {
 _SUPPORTED = "only decoder-only text models whose layers all have attention can be served"
 
 
-def read_paged(core: ov.Core, model_dir: Path, max_context_tokens: int | None = None) -> ov.Model:
+class PagedModel(NamedTuple):
+    """A graph with PagedAttention. `depends_on_context`: its answers depend on the longest context that it was made
+    for."""
+
+    graph: ov.Model
+    depends_on_context: bool
+
+
+def read_paged(core: ov.Core, model_dir: Path, max_context_tokens: int | None = None) -> PagedModel:
     """Read the model and give it PagedAttention, for contexts of up to `max_context_tokens`, or of the length that
     config.json says. Compiles nothing. Raises ConfigurationError for what cannot be served."""
     config = read_config(model_dir)
     model = _read(core, model_dir / NETWORK)
     try:
         _make_paged(model, config)
-        settle_positions(model, max_context_tokens or context_of(config, model_dir))
+        depends_on_context = settle_positions(model, max_context_tokens or context_of(config, model_dir))
     except UnservableError as error:
         raise ConfigurationError(f"the model in {model_dir} cannot be served: {error}") from error
-    return model
+    return PagedModel(model, depends_on_context)
 
 
 def reason_of(error: Exception) -> str:

@@ -35,10 +35,11 @@ class _Kind(enum.IntEnum):
     TOKENS = 3
 
 
-def settle_positions(model: ov.Model, max_context_tokens: int) -> None:
-    """Make what a paged model computes of each token independent of the other tokens of its step. Raises
-    UnservableError if something is taken over all tokens in an unknown way, or if the model has fewer
-    positions than `max_context_tokens`."""
+def settle_positions(model: ov.Model, max_context_tokens: int) -> bool:
+    """Make what a paged model computes of each token independent of the other tokens of its step, and tell whether
+    that made it depend on `max_context_tokens`. Raises UnservableError if something is taken over all tokens in an
+    unknown way, or if the model has fewer positions than `max_context_tokens`."""
+    depends_on_context = False
     kinds: dict[str, _Kind] = {}
     for node in model.get_ordered_ops():
         kind = kinds[node.get_name()] = _kind_of(node, kinds)
@@ -52,12 +53,14 @@ def settle_positions(model: ov.Model, max_context_tokens: int) -> None:
             constant = opset13.convert(largest, kind_of_number)
             kinds[constant.get_name()] = _Kind.CONSTANT
             node.output(0).replace(constant.output(0))
+            depends_on_context = True
             continue
         raise UnservableError(
             f"it takes {node.get_type_name()} over all tokens of a step outside of attention, so one request would "
             "change the answer to another"
         )
     model.validate_nodes_and_infer_types()
+    return depends_on_context
 
 
 def _kind_of(node: ov.Node, kinds: dict[str, _Kind]) -> _Kind:

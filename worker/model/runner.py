@@ -44,7 +44,7 @@ class OpenVINOModelRunner:
     """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `vocab_size` and `kv_precision` are
     read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences are computed by a
     graph of their own; 0 without `decode_graph`. Prompts are exact in steps of up to `exact_rows` tokens (see
-    `exact_rows`)."""
+    `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`)."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class OpenVINOModelRunner:
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
-        model = read_paged(core, model_dir, max_context_tokens)
+        model, self.depends_on_context = read_paged(core, model_dir, max_context_tokens)
         fuse_projections(model)
         of_decode = model.clone() if decode_graph else None
         asked = _Asked(threads, kv_precision, execution_mode)

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.worker.model import fingerprint
 from headrace.worker.model.directory import NETWORK, WEIGHTS
-from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.model.fingerprint import fingerprint_of, for_context
 
 PIECE_BYTES = 4096
 
@@ -23,6 +23,12 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     network.write_text("<net/>")
     weights.write_bytes(os.urandom(5 * PIECE_BYTES + 7))
     return network, weights
+
+
+def test_a_model_that_depends_on_its_context_is_another_one_for_each() -> None:
+    plain = "a" * 64
+    assert len({plain, for_context(plain, 4096), for_context(plain, 8192), for_context("b" * 64, 4096)}) == 4
+    assert for_context(plain, 4096) == for_context(plain, 4096)
 
 
 def test_one_flipped_bit_anywhere_is_another_model(files: tuple[Path, Path]) -> None:

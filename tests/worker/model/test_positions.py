@@ -37,7 +37,7 @@ def larger_of_two(positions: ov.Node, states: ov.Node) -> ov.Node:
 @pytest.mark.parametrize(("context", "factor"), [(100, 1.0), (101, 10.0)])
 def test_the_largest_position_is_that_of_the_context(context: int, factor: float) -> None:
     model = model_of(larger_of_two)
-    settle_positions(model, context)
+    assert settle_positions(model, context)
     request = CORE.compile_model(model, "CPU").create_infer_request()
     for position in (5, 500):
         result = request.infer([np.array([position]), np.ones((1, 4), np.float32)])[0]
@@ -74,7 +74,7 @@ def test_what_else_is_taken_over_all_tokens_is_refused(values: Callable[[ov.Node
     ],
 )
 def test_what_is_taken_of_each_token_is_left_alone(values: Callable[[ov.Node, ov.Node], ov.Node]) -> None:
-    settle_positions(model_of(values), 100)
+    assert not settle_positions(model_of(values), 100)
 
 
 def test_a_table_of_positions_is_as_long_as_the_context() -> None:
