@@ -156,4 +156,5 @@ async def test_the_deadline_of_a_grpc_call_reaches_the_router(gateway: Any, rout
             async for _ in call:
                 pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < router.remaining_s <= 1.5
+    # gRPC rounds up what it sends of a deadline.
+    assert 0 < router.remaining_s <= 1.6
