@@ -3,9 +3,9 @@
 Three kinds of steps have prompts in them:
 
 - **with streams**: running streams wait for the whole step, so it has a target time. The default is `TARGET_STEP_MS`,
-  or 1.9 times the time of the streams alone if that is longer. The time to read the computed part of the first prompt
-  from the cache is added to both, so that it is an eighth of a step after a long context. A target set by the user may
-  be out of reach; prompts still get a fifth of the step's time then.
+  or 1.9 times the time of the streams and of reading the computed part of the first prompt from the cache, if that is
+  longer. After a long context the step takes so long that this reading is an eighth of it. A target set by the user
+  may be out of reach; prompts still get a fifth of the step's time then.
 - **alone, while streams pause**: at most as long as the streams may still pause. They pause only if prompts progress
   faster alone, and if steps with streams are short compared with a pause.
 - **alone**: only other prompts wait. The fixed cost of a step, and that of reading the computed part of the first
@@ -29,8 +29,8 @@ from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 # Default target of a step with streams, and least time of a step of prompts alone, in milliseconds.
 TARGET_STEP_MS = 150.0
 ALONE_MS = 80.0
-# A step with streams may always take this many times as long as its streams alone: with the default target, and with
-# one set by the user.
+# A step with streams may always take this many times as long as without new tokens of prompts: with the default target,
+# and with one set by the user.
 TIMES_WITHOUT_PROMPTS = 1.9
 LEAST_TIMES_WITHOUT_PROMPTS = 1.25
 # Share of a step of prompts alone for the fixed cost, and of any step with prompts for reading their computed part.
@@ -86,7 +86,8 @@ class StepBudget:
         decode = self.costs.decode if self.costs.decode.num_steps else self.costs.prompts
         streams_ms, reread_ms = decode.predict_ms(streams), self.costs.prompts.reread_ms(prompts[first].past)
         if self.target_ms is None:
-            limit_ms = max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * streams_ms + reread_ms / STEP_COST_SHARE)
+            without_ms = TIMES_WITHOUT_PROMPTS * (streams_ms + reread_ms)
+            limit_ms = max(TARGET_STEP_MS, without_ms, reread_ms / STEP_COST_SHARE)
         else:
             limit_ms = max(self.target_ms, LEAST_TIMES_WITHOUT_PROMPTS * (streams_ms + reread_ms))
         # A step is padded to MIN_PROMPT_STEP tokens anyway.
