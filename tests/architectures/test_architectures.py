@@ -14,14 +14,12 @@ import openvino as ov
 import pytest
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.pauses import Pauses
-from headrace.worker.engine.scheduler import Scheduler
-from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.fused_projections import fuse_projections, is_constant
 from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.step_limits import step_limits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
@@ -62,9 +60,8 @@ class Served:
 
     def engine(self, budget: int) -> Engine:
         """With steps of up to `budget` tokens."""
-        cache = KVCacheManager(BlockPool(NUM_BLOCKS, self.runner.block_size))
-        scheduler = Scheduler(cache, 8, budget, budget, step_costs=CHEAP_STEPS, pauses=Pauses())
-        return Engine(scheduler, self.runner, BatchSampler())
+        limits = step_limits(8, budget, budget, exact_rows=self.runner.exact_rows)
+        return build_engine(self.runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS)
 
     def run(self, engine: Engine, requests: Sequence[Request]) -> None:
         """Run them to their ends."""

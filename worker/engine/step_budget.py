@@ -84,12 +84,12 @@ class StepBudget:
         """The room in a step with streams. `prompts`, at least one, are in the order in which they are served; `first`
         is the index of the one that is first in rank."""
         decode = self.costs.decode if self.costs.decode.num_steps else self.costs.prompts
-        streams_ms, reread_ms = decode.predict_ms(streams), self.costs.prompts.reread_ms(prompts[first].past)
+        reread_ms = self.costs.prompts.reread_ms(prompts[first].past)
+        without_ms = decode.predict_ms(streams) + reread_ms
         if self.target_ms is None:
-            without_ms = TIMES_WITHOUT_PROMPTS * (streams_ms + reread_ms)
-            limit_ms = max(TARGET_STEP_MS, without_ms, reread_ms / STEP_COST_SHARE)
+            limit_ms = max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * without_ms, reread_ms / STEP_COST_SHARE)
         else:
-            limit_ms = max(self.target_ms, LEAST_TIMES_WITHOUT_PROMPTS * (streams_ms + reread_ms))
+            limit_ms = max(self.target_ms, LEAST_TIMES_WITHOUT_PROMPTS * without_ms)
         # A step is padded to MIN_PROMPT_STEP tokens anyway.
         least = max(MIN_CHUNK_ROOM, MIN_PROMPT_STEP - streams.tokens)
         return self._room(limit_ms, streams, prompts, first, least, self.max_num_mixed_tokens - streams.tokens)
