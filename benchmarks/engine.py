@@ -1,11 +1,12 @@
 """The worker's engine against openvino-genai's ContinuousBatchingPipeline: same IR, kernels, blocks and token budget.
 
     python -m benchmarks.engine MODEL_DIR [--pairs 5] [--case closed sampled mixed poisson behind identical]
-        [--tokens 256] [--our-tokens N] [--our-mixed-tokens N] [--their-tokens N] [--their-whole-prompts] [--one-graph]
+        [--requests 1 8 32 64] [--tokens 256] [--our-tokens N] [--our-mixed-tokens N] [--their-tokens N]
+        [--their-whole-prompts] [--one-graph]
 
 Each side is a process of its own and both stay up; they take turns on the same workload, and each pair gives a ratio.
 
-    closed     N requests of 128 random tokens at once, 64 out: N = 1, 8, 32, 64             output tokens/s
+    closed     N requests of 128 random tokens at once, 64 out: N of --requests              output tokens/s
     sampled    the same, drawn at temperature 0.8 from the nucleus of 0.95         output tokens/s
     mixed      200 requests at once, log-normal prompts around 200, exponential outputs of mean 128
     poisson    the same lengths, arriving at 80 % of the peer's rate in `mixed`              p95 TTFT, time per token
@@ -120,9 +121,16 @@ def report(name: str, unit: str, pairs: list[Pair], figure: Callable[[tuple[floa
     return statistics.median(theirs)
 
 
-def run_closed(peers: Peers, pairs: int, case: str = "closed", temperature: float = 0.0, top_p: float = 1.0) -> None:
+def run_closed(
+    peers: Peers,
+    pairs: int,
+    requests: Sequence[int],
+    case: str = "closed",
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> None:
     """Saturated, equal lengths."""
-    for number in (1, 8, 32, 64):
+    for number in requests:
 
         def jobs(rng: np.random.Generator, _: int, number: int = number) -> list[Job]:
             return [Job(0.0, prompt_of(rng, 128), 64, temperature, top_p) for _ in range(number)]
@@ -130,9 +138,9 @@ def run_closed(peers: Peers, pairs: int, case: str = "closed", temperature: floa
         report(f"{case} {number}", "output tokens/s", pairs_of(peers, f"{case} {number}", jobs, pairs), rate)
 
 
-def run_sampled(peers: Peers, pairs: int) -> None:
+def run_sampled(peers: Peers, pairs: int, requests: Sequence[int]) -> None:
     """As `closed`, with drawn tokens."""
-    run_closed(peers, pairs, "sampled", temperature=0.8, top_p=0.95)
+    run_closed(peers, pairs, requests, "sampled", temperature=0.8, top_p=0.95)
 
 
 def mixed_jobs(rng: np.random.Generator, count: int, per_s: float | None, load: int = 0) -> list[Job]:
@@ -181,14 +189,14 @@ def run_identical(peers: Peers, pairs: int) -> None:
     report("identical p95 TTFT", "ms", pairs_of(peers, "identical", jobs, pairs), p95_ttft)
 
 
+OF_REQUESTS = {"closed": run_closed, "sampled": run_sampled}
 CASES = {
-    "closed": run_closed,
-    "sampled": run_sampled,
     "mixed": run_mixed,
     "poisson": run_poisson,
     "behind": run_behind,
     "identical": run_identical,
 }
+ALL_CASES = [*OF_REQUESTS, *CASES]
 
 
 def main() -> None:
@@ -196,7 +204,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--case", nargs="+", choices=ALL_CASES, default=ALL_CASES)
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[1, 8, 32, 64], help="at once, in closed and sampled"
+    )
     parser.add_argument("--blocks", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=256, help="in a step, of both sides")
     parser.add_argument("--our-tokens", type=int, help="by default --tokens, or as many as are exact on this CPU")
@@ -220,7 +231,10 @@ def main() -> None:
     )
     peers = Peers({"headrace": ours, "openvino-genai": theirs})
     for case in args.case:
-        CASES[case](peers, args.pairs)
+        if case in OF_REQUESTS:
+            OF_REQUESTS[case](peers, args.pairs, args.requests)
+        else:
+            CASES[case](peers, args.pairs)
     peers.close()
 
 

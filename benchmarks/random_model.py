@@ -1,35 +1,62 @@
-"""A model of the shape of Qwen2.5-0.5B with random weights, quantised and converted as a pulled one: the smallest on
-the market that has a vocabulary of 152k. What it computes is noise; what it costs is what the real one costs."""
+"""Models with random weights in the shapes of real ones, quantised and converted as pulled ones are.
+
+    python -m benchmarks.random_model SHAPE DIRECTORY [--layers N]
+
+What they compute is noise. What they cost is what the real ones cost: a 7B's 4-bit weights are 4 GB, its vocabulary
+152k. With fewer layers than the real model has, a step's layers cost in proportion, and the head what it costs there.
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE, VOCABULARY = 24, 896, 14, 2, 64, 4864, 151_936
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Qwen2 model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocabulary: int
+
+
+SHAPES = {
+    "qwen2.5-0.5b": Shape(24, 896, 14, 2, 64, 4864, 151_936),
+    "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 128, 8960, 151_936),
+    "qwen2.5-7b": Shape(28, 3584, 28, 4, 128, 18_944, 152_064),
+}
 _CONVERT = (
     "import sys; sys.modules['openvino_telemetry'] = None; import openvino_genai; "
     "openvino_genai.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
 )
 # Weights of a block and the type of its one scale, see gguf's constants.
 _BLOCK = 32
-_STEP = 0.0045
+# One step of a 4-bit weight. Wider models have finer steps, so that their products spread alike.
+_STEP, _STEP_HIDDEN = 0.0045, 896
 # Makes the logits spread by about 3, as those of trained models do.
 _LAST_NORM = 4.0
 
 
-def write_random_model(directory: Path) -> Path:
-    """Make the model in a directory, through a GGUF file that is deleted. Takes some 20 s."""
+def write_random_model(directory: Path, shape: Shape = SHAPES["qwen2.5-0.5b"]) -> Path:
+    """Make a model in a directory, through a GGUF file that is deleted. The smallest takes some 20 s."""
     path = directory / "random.gguf"
     writer = GGUFWriter(path, "qwen2")
-    _write_metadata(writer)
-    _write_tokenizer(writer)
-    _write_tensors(writer, np.random.default_rng(0))
+    _write_metadata(writer, shape)
+    _write_tokenizer(writer, shape.vocabulary)
+    _write_tensors(writer, shape, np.random.default_rng(0))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -42,60 +69,83 @@ def write_random_model(directory: Path) -> Path:
     return directory
 
 
-def _write_metadata(writer: GGUFWriter) -> None:
+def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_name("random weights")
     writer.add_file_type(2)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(shape.layers)
     writer.add_context_length(32_768)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
     writer.add_rope_freq_base(1e6)
     writer.add_layer_norm_rms_eps(1e-6)
 
 
-def _write_tokenizer(writer: GGUFWriter) -> None:
+def _write_tokenizer(writer: GGUFWriter, vocabulary: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{token_id}" for token_id in range(VOCABULARY)])
-    writer.add_token_types([1] * VOCABULARY)
+    writer.add_token_list([f"t{token_id}" for token_id in range(vocabulary)])
+    writer.add_token_types([1] * vocabulary)
     writer.add_token_merges(["t 0"])
-    writer.add_bos_token_id(VOCABULARY - 1)
-    writer.add_eos_token_id(VOCABULARY - 1)
-    writer.add_pad_token_id(VOCABULARY - 1)
+    writer.add_bos_token_id(vocabulary - 1)
+    writer.add_eos_token_id(vocabulary - 1)
+    writer.add_pad_token_id(vocabulary - 1)
 
 
-def _write_tensors(writer: GGUFWriter, rng: np.random.Generator) -> None:
-    ones = np.ones(HIDDEN, np.float32)
-    kv_size = KV_HEADS * HEAD_SIZE
-    _add_quantised(writer, rng, "token_embd.weight", VOCABULARY, HIDDEN, GGMLQuantizationType.Q8_0)
+def _write_tensors(writer: GGUFWriter, shape: Shape, rng: np.random.Generator) -> None:
+    hidden, intermediate, kv_size = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_size
+    step = _STEP * math.sqrt(_STEP_HIDDEN / hidden)
+    ones = np.ones(hidden, np.float32)
+    _add_quantised(writer, rng, "token_embd.weight", (shape.vocabulary, hidden), step, GGMLQuantizationType.Q8_0)
     writer.add_tensor("output_norm.weight", _LAST_NORM * ones)
-    for layer in range(LAYERS):
+    for layer in range(shape.layers):
         prefix = f"blk.{layer}"
         for name, rows, columns in (
-            ("attn_q", HIDDEN, HIDDEN),
-            ("attn_k", kv_size, HIDDEN),
-            ("attn_v", kv_size, HIDDEN),
-            ("attn_output", HIDDEN, HIDDEN),
-            ("ffn_gate", INTERMEDIATE, HIDDEN),
-            ("ffn_up", INTERMEDIATE, HIDDEN),
-            ("ffn_down", HIDDEN, INTERMEDIATE),
+            ("attn_q", hidden, hidden),
+            ("attn_k", kv_size, hidden),
+            ("attn_v", kv_size, hidden),
+            ("attn_output", hidden, hidden),
+            ("ffn_gate", intermediate, hidden),
+            ("ffn_up", intermediate, hidden),
+            ("ffn_down", hidden, intermediate),
         ):
-            _add_quantised(writer, rng, f"{prefix}.{name}.weight", rows, columns, GGMLQuantizationType.Q4_0)
-        for name, size in (("attn_q", HIDDEN), ("attn_k", kv_size), ("attn_v", kv_size)):
+            _add_quantised(writer, rng, f"{prefix}.{name}.weight", (rows, columns), step, GGMLQuantizationType.Q4_0)
+        for name, size in (("attn_q", hidden), ("attn_k", kv_size), ("attn_v", kv_size)):
             writer.add_tensor(f"{prefix}.{name}.bias", np.zeros(size, np.float32))
         writer.add_tensor(f"{prefix}.attn_norm.weight", ones)
         writer.add_tensor(f"{prefix}.ffn_norm.weight", ones)
 
 
 def _add_quantised(
-    writer: GGUFWriter, rng: np.random.Generator, name: str, rows: int, columns: int, kind: GGMLQuantizationType
+    writer: GGUFWriter,
+    rng: np.random.Generator,
+    name: str,
+    size: tuple[int, int],
+    step: float,
+    kind: GGMLQuantizationType,
 ) -> None:
     """Blocks of 32 weights: a float16 scale, then 4 or 8 bits a weight, all random."""
+    rows, columns = size
     is_wide = kind == GGMLQuantizationType.Q8_0
     num_bytes = _BLOCK if is_wide else _BLOCK // 2
     blocks: npt.NDArray[np.uint8] = rng.integers(0, 256, (rows, columns // _BLOCK, 2 + num_bytes), np.uint8)
     # Steps of 8 bits are 16 times finer.
-    blocks[:, :, :2] = np.array([_STEP / 16 if is_wide else _STEP], np.float16).view(np.uint8)
+    blocks[:, :, :2] = np.array([step / 16 if is_wide else step], np.float16).view(np.uint8)
     writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=kind)
+
+
+def main() -> None:
+    """Make the model that the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, help="by default as many as the real model has")
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    args.directory.mkdir(parents=True, exist_ok=True)
+    print(write_random_model(args.directory, replace(shape, layers=args.layers or shape.layers)))
+
+
+if __name__ == "__main__":
+    main()
