@@ -18,6 +18,7 @@ NAMES = (
     "openai",
     "responses",
     "anthropic",
+    "ollama",
     "grpc_text",
     "console",
 )

@@ -93,6 +93,10 @@ class Chats:
         output = self._formats.of(model).output
         return output.reasoning is not None or output.is_harmony
 
+    def calls_tools(self, model: Model) -> bool:
+        """Whether it is known how this model writes tool calls."""
+        return self._formats.of(model).output.tools is not None
+
     async def _prompted(self, request: Chat) -> tuple[Model, ToolUse, Conversation, ChatPrompt]:
         check_chat(request)
         use = tool_use_of(request)

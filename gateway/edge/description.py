@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 TEXT = "text/plain"
+EVENTS = "text/event-stream"
 API = ("/v1", "/v3")
 """Where the API is: at its own place, and where clients of OpenVINO Model Server look for it."""
 
@@ -43,7 +44,9 @@ class Operation:
     requests: Sequence[Any] = ()
     """The types that its body is decoded into."""
     is_streamed: bool = False
-    """The answer may be a stream of server-sent events."""
+    """The answer may be a stream of what a model generates."""
+    stream_type: str = EVENTS
+    """Content type of the stream: server-sent events, or lines of JSON."""
     prefixes: Sequence[str] = ("",)
     error: Any = Error
     status: int | None = 200

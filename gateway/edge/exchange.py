@@ -26,6 +26,7 @@ from headrace.protos.status import Reason, StatusError
 MAX_DISCARDED_BYTES = 48 * 1024 * 1024
 KEEP_ALIVE_S = 15.0
 TIMEOUT_HEADER = "x-request-timeout"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[\x21-\x7e]{0,64}")
@@ -77,6 +78,8 @@ class Exchange:
         """Of the response, once it has begun."""
         self.keep_alive_event = COMMENT
         """What is sent on a stream that is idle."""
+        self.stream_type = EVENT_STREAM
+        """The content type of a stream."""
         self.disconnected = False
         """The client is gone; the task was cancelled for it."""
         self.interrupted = False
@@ -222,7 +225,7 @@ class Exchange:
         else:
             await self.respond(self.errors.whole(failure), status=failure.status, headers=failure.headers)
 
-    # --- server-sent events -----------------------------------------------------------------------------------------
+    # --- streams ------------------------------------------------------------------------------------------------------
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """Send events at once. The first events begin the response; nothing may be written after the last ones."""
@@ -233,7 +236,7 @@ class Exchange:
                 self._started = True
                 self.status = 200
                 headers = [
-                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"content-type", self.stream_type),
                     (b"cache-control", b"no-cache"),
                     (b"x-accel-buffering", b"no"),
                     (b"x-request-id", self.caller.request_id.encode()),

@@ -13,11 +13,10 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.chat import request, sampling
-from headrace.gateway.edge.description import Operation
+from headrace.gateway.edge.description import EVENTS, Operation
 from headrace.gateway.edge.exchange import TIMEOUT_HEADER
 
 REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/protocol.md"
-_EVENTS = "text/event-stream"
 _SCHEMAS = "#/components/schemas/{name}"
 
 
@@ -199,8 +198,8 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
         content: dict[str, Any] = {one.content_type: {"schema": {"type": "string"}}}
         if one.answer is not None:
             content = {"application/json": {"schema": reference_of[str(one.answer)]}}
-        if one.is_streamed:
-            content[_EVENTS] = {"schema": _EVENT}
+        if one.is_streamed or one.stream_type != EVENTS:
+            content[one.stream_type] = {"schema": _EVENT if one.stream_type == EVENTS else {"type": "string"}}
         responses = {str(one.status): {"description": "The answer", "content": content}, **responses}
     if one.unavailable is not None:
         schema = {"application/json": {"schema": reference_of[str(one.unavailable)]}}

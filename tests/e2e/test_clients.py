@@ -105,15 +105,15 @@ def test_a_python_client_works_unmodified(system: Serve, script: str) -> None:
     run([str(python), str(SCRIPTS / script)], system, ROOT)
 
 
-def test_openai_for_node_works_unmodified(system: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("with_*.mjs")))
+def test_a_client_for_node_works_unmodified(system: Serve, tmp_path: Path, script: str) -> None:
     modules = ENVIRONMENT / "node_modules"
     if not modules.exists():
-        pytest.skip("openai for Node is not installed: make test, with npm")
+        pytest.skip("the clients for Node are not installed: make test, with npm")
     node = shutil.which("node")
     assert node is not None
     (tmp_path / "node_modules").symlink_to(modules)
-    script = shutil.copy(SCRIPTS / "with_openai_node.mjs", tmp_path)
-    run([node, str(script)], system, tmp_path)
+    run([node, shutil.copy(SCRIPTS / script, tmp_path)], system, tmp_path)
 
 
 # --- openai-python, which the development environment has -------------------------------------------------------------

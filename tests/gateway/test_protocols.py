@@ -18,6 +18,7 @@ TESTS = {
     "openai": ("openai/test_http_chat.py", "v3 or usage"),
     "responses": ("responses/test_responses.py", "stored"),
     "anthropic": ("anthropic/test_messages.py", "count"),
+    "ollama": ("ollama/test_ollama.py", "listed or context_of"),
     "grpc_text": ("grpc_text/test_service.py", "tokens"),
     "console": ("console/test_console.py", "host"),
 }

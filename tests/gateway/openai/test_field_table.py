@@ -10,6 +10,14 @@ import pytest
 
 from headrace.gateway.anthropic.types import MessagesRequest
 from headrace.gateway.chat.request import AnswerFields, ChatMessage
+from headrace.gateway.ollama.types import (
+    OllamaChat,
+    OllamaGenerate,
+    OllamaMessage,
+    OllamaOptions,
+    OllamaPull,
+    OllamaShow,
+)
 from headrace.gateway.openai.types import (
     ChatRequest,
     CompletionRequest,
@@ -32,6 +40,12 @@ PARTS: dict[type[msgspec.Struct], str] = {
     ResponsesRequest: "## Responses",
     MessagesRequest: "## Messages",
     AnswerFields: "## Messages",
+    OllamaChat: "## Ollama's API",
+    OllamaGenerate: "## Ollama's API",
+    OllamaMessage: "## Ollama's API",
+    OllamaOptions: "## Ollama's API",
+    OllamaPull: "## Ollama's API",
+    OllamaShow: "## Ollama's API",
 }
 
 

@@ -111,6 +111,10 @@ def check_error(raw: bytes, label: str) -> None:
         assert list(whole) == ["type", "error"]
         assert list(whole["error"]) == ["type", "message"]
         return
+    if " /api/" in label:
+        assert list(whole) == ["error"]
+        assert whole["error"]
+        return
     assert list(whole) == ["error"]
     assert list(whole["error"]) == ["message", "type", "param", "code"]
     assert whole["error"]["message"]
@@ -165,6 +169,9 @@ def test_whatever_is_asked_is_answered_or_refused_as_described(
             assert last
             if label.endswith("completions") and last != b"[DONE]":
                 check_error(last, label)
+        elif response.headers["content-type"][0] == "application/x-ndjson":
+            last = json.loads(response.content.splitlines()[-1])
+            assert last.get("done") or last.get("status") == "success" or list(last) == ["error"]
 
     ask()
     print(f"{label} {mode.value}: {dict(statuses)}")

@@ -1,0 +1,163 @@
+"""Chats and prompts as Ollama's clients ask for them. docs/protocol.md has every field."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headrace.gateway.chat.generation import Plan, plan_job
+from headrace.gateway.chat.output import ChatChoice
+from headrace.gateway.checks import invalid
+from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.ollama.answers import KEEP_ALIVE, NDJSON, OLLAMA_ERRORS, OllamaAnswer, Stopwatch, line, loaded
+from headrace.gateway.ollama.names import find
+from headrace.gateway.ollama.turns import (
+    CHAT_NAMES,
+    chat_of,
+    check_fields,
+    completion_of,
+    effort_of,
+    prompted_chat_of,
+)
+from headrace.gateway.ollama.types import OllamaChat, OllamaGenerate
+from headrace.gateway.services import Services
+from headrace.gateway.text.models import Model
+from headrace.protos.status import Reason, StatusError
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """POST /api/chat and /api/generate."""
+    own = _Generations(services)
+    return [
+        Endpoint("POST", "/api/chat", "ollama_chat", own.chat, OLLAMA_ERRORS),
+        Endpoint("POST", "/api/generate", "ollama_generate", own.generate, OLLAMA_ERRORS),
+    ]
+
+
+class _Generations:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def chat(self, exchange: Exchange) -> None:
+        """POST /api/chat."""
+        request = decode_body(await exchange.body(), OllamaChat)
+        check_fields(request)
+        model = await find(self._services.models, request.model)
+        if not request.messages:
+            await _load(exchange, request, model)
+            return
+        with CHAT_NAMES.in_callers_terms():
+            effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
+            chat = await self._services.chats.plan(chat_of(request, model.name, effort))
+            answer = OllamaAnswer(
+                model.name,
+                _watch(exchange),
+                model.text.tokenizer.token_bytes,
+                num_id_chars=chat.reading.num_id_chars,
+                has_logprobs=bool(request.logprobs),
+            )
+            await self._answer(exchange, request, _within(chat.plan, request), answer, chat.choices())
+
+    async def generate(self, exchange: Exchange) -> None:
+        """POST /api/generate."""
+        request = decode_body(await exchange.body(), OllamaGenerate)
+        check_fields(request)
+        model = await find(self._services.models, request.model)
+        if not request.prompt:
+            await _load(exchange, request, model)
+        elif request.raw or model.text.template is None:
+            await self._continue(exchange, request, model)
+        else:
+            await self._prompted(exchange, request, model)
+
+    async def _continue(self, exchange: Exchange, request: OllamaGenerate, model: Model) -> None:
+        """Continue a prompt as it is."""
+        with CHAT_NAMES.in_callers_terms():
+            (plan,) = (await self._services.chats.plan_completion(completion_of(request, model.name))).plans
+            job = replace(plan.job, sampling=replace(plan.job.sampling, default_max_tokens=None))
+            if request.context:
+                job = replace(job, token_ids=[*request.context, *job.token_ids])
+            plan = _within(plan_job(job), request)
+            answer = OllamaAnswer(
+                model.name,
+                _watch(exchange),
+                model.text.tokenizer.token_bytes,
+                is_chat=False,
+                has_logprobs=bool(request.logprobs),
+                prompt=None if request.raw else plan.job.token_ids,
+            )
+            await self._answer(exchange, request, plan, answer, [ChatChoice(None)])
+
+    async def _prompted(self, exchange: Exchange, request: OllamaGenerate, model: Model) -> None:
+        """Answer a prompt through the model's chat template, behind the tokens of what was said before."""
+        effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
+        chat_request, names = prompted_chat_of(request, model.name, effort)
+        with names.in_callers_terms():
+            chat = await self._services.chats.plan(chat_request)
+            plan = chat.plan
+            if request.context:
+                if max(request.context) >= model.card.vocab_size:
+                    raise invalid("context", f"context: tokens must be below {model.card.vocab_size}")
+                plan = plan_job(replace(plan.job, token_ids=[*request.context, *plan.job.token_ids]))
+            plan = _within(plan, request)
+            answer = OllamaAnswer(
+                model.name,
+                _watch(exchange),
+                model.text.tokenizer.token_bytes,
+                is_chat=False,
+                has_logprobs=bool(request.logprobs),
+                prompt=plan.job.token_ids,
+            )
+            await self._answer(exchange, request, plan, answer, chat.choices())
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        request: OllamaChat | OllamaGenerate,
+        plan: Plan,
+        answer: OllamaAnswer,
+        readers: Sequence[ChatChoice],
+    ) -> None:
+        if request.stream is False:
+            usage = await self._services.answering.gather(exchange.caller, [plan], [answer], readers)
+            await exchange.respond(answer.whole(usage))
+        else:
+            exchange.stream_type, exchange.keep_alive_event = NDJSON, KEEP_ALIVE
+            await self._services.answering.stream(exchange, [plan], answer, readers)
+
+
+async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model: Model) -> None:
+    """Answer a request without a prompt: the model is there."""
+    if request.keep_alive in (0, "0", "0s"):
+        problem = "keep_alive: a gateway does not unload models; its operator does"
+        raise StatusError(Reason.UNSUPPORTED, problem, field="keep_alive")
+    value = loaded(model.name, isinstance(request, OllamaChat))
+    if request.stream is False:
+        await exchange.respond(encode(value))
+    else:
+        exchange.stream_type = NDJSON
+        await exchange.write(line(value), last=True)
+
+
+def _within(plan: Plan, request: OllamaChat | OllamaGenerate) -> Plan:
+    """The plan with answers that end where `num_ctx` tokens of prompt and answer are reached. Raises `StatusError`."""
+    num_ctx = None if request.options is None else request.options.num_ctx
+    if num_ctx is None:
+        return plan
+    most, num_prompt = plan.job.model.card.max_context_tokens, len(plan.job.token_ids)
+    if num_ctx > most:
+        raise invalid("options.num_ctx", f"options.num_ctx must be at most {most}, the model's context")
+    if num_prompt >= num_ctx:
+        problem = f"the prompt has {num_prompt} tokens, and options.num_ctx leaves room for {num_ctx - 1}"
+        raise StatusError(Reason.CONTEXT_TOO_LONG, f"{problem}; shorten the prompt or raise options.num_ctx")
+    for one in plan.requests:
+        one.sampling.max_tokens = min(one.sampling.max_tokens, num_ctx - num_prompt)
+        one.sampling.min_tokens = min(one.sampling.min_tokens, one.sampling.max_tokens)
+    return plan
+
+
+def _watch(exchange: Exchange) -> Stopwatch:
+    return Stopwatch(exchange.caller.arrived_s, time.monotonic())

@@ -1,0 +1,160 @@
+"""The models as Ollama's clients ask for them, and what this server leaves to its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.gateway.chat.sampling import shortest
+from headrace.gateway.edge.endpoint import Endpoint, Handler
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.ollama.answers import NDJSON, OLLAMA_ERRORS, line, time_of
+from headrace.gateway.ollama.names import find
+from headrace.gateway.ollama.turns import check_fields
+from headrace.gateway.ollama.types import OllamaModel, OllamaPull, OllamaShow
+from headrace.gateway.services import Services
+from headrace.gateway.text.models import Model
+from headrace.protos.status import Reason, StatusError
+from headrace.protos.worker_pb2 import ModelCard
+
+API_VERSION = "0.12.11"
+"""The version of Ollama whose API is served. Clients compare it with the least that they need."""
+# No model is unloaded for being idle.
+_NEVER = "9999-12-31T23:59:59Z"
+_DETAILS = {
+    "parent_model": "",
+    "format": "openvino",
+    "family": "",
+    "families": [],
+    "parameter_size": "",
+    "quantization_level": "",
+}
+# Default of the card -> name of Ollama's parameter.
+_PARAMETERS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "max_tokens": "num_predict",
+}
+_MANAGED = {"/api/create": "create", "/api/copy": "copy", "/api/push": "push", "/api/delete": "delete"}
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """GET /api/tags, /api/ps and /api/version; POST /api/show and /api/pull; and refusals of the rest."""
+    own = _Models(services)
+
+    def reading(method: str, path: str, name: str, handler: Handler, is_open: bool = False) -> Endpoint:
+        return Endpoint(method, path, name, handler, OLLAMA_ERRORS, is_open=is_open, makes_work=False)
+
+    return [
+        reading("GET", "/api/tags", "ollama_models", own.tags),
+        reading("GET", "/api/ps", "ollama_models", own.running),
+        reading("GET", "/api/version", "ollama_version", own.version, is_open=True),
+        reading("POST", "/api/show", "ollama_models", own.show),
+        reading("POST", "/api/pull", "ollama_pull", own.pull),
+        reading("POST", "/api/embed", "ollama_embed", own.embed),
+        reading("POST", "/api/embeddings", "ollama_embed", own.embed),
+        *(
+            reading("DELETE" if verb == "delete" else "POST", path, "ollama_manage", _refusing(verb))
+            for path, verb in _MANAGED.items()
+        ),
+    ]
+
+
+class _Models:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def tags(self, exchange: Exchange) -> None:
+        models = await self._services.models.listed()
+        listed = [{**_identity(model.card), "modified_at": time_of(model.card.created_s)} for model in models]
+        await exchange.respond(encode({"models": listed}))
+
+    async def running(self, exchange: Exchange) -> None:
+        models = await self._services.models.listed()
+        running = [
+            {**_identity(model.card), "expires_at": _NEVER, "context_length": model.card.max_context_tokens}
+            for model in models
+        ]
+        await exchange.respond(encode({"models": running}))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.respond(encode({"version": API_VERSION}))
+
+    async def show(self, exchange: Exchange) -> None:
+        request = decode_body(await exchange.body(), OllamaShow)
+        check_fields(request)
+        model = await find(self._services.models, request.model or request.name)
+        template = model.text.template
+        value: dict[str, Any] = {
+            "modelfile": f"FROM {model.name}\n",
+            "parameters": "\n".join(_parameters(model.card)),
+            "template": "" if template is None else template.source,
+            "details": _DETAILS,
+            "model_info": {
+                "general.architecture": "openvino",
+                "openvino.context_length": model.card.max_context_tokens,
+                "openvino.vocab_size": model.card.vocab_size,
+            },
+            "capabilities": self._capabilities(model),
+            "modified_at": time_of(model.card.created_s),
+        }
+        await exchange.respond(encode(value))
+
+    def _capabilities(self, model: Model) -> list[str]:
+        chats = self._services.chats
+        found = ["completion"]
+        if model.text.template is not None:
+            found += ["tools"] * chats.calls_tools(model) + ["thinking"] * chats.reasons(model)
+        return found
+
+    async def pull(self, exchange: Exchange) -> None:
+        """Tell whether the model is served: it is pulled already, or it is not for a client to pull."""
+        request = decode_body(await exchange.body(), OllamaPull)
+        check_fields(request)
+        name = request.model or request.name
+        try:
+            model = await find(self._services.models, name)
+        except StatusError as error:
+            if error.reason is not Reason.MODEL_NOT_FOUND:
+                raise
+            remedy = "a gateway pulls no models: ask its operator to serve this one (headrace pull, headrace serve)"
+            raise StatusError(error.reason, f"{error.message}; {remedy}", field=error.field) from error
+        if request.stream is False:
+            await exchange.respond(encode({"status": "success"}))
+            return
+        exchange.stream_type = NDJSON
+        statuses = (f"the model '{model.name}' is served already", "success")
+        await exchange.write(b"".join(line({"status": status}) for status in statuses), last=True)
+
+    async def embed(self, exchange: Exchange) -> None:
+        model = await find(self._services.models, decode_body(await exchange.body(), OllamaModel).model)
+        problem = f"the model '{model.name}' offers chat and generate, not embeddings"
+        raise StatusError(Reason.NOT_FOUND, problem, field="model")
+
+
+def _refusing(verb: str) -> Handler:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.body()
+        problem = f"a gateway does not {verb} models; its operator does (headrace pull, headrace serve)"
+        raise StatusError(Reason.UNSUPPORTED, problem)
+
+    return refuse
+
+
+def _identity(card: ModelCard) -> dict[str, Any]:
+    return {"name": card.name, "model": card.name, "digest": card.fingerprint, "details": _DETAILS}
+
+
+def _parameters(card: ModelCard) -> list[str]:
+    """The defaults of a model's sampling, as lines of a Modelfile."""
+    found = []
+    for field, name in _PARAMETERS.items():
+        if card.default_sampling.HasField(field):
+            found.append(f"{name:<30} {shortest(getattr(card.default_sampling, field)):g}")
+    return found

@@ -1,0 +1,187 @@
+"""Requests of Ollama's API to the chats and completions that they are (pure)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.chat.conversation import can_switch_reasoning
+from headrace.gateway.chat.request import Chat, ChatMessage, Completion
+from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.field_names import FieldNames
+from headrace.gateway.ollama.types import (
+    INSTEAD,
+    NEUTRAL,
+    NEUTRAL_OPTIONS,
+    Format,
+    OllamaChat,
+    OllamaGenerate,
+    OllamaMessage,
+    OllamaOptions,
+    Think,
+)
+from headrace.gateway.text.chat_template import ChatTemplate
+
+_DURATION = re.compile(r"[+-]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)")
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
+# Options that a chat has under the same name.
+_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+_OPTIONS = [
+    *((name, f"options.{name}") for name in (*_SAME, "seed", "stop")),
+    ("max_tokens", "options.num_predict"),
+    ("repetition_penalty", "options.repeat_penalty"),
+    (r"response_format(?:\.\w+)*", "format"),
+    ("reasoning_effort", "think"),
+    (r"(messages\[\d+\])\.reasoning_content", r"\1.thinking"),
+]
+CHAT_NAMES = FieldNames(_OPTIONS)
+"""The names of a chat's fields here."""
+
+
+def check_fields(request: msgspec.Struct) -> None:
+    """Raise `StatusError` for what cannot be honoured."""
+    _refuse(request, NEUTRAL, "")
+    options = getattr(request, "options", None)
+    if isinstance(options, OllamaOptions):
+        _refuse(options, NEUTRAL_OPTIONS, "options.")
+    keep_alive = getattr(request, "keep_alive", None)
+    if isinstance(keep_alive, str) and _DURATION.fullmatch(keep_alive) is None:
+        raise invalid("keep_alive", "keep_alive must be seconds, or a duration such as 5m or 1h30m")
+    if getattr(request, "top_logprobs", None) and not getattr(request, "logprobs", None):
+        raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+
+
+def _refuse(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], prefix: str) -> None:
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if name not in neutral or value is None or isinstance(value, OllamaOptions):
+            continue
+        if isinstance(request, OllamaGenerate) and name == "system":
+            continue
+        if value not in neutral[name]:
+            instead = INSTEAD.get(name, f"it may only be {json.dumps(neutral[name][0])}")
+            raise unsupported(prefix + name, f"{prefix}{name} is not supported: {instead}")
+
+
+def chat_of(request: OllamaChat, model: str, effort: str | None) -> Chat:
+    """The chat of a checked request with messages. Raises `StatusError`."""
+    messages = [_chat_message(i, message) for i, message in enumerate(request.messages or ())]
+    last = messages[-1]
+    return Chat(
+        messages=messages,
+        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
+        continue_final_message=(last.role == "assistant" and not last.tool_calls) or None,
+        **_chat_fields(request, model, effort),
+    )
+
+
+def prompted_chat_of(request: OllamaGenerate, model: str, effort: str | None) -> tuple[Chat, FieldNames]:
+    """The chat of a checked request with a prompt for the model's template, and the names of its fields."""
+    turns = [("prompt", ChatMessage(role="user", content=request.prompt))]
+    if request.system:
+        turns.insert(0, ("system", ChatMessage(role="system", content=request.system)))
+    names = [(rf"messages\[{i}\](?:\.\w+)?", name) for i, (name, _) in enumerate(turns)]
+    chat = Chat(messages=[message for _, message in turns], **_chat_fields(request, model, effort))
+    return chat, FieldNames([*names, *_OPTIONS])
+
+
+def completion_of(request: OllamaGenerate, model: str) -> Completion:
+    """The completion of a checked request whose prompt goes without a template. Raises `StatusError`."""
+    for name in ("system", "context", "think") if request.raw else ("system", "think"):
+        if getattr(request, name):
+            why = "raw takes the prompt as it is" if request.raw else "the model has no chat template"
+            raise unsupported(name, f"{name} is not supported: {why}; leave it out")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return Completion(prompt=request.prompt or "", logprobs=logprobs, **_common(request, model))
+
+
+def effort_of(think: Think | None, template: ChatTemplate, reasons: bool) -> str | None:
+    """The effort of reasoning that `think` asks for of a model; None where the model does by itself what is asked.
+
+    `reasons`: it is known how the model writes reasoning. Raises `StatusError` where it cannot do what is asked.
+    """
+    if think is None:
+        return None
+    can_switch = can_switch_reasoning(template)
+    if think is False:
+        if reasons and not can_switch:
+            raise unsupported("think", "think cannot be false: the model's chat template has no switch for reasoning")
+        return "none" if can_switch else None
+    if not can_switch and not reasons:
+        raise unsupported("think", "think is not supported: the model does not reason; leave it out")
+    if not can_switch:
+        return None
+    return "medium" if think is True else _EFFORTS[think]
+
+
+def _chat_fields(request: OllamaChat | OllamaGenerate, model: str, effort: str | None) -> dict[str, Any]:
+    fields = _common(request, model)
+    if request.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    return {**fields, "reasoning_effort": effort}
+
+
+def _common(request: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
+    options = request.options or OllamaOptions()
+    fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
+    repeat_penalty = options.repeat_penalty
+    if options.repeat_last_n == 0:  # no token counts as a repetition
+        repeat_penalty, fields["presence_penalty"], fields["frequency_penalty"] = 1.0, 0.0, 0.0
+    unlimited = options.num_predict is not None and options.num_predict < 0
+    return {
+        **fields,
+        "model": model,
+        "repetition_penalty": repeat_penalty,
+        "seed": None if options.seed == -1 else options.seed,
+        "stop": options.stop or None,
+        "max_tokens": None if unlimited else options.num_predict,
+        "response_format": _response_format(request.format),
+    }
+
+
+def _response_format(form: Format | None) -> dict[str, Any] | None:
+    if form is None or form == "":
+        return None
+    if isinstance(form, dict):
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}}
+    if form != "json":
+        raise invalid("format", 'format must be "json" or a JSON schema, an object')
+    return {"type": "json_object"}
+
+
+def _chat_message(position: int, message: OllamaMessage) -> ChatMessage:
+    where = f"messages[{position}]"
+    if message.images:
+        raise unsupported(f"{where}.images", f"{where}.images is not supported: {INSTEAD['images']}")
+    calls = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
+    content = message.content
+    if content is None and message.thinking is not None:
+        content = ""
+    return ChatMessage(
+        role=message.role,
+        content=content,
+        name=message.tool_name,
+        tool_call_id=message.tool_call_id,
+        tool_calls=calls or None,
+        reasoning_content=message.thinking,
+    )
+
+
+def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"{where}.function", f"{where}.function needs a name and arguments")
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise invalid(f"{where}.function.arguments", f"{where}.function.arguments must be an object")
+    made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {**made, "id": call["id"]} if isinstance(call.get("id"), str) else made
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool without fields that are null, and with the type that may be left out."""
+    return {"type": "function", **{name: value for name, value in tool.items() if value is not None}}
