@@ -86,8 +86,8 @@ class HeadraceSide:
         from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS, StepLimits
         from headrace.worker.request.params import SamplingParams
         from headrace.worker.request.request import Request
+        from headrace.worker.sampling.row_sums import reducer_for
         from headrace.worker.sampling.sampler import BatchSampler
-        from headrace.worker.sampling.vocabulary_reducer import reducer_for
 
         self._request, self._params = Request, SamplingParams
         self._delivered: tuple[float, list[Event]] = (0.0, [])

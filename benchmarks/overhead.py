@@ -26,8 +26,8 @@ from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
+from headrace.worker.sampling.row_sums import reducer_for
 from headrace.worker.sampling.sampler import BatchSampler
-from headrace.worker.sampling.vocabulary_reducer import reducer_for
 
 MODELS = ("own", "widened", "random")
 WIDE_VOCABULARY = 151_936

@@ -30,8 +30,8 @@ from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Scheduled
+from headrace.worker.sampling.row_sums import reducer_for
 from headrace.worker.sampling.sampler import BatchSampler
-from headrace.worker.sampling.vocabulary_reducer import reducer_for
 
 NUM_BLOCKS = 2100
 LONGEST_CONTEXT = 16_384

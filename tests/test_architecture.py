@@ -65,7 +65,7 @@ ONLY_IN = {
         "worker/model/sampled_rows.py",
         "worker/grammar/vocabulary.py",
         "worker/model/head.py",
-        "worker/sampling/vocabulary_reducer.py",
+        "worker/sampling/row_sums.py",
         "gateway/text/tokenizer.py",
     },
     "openvino_tokenizers": {"common/model_files/vocabulary.py"},

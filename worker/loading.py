@@ -55,7 +55,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     start = time.monotonic()
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
     # Importing OpenVINO takes long, so a wrong directory is refused before.
-    from headrace.worker.sampling.vocabulary_reducer import reducer_for
+    from headrace.worker.sampling.row_sums import reducer_for
 
     longest = config.max_context_tokens or model_dir.max_context_tokens
     runner = compile_model(config, threads, longest)

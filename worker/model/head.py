@@ -31,10 +31,8 @@ from headrace.worker.model.fused_projections import is_constant
 from headrace.worker.model.sampled_rows import states_of_rows
 from headrace.worker.sampling.logits import Logits, floats_of
 from headrace.worker.sampling.reduction import FloatArray, Reduction, run_length, weigh_runs
-from headrace.worker.sampling.vocabulary_reducer import compile_beside, runs_of, sums_of, without_lowest
+from headrace.worker.sampling.row_sums import RowSums, maxima_of, without_lowest
 
-# Logits that are summed at a time: 21 rows of 49k, 6 of 152k.
-_LOGITS_AT_ONCE = 1 << 20
 # Up to so many logits, numpy is faster than starting a graph: 3 rows of 49k, 1 of 152k.
 _MOST_FOR_NUMPY = 160_000
 # The CPU plugin keeps nodes with this attribute in bfloat16 after the last product. It converts others to float32, with
@@ -70,9 +68,9 @@ def replace_head(model: ov.Model, *, is_bfloat16: bool) -> bool:
         if is_bfloat16:
             logits = opset13.convert(logits, "bf16")
             logits.rt_info[_STAYS_BFLOAT16] = "YES"
-        _, maxima = runs_of(logits.output(0), vocab_size)
         model.remove_result(result)
-        model.add_results([_result("logits", logits.output(0)), _result("maxima", maxima)])
+        outputs = {"logits": logits.output(0), "maxima": maxima_of(logits.output(0), vocab_size)}
+        model.add_results([_result(name, output) for name, output in outputs.items()])
     else:
         node.input(0).replace_source_output(hidden)
         result.output(0).get_tensor().set_names({"logits"})
@@ -94,45 +92,6 @@ def _unknown_end(node: ov.Node, problem: str) -> ConfigurationError:
         f"{node.get_friendly_name()!r} {problem}; export the model again, for instance with optimum-intel, or serve "
         "another model"
     )
-
-
-class RowSums:
-    """Compiled graphs that compute sums of weights, a few rows at a time."""
-
-    def __init__(self, vocab_size: int, element_type: ov.Type, threads: int) -> None:
-        self._vocab_size = vocab_size
-        self._most_rows = max(1, _LOGITS_AT_ONCE // vocab_size)
-        self._requests = {
-            sums: compile_beside(_sums_graph(vocab_size, element_type, sums), threads).create_infer_request()
-            for sums in (Sums.DRAWN, Sums.DRAWN_AND_MODEL)
-        }
-
-    def read(
-        self, sums: Sums, logits: ov.Tensor, maxima: ov.Tensor, inverse_temperatures: FloatArray
-    ) -> list[FloatArray]:
-        """The sums `[n, runs]` of the first n rows at `inverse_temperatures` `[n]`, and for DRAWN_AND_MODEL also those
-        at temperature 1. `logits` and `maxima` are outputs of the model's graph."""
-        num_rows = len(inverse_temperatures)
-        num_outputs = 2 if sums is Sums.DRAWN_AND_MODEL else 1
-        if 0 < num_rows * self._vocab_size <= _MOST_FOR_NUMPY:
-            values, highest = (floats_of(_numbers(tensor)[:num_rows]) for tensor in (logits, maxima))
-            temperatures = (inverse_temperatures, np.ones_like(inverse_temperatures))[:num_outputs]
-            return [weigh_runs(values[:, 0], highest[..., 0], each) for each in temperatures]
-        given = [np.empty((num_rows, maxima.shape[1]), np.float32) for _ in range(num_outputs)]
-        if not num_rows:
-            return given
-        request = self._requests[sums]
-        # Parts have the same size, because OpenVINO prepares a graph again if shapes change. The last part may overlap.
-        size = -(-num_rows // -(-num_rows // self._most_rows))
-        for begin in range(0, num_rows, size):
-            rows = slice(min(begin, num_rows - size), min(begin + size, num_rows))
-            request.set_input_tensor(0, _rows_of(logits, rows))
-            request.set_input_tensor(1, _rows_of(maxima, rows))
-            request.set_input_tensor(2, ov.Tensor(inverse_temperatures[rows, None, None], shared_memory=True))
-            request.infer()
-            for index, array in enumerate(given):
-                array[rows] = request.get_output_tensor(index).data
-        return given
 
 
 class InputTensors:
@@ -186,9 +145,17 @@ class HeadRequest:
         """Run the model, and the graph of sums if needed."""
         self._request.infer()
         self._sums = []
-        if self._row_sums is not None and self._wanted is not Sums.NONE:
-            logits, maxima = (self._request.get_output_tensor(output) for output in (self._logits, self._maxima))
-            self._sums = self._row_sums.read(self._wanted, logits, maxima, self._inverse_temperatures)
+        if self._row_sums is None or self._wanted is Sums.NONE:
+            return
+        logits, maxima = (self._request.get_output_tensor(output) for output in (self._logits, self._maxima))
+        temperatures = self._inverse_temperatures
+        num_outputs = 2 if self._wanted is Sums.DRAWN_AND_MODEL else 1
+        if 0 < len(temperatures) * self._vocab_size <= _MOST_FOR_NUMPY:
+            values, highest = (floats_of(_numbers(tensor)[: len(temperatures)]) for tensor in (logits, maxima))
+            for each in (temperatures, np.ones_like(temperatures))[:num_outputs]:
+                self._sums.append(weigh_runs(values[:, 0], highest[..., 0], each))
+        else:
+            self._sums = self._row_sums.read(logits, maxima, temperatures, num_outputs=num_outputs)
 
     def logits(self) -> Logits:
         """The results of the last run, as views that the next run overwrites."""
@@ -207,27 +174,6 @@ def _numbers(tensor: ov.Tensor) -> Any:
     """A view of a tensor: float32, or the bits of bfloat16, which numpy does not have."""
     values = tensor.data
     return values.view(np.uint16) if values.dtype == np.float16 else values
-
-
-def _rows_of(tensor: ov.Tensor, rows: slice) -> ov.Tensor:
-    """Some rows of a tensor, which owns their memory."""
-    values = tensor.data[rows]
-    return ov.Tensor(values, ov.Shape(values.shape), tensor.element_type)
-
-
-def _sums_graph(vocab_size: int, element_type: ov.Type, sums: Sums) -> ov.Model:
-    """`logits`, `maxima` and `inverse_temperatures` `[n, 1, 1]` -> `sums`; for DRAWN_AND_MODEL `model_sums` too."""
-    num_runs = vocab_size // run_length(vocab_size)
-    logits = _parameter("logits", [-1, 1, vocab_size], element_type)
-    maxima = _parameter("maxima", [-1, num_runs, 1], element_type)
-    inverse_temperatures = _parameter("inverse_temperatures", [-1, 1, 1], np.float32)
-    shape = opset13.constant(np.array([0, num_runs, run_length(vocab_size)]))
-    in_runs = opset13.convert(opset13.reshape(logits, shape, special_zero=True), "f32").output(0)
-    highest = opset13.convert(maxima, "f32").output(0)
-    results = [_result("sums", sums_of(in_runs, highest, inverse_temperatures))]
-    if sums is Sums.DRAWN_AND_MODEL:
-        results.append(_result("model_sums", sums_of(in_runs, highest, None)))
-    return ov.Model(results, [port.get_node() for port in (logits, maxima, inverse_temperatures)], "row_sums")
 
 
 def _padded(values: npt.NDArray[_Number], num_missing: int) -> npt.NDArray[_Number]:

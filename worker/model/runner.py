@@ -29,10 +29,11 @@ from headrace.worker.model.batch import Batch
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
-from headrace.worker.model.head import HeadRequest, InputTensors, RowSums, replace_head
+from headrace.worker.model.head import HeadRequest, InputTensors, replace_head
 from headrace.worker.model.paging import STEP_INPUTS, read_paged, reason_of
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.row_sums import RowSums
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _UNQUANTISED = {"bf16", "f32"}

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.sampling.logits import ranges
-from headrace.worker.sampling.reduction import DoubleArray, FloatArray, IndexArray
+from headrace.worker.sampling.reduction import DoubleArray, FloatArray, IndexArray, weights_of
 from headrace.worker.sampling.rows import ATTEMPTS, DRAWS, RowParams
 from headrace.worker.sampling.runs import Runs
 
@@ -24,8 +24,6 @@ _WIDE_NUCLEUS = 0.5
 # read this many times what would be enough if all runs were alike, and some more.
 _FIRST_RUNS = 32
 _MORE_RUNS, _AND_MORE = 1.1, 16
-# So many logits at a time fit the second-level cache.
-_AT_ONCE = 1 << 18
 # The nucleus is first looked for among tokens of at least this probability: few, and mostly enough.
 _NUCLEUS_SHARES = (1e-3, 1e-5)
 # Lowers thresholds that an exact comparison follows, so that rounding excludes nothing.
@@ -75,13 +73,6 @@ def draw_among(weights: DoubleArray, params: RowParams, totals: DoubleArray, uni
         kept &= weights >= params.min_p[:, None]
         weights = np.where(kept, weights, 0.0)
     return _pick(weights, uniforms * weights.sum(axis=1))
-
-
-def weights_of(values: FloatArray, best: FloatArray, inverse_temperatures: FloatArray) -> FloatArray:
-    """exp((value - best) / temperature) of `values` `[n, columns]`."""
-    exponents: FloatArray = values - best[:, None]
-    exponents *= inverse_temperatures[:, None]
-    return np.exp(exponents, out=exponents)
 
 
 def _draw_from_all(runs: Runs, params: RowParams, attempt: int) -> IndexArray:
@@ -138,22 +129,16 @@ def _weight_before(
 ) -> FloatArray:
     """For pairs of a row (`which`) and one of its runs: weight of the run's tokens that come before the row's token."""
     before = np.empty(len(which), np.float32)
-    own_run, own_offset = np.divmod(token_ids[which], runs.length)
-    limits = values[which]
+    own_run, own_offset = (part[which] for part in np.divmod(token_ids, runs.length))
     # Of equal logits, those with a lower id come before.
-    limits = np.where(run < own_run, np.nextafter(limits, np.float32(-np.inf)), limits)
-    at_once = _AT_ONCE // runs.length
-    for first in range(0, len(which), at_once):
-        part = slice(first, first + at_once)
-        row = which[part]
-        gathered = runs.gather(row, run[part])
+    limits = np.where(run < own_run, np.nextafter(values, np.float32(-np.inf))[which], values[which])
+    for part, gathered in runs.gather_parts(which, run):
         precedes = gathered > limits[part, None]
         own = np.flatnonzero(run[part] == own_run[part])
-        lower = np.arange(runs.length) < own_offset[part][own][:, None]
-        precedes[own] |= (gathered[own] == limits[part][own][:, None]) & lower
-        gathered -= runs.best[row][:, None]
-        gathered *= params.inverse_temperatures[row][:, None]
-        before[part] = np.einsum("ij,ij->i", np.exp(gathered, out=gathered), precedes)
+        lower = np.arange(runs.length) < own_offset[part][own, None]
+        precedes[own] |= (gathered[own] == limits[part][own, None]) & lower
+        weights = weights_of(gathered, runs.best[which[part]], params.inverse_temperatures[which[part]])
+        before[part] = np.einsum("ij,ij->i", weights, precedes)
     return before
 
 

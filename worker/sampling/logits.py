@@ -8,7 +8,6 @@ are read.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,6 @@ from headrace.worker.sampling.reduction import FloatArray, IndexArray, Reduction
 
 # The upper half of a float32.
 HalfArray = npt.NDArray[np.uint16]
-
-# So many runs at a time fit the second-level cache, with what is computed from them.
-_RUNS_AT_ONCE = 512
 
 
 def float_of(bits: HalfArray) -> FloatArray:
@@ -124,6 +120,12 @@ class Logits:
         reduction = None if self.reduction is None else Reduction(*(array[rows] for array in self.reduction))
         return Logits(self.values[rows], reduction, None if self.model_sums is None else self.model_sums[rows])
 
+    def at_temperature_one(self) -> Logits:
+        """The same rows with the model's summary at temperature 1."""
+        if self.reduction is None or self.model_sums is None:
+            return self
+        return replace(self, reduction=Reduction(self.reduction.maxima, self.model_sums), model_sums=None)
+
     def with_changes(self, changes: Changes | None) -> Logits:
         """The same rows with these changes only."""
         return self if self.changes is changes else replace(self, changes=changes)
@@ -151,33 +153,9 @@ class Logits:
             self.changes.apply_to_runs(values, rows * -(-vocab_size // length) + runs)
         return values
 
-    def count_above(self, rows: IndexArray, runs: IndexArray, limits: FloatArray) -> IndexArray:
-        """How many logits of each run are above its limit."""
-        length = length_of(self.shape[1])
-        if self.values.dtype != np.uint16 or self.changes is not None or self.shape[1] % length:
-            few: IndexArray = np.count_nonzero(self.gather(rows, runs) > limits[:, None], axis=1)
-            return few
-        counts = np.empty(len(rows), np.intp)
-        in_runs, num_runs = self.values.reshape(-1, length), self.shape[1] // length
-        order = _in_order(limits.view(np.uint32) >> 16)[:, None]
-        order[order == -1] = 0  # minus zero is not below zero
-        for first in range(0, len(rows), _RUNS_AT_ONCE):
-            part = slice(first, first + _RUNS_AT_ONCE)
-            bits = in_runs.take(rows[part] * num_runs + runs[part], axis=0)
-            is_above = np.packbits(_in_order(bits) > order[part])
-            counts[part] = np.bitwise_count(is_above.view(np.uint32)).reshape(len(bits), -1).sum(axis=1)
-        return counts
-
     def whole(self, rows: IndexArray) -> FloatArray:
         """A copy of whole rows."""
         values = floats_of(self.values[rows])
         if self.changes is not None:
             self.changes.apply_to_rows(values, rows)
         return values
-
-
-def _in_order(bits: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
-    """Integers in the order of bfloat16 numbers with these bits. Comparing them takes half as long as floats."""
-    signed = bits.astype(np.uint16).view(np.int16)
-    order: npt.NDArray[np.int16] = signed ^ ((signed >> 15) & np.int16(0x7FFF))
-    return order

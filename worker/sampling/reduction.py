@@ -8,12 +8,14 @@ is not normalised.
     maxima  [n, runs]        4.1     9.7    ...    0.3       all tokens with a logit above 7.0 are in run 1
     sums    [n, runs]        1.2    31.0    ...    2.0       half of all probability is reached in run 1
 
-The model's own graph computes the summary with the logits. A `Reducer` computes it for other rows.
+The model's own graph computes the summary with the logits. A `Reducer` computes it for other rows: with OpenVINO
+(row_sums.py), or with numpy.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,29 +45,22 @@ class Reduction(NamedTuple):
     sums: FloatArray
 
 
-class Reducer(Protocol):
-    """Summarises whole rows."""
-
-    def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Reduction:
-        """Summarise `logits` `[n, vocab]`, n at least 1, at `inverse_temperatures` `[n]`."""
-        ...
+# Summarises logits `[n, vocab]`, n at least 1, at inverse temperatures `[n]`.
+Reducer = Callable[[FloatArray, FloatArray], Reduction]
 
 
-class NumpyReducer:
-    """A reducer for few rows and any vocabulary."""
-
-    def reduce(self, logits: FloatArray, inverse_temperatures: FloatArray) -> Reduction:
-        """See `Reducer.reduce`."""
-        vocab_size = logits.shape[1]
-        starts = np.arange(0, vocab_size, length_of(vocab_size))
-        maxima = np.maximum.reduceat(logits, starts, axis=1)
-        with np.errstate(invalid="ignore"):
-            weights = logits - np.repeat(maxima, np.diff(starts, append=vocab_size), axis=1)
-        weights *= inverse_temperatures[:, None]
-        np.exp(weights, out=weights)
-        sums = np.add.reduceat(weights, starts, axis=1)
-        sums[np.isneginf(maxima)] = 0.0  # no token of the run is allowed
-        return Reduction(maxima, sums)
+def reduce_with_numpy(logits: FloatArray, inverse_temperatures: FloatArray) -> Reduction:
+    """A `Reducer` for few rows and any vocabulary."""
+    vocab_size = logits.shape[1]
+    starts = np.arange(0, vocab_size, length_of(vocab_size))
+    maxima = np.maximum.reduceat(logits, starts, axis=1)
+    with np.errstate(invalid="ignore"):
+        weights = logits - np.repeat(maxima, np.diff(starts, append=vocab_size), axis=1)
+    weights *= inverse_temperatures[:, None]
+    np.exp(weights, out=weights)
+    sums = np.add.reduceat(weights, starts, axis=1)
+    sums[np.isneginf(maxima)] = 0.0  # no token of the run is allowed
+    return Reduction(maxima, sums)
 
 
 def weigh_runs(values: FloatArray, maxima: FloatArray, inverse_temperatures: FloatArray) -> FloatArray:
@@ -75,3 +70,10 @@ def weigh_runs(values: FloatArray, maxima: FloatArray, inverse_temperatures: Flo
     exponents *= inverse_temperatures[:, None, None]
     sums: FloatArray = np.add.reduce(np.exp(exponents, out=exponents), axis=2)
     return sums
+
+
+def weights_of(values: FloatArray, maxima: FloatArray, inverse_temperatures: FloatArray) -> FloatArray:
+    """The weights of `values` `[n, columns]`, relative to `maxima` `[n]`."""
+    exponents: FloatArray = values - maxima[:, None]
+    exponents *= inverse_temperatures[:, None]
+    return np.exp(exponents, out=exponents)

@@ -1,23 +1,26 @@
-"""Rows to sample from: logits with their changes, and a summary that accounts for these changes."""
+"""Rows to sample from: logits with their changes, and a summary that includes these changes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.sampling.reduction import DoubleArray, FloatArray, IndexArray, Reduction, length_of
+from headrace.worker.sampling.reduction import DoubleArray, FloatArray, IndexArray, Reduction, length_of, weights_of
 
 # If a change takes more than this part off a run's sum, too few digits are left, so the run is read again.
 _MOST_LOST = 0.9
+# So many logits fit the second-level cache, with what is computed from them.
+_LOGITS_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
     """n rows to sample from; `rows` `[n]` are their numbers in `logits`.
 
-    `maxima` `[n, runs]` are the largest logits of the runs, see `after_changes`, and `best` `[n]` those of the rows.
+    `maxima` `[n, runs]` are the largest logits of the runs, see `made_of`, and `best` `[n]` those of the rows.
     `sums` `[n, runs]` are the sums of weights exp((logit - best) / temperature), or `[n, 0]` if nothing is drawn;
     `totals` `[n]` add them up. Run r has tokens `[r * length, (r + 1) * length)`; the last may be shorter. The total of
     a row that holds a NaN, or no finite number, is not finite.
@@ -32,14 +35,20 @@ class Runs:
     length: int
 
     @classmethod
-    def made_of(cls, logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray) -> Runs:
-        """All rows of `logits`. `reduction` includes their changes and is at `inverse_temperatures` `[n]`."""
+    def made_of(
+        cls, logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray, *, all_maxima: bool = True
+    ) -> Runs:
+        """All rows of `logits`. `reduction` is that of the model's values, at `inverse_temperatures` `[n]`.
+
+        With `all_maxima`, every maximum is exact. Without, the maximum of a run whose largest logit was lowered may be
+        too large; that of a row is exact.
+        """
         maxima, sums = reduction
+        if logits.changes is not None:
+            maxima, sums = _corrected(logits, reduction, inverse_temperatures, all_maxima=all_maxima)
         best = maxima.max(axis=1)
         if sums.shape[1]:
-            exponents = maxima - best[:, None]
-            exponents *= inverse_temperatures[:, None]
-            sums = np.exp(exponents, out=exponents) * sums
+            sums = weights_of(maxima, best, inverse_temperatures) * sums
         totals = sums.sum(axis=1, dtype=np.float64)
         return cls(logits, np.arange(len(maxima)), maxima, best, sums, totals, length_of(logits.shape[1]))
 
@@ -65,6 +74,13 @@ class Runs:
         """`[len(which), length]`: a run of each of some rows; see `Logits.gather`."""
         return self.logits.gather(self.rows[which], runs)
 
+    def gather_parts(self, which: IndexArray, runs: IndexArray) -> Iterator[tuple[slice, FloatArray]]:
+        """As `gather`, in parts that fit the second-level cache. The slices are of `which`."""
+        at_once = _LOGITS_AT_ONCE // self.length
+        for first in range(0, len(which), at_once):
+            part = slice(first, first + at_once)
+            yield part, self.gather(which[part], runs[part])
+
     def argmax(self) -> IndexArray:
         """`[n]`: the token with the largest logit, the lowest id among equals."""
         run = self.maxima.argmax(axis=1)
@@ -87,18 +103,16 @@ class Runs:
         return padded, token_ids
 
 
-def after_changes(
+def _corrected(
     logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray, *, all_maxima: bool
 ) -> Reduction:
-    """Correct the reduction of the model's values for the changes of `logits`.
+    """The reduction after the changes of `logits`.
 
     The weights of old values are subtracted and those of new ones added. A run is read again if too few digits would be
-    left, or if it may hold the row's largest logit. With `all_maxima`, every maximum is exact. Without, the maximum of
-    a run whose largest logit was lowered may be too large.
+    left, or if it may hold the row's largest logit.
     """
     changes = logits.changes
-    if changes is None:
-        return reduction
+    assert changes is not None
     maxima, sums = reduction.maxima.copy(), reduction.sums.copy()
     row, run, firsts = changes.places.rows_of_runs, changes.places.runs, changes.places.firsts
     highest = maxima[row, run]
@@ -122,6 +136,6 @@ def after_changes(
         values = logits.gather(row, run)
         highest = maxima[row, run] = values.max(axis=1)
         if sums.shape[1]:
-            weights = np.exp((values - highest[:, None]) * inverse_temperatures[row][:, None])
+            weights = weights_of(values, highest, inverse_temperatures[row])
             sums[row, run] = np.where(np.isneginf(highest), 0.0, weights.sum(axis=1))
     return Reduction(maxima, sums)

@@ -25,14 +25,14 @@ from headrace.protos.status import Reason, StatusError
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
-from headrace.worker.sampling.draw import draw, draw_among, weights_of
+from headrace.worker.sampling.draw import draw, draw_among
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.logprobs import row_logprobs
 from headrace.worker.sampling.penalties import Penalties, PenaltyCounter
 from headrace.worker.sampling.processors import LogitsProcessors, Processed
-from headrace.worker.sampling.reduction import FloatArray, IndexArray, NumpyReducer, Reducer, Reduction
+from headrace.worker.sampling.reduction import FloatArray, IndexArray, Reducer, Reduction, reduce_with_numpy, weights_of
 from headrace.worker.sampling.rows import RowParams
-from headrace.worker.sampling.runs import Runs, after_changes
+from headrace.worker.sampling.runs import Runs
 
 NOTHING_ALLOWED = StatusError(
     Reason.INVALID_FIELD,
@@ -59,7 +59,7 @@ class BatchSampler:
 
     def __init__(self, reducer: Reducer | None = None) -> None:
         """`reducer` summarises rows that the model's graph did not; the default uses numpy."""
-        self._reducer = reducer or NumpyReducer()
+        self._reduce = reducer or reduce_with_numpy
         self._penalties = PenaltyCounter()
         self._processors = LogitsProcessors()
 
@@ -95,7 +95,8 @@ class BatchSampler:
             return entries
         token_ids = np.array([sampled[row].token_id for row in rows], np.intp)
         with np.errstate(all="ignore"):
-            runs = self._model_runs(logits, np.array(rows, np.intp))
+            ones = np.ones(len(logits.values), np.float32)
+            runs = self._runs(logits.at_temperature_one(), np.array(rows, np.intp), ones)
             found = row_logprobs(runs, token_ids, [wanted[row] or 0 for row in rows])
         for row, entry in zip(rows, found, strict=True):
             entries[row] = entry
@@ -107,50 +108,52 @@ class BatchSampler:
         with np.errstate(all="ignore"):
             for first in range(0, len(token_ids), _ROWS_AT_ONCE):
                 chosen = np.asarray(token_ids[first : first + _ROWS_AT_ONCE], np.intp)
-                runs = self._read(logits, first + np.arange(len(chosen)), np.ones(len(chosen), np.float32))
+                values = logits.whole(first + np.arange(len(chosen)))
+                runs = self._read(values, np.ones(len(chosen), np.float32))
                 entries += row_logprobs(runs, chosen, [num_top] * len(chosen))
         return entries
 
     def _choose(self, processed: Processed, params: RowParams) -> IndexArray:
         """The token of each row, _NOTHING or _NO_NUMBER."""
         num_rows, few, whole = len(params.is_greedy), processed.few, processed.whole
-        if not few and not whole:
-            return _choose(self._runs(processed.logits, np.arange(num_rows), params), params)
         chosen = np.empty(num_rows, np.intp)
         for row, token_ids in few.items():
             chosen[row] = _choose_among(processed.at(row, token_ids), token_ids, params.part(np.array([row])))
         for row, values in whole.items():
             if row not in few:
                 part = params.part(np.array([row]))
-                runs = self._read(Logits(values[None]), np.array([0]), part.inverse_temperatures)
-                chosen[row] = _choose(runs, part)[0]
-        rows = np.array([row for row in range(num_rows) if row not in few and row not in whole], int)
+                chosen[row] = _choose(self._read(values[None], part.inverse_temperatures), part)[0]
+        rows = np.array([row for row in range(num_rows) if row not in few and row not in whole], np.intp)
         if len(rows):
-            chosen[rows] = _choose(self._runs(processed.logits, rows, params), params.part(rows))
+            part = params.part(rows)
+            runs = self._runs(
+                processed.logits,
+                rows,
+                params.inverse_temperatures,
+                is_drawn=not part.is_greedy.all(),
+                all_maxima=bool((part.top_k > 0).any()),
+            )
+            chosen[rows] = _choose(runs, part)
         return chosen
 
-    def _runs(self, logits: Logits, rows: IndexArray, params: RowParams) -> Runs:
-        """Some rows with their changes, at their temperatures; `params` are those of all rows."""
-        part = params.part(rows)
+    def _runs(
+        self,
+        logits: Logits,
+        rows: IndexArray,
+        inverse_temperatures: FloatArray,
+        *,
+        is_drawn: bool = True,
+        all_maxima: bool = True,
+    ) -> Runs:
+        """Some rows with their changes, at the `inverse_temperatures` of all rows; sums only if `is_drawn`."""
         reduction = logits.reduction
-        if reduction is None or not (part.is_greedy.all() or reduction.sums.shape[1]):
-            return self._read(logits, rows, part.inverse_temperatures)
-        some_top_k = bool((part.top_k > 0).any())
-        reduction = after_changes(logits, reduction, params.inverse_temperatures, all_maxima=some_top_k)
-        return Runs.made_of(logits, reduction, params.inverse_temperatures).part(rows)
+        if reduction is None or (is_drawn and not reduction.sums.shape[1]):
+            return self._read(logits.whole(rows), inverse_temperatures[rows])
+        return Runs.made_of(logits, reduction, inverse_temperatures, all_maxima=all_maxima).part(rows)
 
-    def _model_runs(self, logits: Logits, rows: IndexArray) -> Runs:
-        """Some rows as the model gave them, at temperature 1."""
-        ones = np.ones(len(logits.values), np.float32)
-        if logits.reduction is None or not logits.reduction.sums.shape[1]:
-            return self._read(logits, rows, ones[rows])
-        sums = logits.reduction.sums if logits.model_sums is None else logits.model_sums
-        return Runs.made_of(logits, Reduction(logits.reduction.maxima, sums), ones).part(rows)
-
-    def _read(self, logits: Logits, rows: IndexArray, inverse_temperatures: FloatArray) -> Runs:
-        """Some rows, copied and summarised here."""
-        values = logits.whole(rows)
-        return Runs.made_of(Logits(values), self._reducer.reduce(values, inverse_temperatures), inverse_temperatures)
+    def _read(self, values: FloatArray, inverse_temperatures: FloatArray) -> Runs:
+        """Rows `[n, vocab]` that are summarised here."""
+        return Runs.made_of(Logits(values), self._reduce(values, inverse_temperatures), inverse_temperatures)
 
 
 def _choose(runs: Runs, params: RowParams) -> IndexArray:

@@ -10,9 +10,10 @@ from openvino import opset13
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.batch import Sums
-from headrace.worker.model.head import HeadRequest, RowSums, replace_head
+from headrace.worker.model.head import HeadRequest, replace_head
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.sampling.reduction import FloatArray, NumpyReducer
+from headrace.worker.sampling.reduction import FloatArray, reduce_with_numpy
+from headrace.worker.sampling.row_sums import RowSums
 
 HIDDEN = 32
 CORE = ov.Core()
@@ -68,7 +69,7 @@ def test_every_kind_of_step_gives_the_same_logits_and_what_numpy_reads_of_them(
         values = logits.whole(every)
         bits.add(values.tobytes())
         assert logits.reduction is not None
-        wanted = NumpyReducer().reduce(values, inverse_temperatures)
+        wanted = reduce_with_numpy(values, inverse_temperatures)
         assert np.array_equal(logits.reduction.maxima, wanted.maxima)
         if sums is Sums.NONE:
             assert logits.reduction.sums.shape == (num_rows, 0)
@@ -77,7 +78,7 @@ def test_every_kind_of_step_gives_the_same_logits_and_what_numpy_reads_of_them(
         assert (logits.model_sums is not None) == (sums is Sums.DRAWN_AND_MODEL)
         if logits.model_sums is not None:
             ones = np.ones(num_rows, np.float32)
-            np.testing.assert_allclose(logits.model_sums, NumpyReducer().reduce(values, ones).sums, rtol=2e-6)
+            np.testing.assert_allclose(logits.model_sums, reduce_with_numpy(values, ones).sums, rtol=2e-6)
     assert len(bits) == 1
     states = hidden_states(40)[rows, 0]
     np.testing.assert_allclose(values, states @ model_weights(vocab_size).T, atol=0.3 if precision == "bf16" else 1e-4)

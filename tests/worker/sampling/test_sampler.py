@@ -20,11 +20,11 @@ from headrace.worker.sampling.logits import Changes, Logits, Places
 from headrace.worker.sampling.logprobs import row_logprobs
 from headrace.worker.sampling.penalties import PenaltyCounter
 from headrace.worker.sampling.processors import LogitsProcessors
-from headrace.worker.sampling.reduction import FloatArray, NumpyReducer, Reducer, run_length
+from headrace.worker.sampling.reduction import FloatArray, Reducer, reduce_with_numpy, run_length
+from headrace.worker.sampling.row_sums import reducer_for
 from headrace.worker.sampling.rows import DRAWS, RowParams, uniforms
-from headrace.worker.sampling.runs import Runs, after_changes
+from headrace.worker.sampling.runs import Runs
 from headrace.worker.sampling.sampler import BatchSampler
-from headrace.worker.sampling.vocabulary_reducer import OpenVINOReducer
 from tests.worker.sampling_params import sample
 
 VOCAB = 3000
@@ -39,7 +39,7 @@ def request(sampling: SamplingParams, prompt: list[int] | None = None, generated
 
 
 def runs_of(rows: FloatArray, inverse_temperatures: FloatArray) -> Runs:
-    return Runs.made_of(Logits(rows), NumpyReducer().reduce(rows, inverse_temperatures), inverse_temperatures)
+    return Runs.made_of(Logits(rows), reduce_with_numpy(rows, inverse_temperatures), inverse_temperatures)
 
 
 def drawn_with(
@@ -259,7 +259,7 @@ def test_a_request_that_forbids_every_token_is_reported() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("reducer", [NumpyReducer(), OpenVINOReducer(4096, 1)])
+@pytest.mark.parametrize("reducer", [reduce_with_numpy, reducer_for(4096, 1)])
 def test_a_row_in_which_all_is_forbidden_is_found_by_every_reducer(reducer: Reducer, temperature: float) -> None:
     sampling = params(temperature=temperature, allowed_token_ids=(2,), bad_words=((2,),))
     requests = [request(params(temperature=0.5)), request(sampling)]
@@ -344,20 +344,20 @@ def test_openvino_reduces_as_numpy_does(vocab_size: int) -> None:
     rows = (np.random.default_rng(4).normal(size=(37, vocab_size)) * 4).astype(np.float32)
     rows[3, 5:] = -np.inf
     inverse_temperatures = np.linspace(0.5, 4, 37).astype(np.float32)
-    ours = OpenVINOReducer(vocab_size, 1).reduce(rows, inverse_temperatures)
-    wanted = NumpyReducer().reduce(rows, inverse_temperatures)
+    ours = reducer_for(vocab_size, 1)(rows, inverse_temperatures)
+    wanted = reduce_with_numpy(rows, inverse_temperatures)
     assert np.array_equal(ours.maxima, wanted.maxima)
     np.testing.assert_allclose(ours.sums, wanted.sums, rtol=2e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("reducer", [NumpyReducer(), OpenVINOReducer(4096, 1)])
+@pytest.mark.parametrize("reducer", [reduce_with_numpy, reducer_for(4096, 1)])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_every_reducer_shows_a_row_without_numbers(reducer: Reducer, value: float) -> None:
     for position in (0, 1, 255, 256, 4095):
         rows = np.zeros((3, 4096), np.float32)
         rows[1, position] = value
         with np.errstate(all="ignore"):
-            totals = reducer.reduce(rows, np.ones(3, np.float32)).sums.sum(axis=1)
+            totals = reducer(rows, np.ones(3, np.float32)).sums.sum(axis=1)
         assert np.isfinite(totals).tolist() == [True, False, True]
 
 
@@ -398,18 +398,6 @@ def bfloat16(rows: FloatArray) -> npt.NDArray[np.uint16]:
     return (rows.view(np.uint32) >> 16).astype(np.uint16)
 
 
-@pytest.mark.parametrize("limit", [-3.0, -0.0, 0.0, 2.5])
-def test_bfloat16_logits_are_counted_as_float32_ones_are(limit: float) -> None:
-    rows = np.round(np.random.default_rng(9).normal(size=(3, 4096)) * 8).astype(np.float32) / 2
-    rows[0, :9] = [-0.0, 0.0, -np.inf, np.inf, 3e38, -3e38, 1e-30, -1e-30, limit]
-    which, runs = np.repeat(np.arange(3), 16), np.tile(np.arange(16), 3)
-    limits = np.full(48, limit, np.float32)
-    halves = Logits(bfloat16(rows))
-    counts = halves.count_above(which, runs, limits)
-    assert counts.tolist() == Logits(halves.whole(np.arange(3))).count_above(which, runs, limits).tolist()
-    assert counts.sum() == (halves.whole(np.arange(3)) > limit).sum()
-
-
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"temperature": 0.0}])
 @pytest.mark.parametrize("vocab_size", [700, 4096])
 def test_bfloat16_logits_and_their_reduction_give_what_float32_ones_give(
@@ -434,8 +422,8 @@ def test_bfloat16_logits_and_their_reduction_give_what_float32_ones_give(
         for i, kind in enumerate(kinds)
     ]
     inverse_temperatures = np.array([each.sampling.inverse_temperature for each in requests], np.float32)
-    reduction = NumpyReducer().reduce(rows, inverse_temperatures)
-    model_sums = NumpyReducer().reduce(rows, np.ones(9, np.float32)).sums
+    reduction = reduce_with_numpy(rows, inverse_temperatures)
+    model_sums = reduce_with_numpy(rows, np.ones(9, np.float32)).sums
     ours = sample(BatchSampler(), requests, Logits(bits, reduction, model_sums))
     plain = sample(BatchSampler(), requests, Logits(rows))
     assert [entry.token_id for entry in ours] == [entry.token_id for entry in plain]
@@ -454,7 +442,7 @@ def test_bfloat16_logits_and_their_reduction_give_what_float32_ones_give(
     reach=st.sampled_from([0.5, 10.0, 80.0]),
     all_maxima=st.booleans(),
 )
-def test_a_reduction_after_changes_is_that_of_the_changed_rows(
+def test_runs_of_changed_logits_are_those_of_the_changed_rows(
     seed: int, size: int, reach: float, *, all_maxima: bool
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -470,18 +458,16 @@ def test_a_reduction_after_changes_is_that_of_the_changed_rows(
     logits = Logits(rows).with_changes(Changes(places, before, values[places.order]))
     inverse_temperatures = np.array([0.5, 1.0, 5.0], np.float32)
     with np.errstate(all="ignore"):
-        before_changes = NumpyReducer().reduce(rows, inverse_temperatures)
-        after = after_changes(logits, before_changes, inverse_temperatures, all_maxima=all_maxima)
+        before_changes = reduce_with_numpy(rows, inverse_temperatures)
+        after = Runs.made_of(logits, before_changes, inverse_temperatures, all_maxima=all_maxima)
         changed_rows = rows.copy()
         for row, token_id, value in zip(which, token_ids, values, strict=True):
             changed_rows[row, token_id] = value
-        wanted = NumpyReducer().reduce(changed_rows, inverse_temperatures)
+        wanted = runs_of(changed_rows, inverse_temperatures)
     assert np.array_equal(logits.whole(np.arange(3)), changed_rows)
     if all_maxima:
         assert np.array_equal(after.maxima, wanted.maxima)
     assert (after.maxima >= wanted.maxima).all()
     assert after.maxima.argmax(axis=1).tolist() == wanted.maxima.argmax(axis=1).tolist()
-    assert np.array_equal(after.maxima.max(axis=1), wanted.maxima.max(axis=1))
-    # Each sum is relative to the maximum that is given with it.
-    scale = np.exp((after.maxima - wanted.maxima) * inverse_temperatures[:, None])
-    np.testing.assert_allclose(after.sums * np.where(np.isnan(scale), 1, scale), wanted.sums, rtol=3e-6)
+    assert np.array_equal(after.best, wanted.best)
+    np.testing.assert_allclose(after.sums, wanted.sums, rtol=3e-6, atol=1e-30)
