@@ -31,6 +31,7 @@ from headrace.worker import serving
 from headrace.worker.__main__ import main as run_worker
 from headrace.worker.config import WorkerConfig
 from headrace.worker.host.binding import Region
+from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.loading import LoadedModel, engine_for, model_card
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.directory import read_model_dir
@@ -69,7 +70,7 @@ class NoKernels:
         return Logits(np.zeros((self._num_rows, self.vocab_size), np.float32))
 
 
-def load_model(config: WorkerConfig) -> LoadedModel:
+def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:
     """An engine without kernels, for the model of a directory."""
     model_dir = read_model_dir(config.model_dir)
     limits = step_limits(None, None, None, exact_rows=1024)

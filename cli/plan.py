@@ -16,7 +16,8 @@ class ProcessSpec:
     """A process to be supervised.
 
     `address` is where it listens, as others reach it: a gRPC target, or an http URL. `cpus` is its affinity mask; empty
-    means that of the supervisor. Processes stop in the order of `stop_phase`, lowest first.
+    means that of the supervisor. Processes stop in the order of `stop_phase`, lowest first. A process with a
+    `memory_flag` gets a file in memory that its next process gets too: the flag, and `fd:` with the descriptor.
     """
 
     name: str
@@ -25,6 +26,7 @@ class ProcessSpec:
     address: str
     cpus: tuple[int, ...] = ()
     stop_phase: int = 0
+    memory_flag: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class ServeOptions:
     otlp_endpoint: str | None = None
     metrics_port: int | None = None
     plain_grpc: bool = False
+    warm_restart: bool = True
     files: SecurityFiles = field(default_factory=SecurityFiles)
 
     @property
@@ -117,7 +120,8 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-ttft-s", options.max_ttft)
     argv += _given("--stuck-after-s", options.stuck_after_s)
     argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)
-    return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1)
+    memory_flag = "--kv-memory" if options.warm_restart else None
+    return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1, memory_flag=memory_flag)
 
 
 def _router(options: ServeOptions, python: str) -> ProcessSpec:

@@ -291,6 +291,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     is_flag=True,
     help="Call router and workers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
+@click.option(
+    "--warm-restart/--no-warm-restart",
+    default=True,
+    show_default=True,
+    help="Keep the KV caches when a worker fails: the process that replaces it still has the cached prefixes.",
+)
 @_file_option("--api-keys", "Only callers with one of these keys; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this chain.", "HEADRACE_GATEWAY_TLS_CERT")
 @_file_option("--tls-key", "The private key to --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")

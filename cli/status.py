@@ -49,8 +49,8 @@ def row_of(
 
     `workers` are the router's, by worker id, or None when the router does not answer. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port; a worker's also model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, requests_running and requests_waiting, None while unknown, and what the kernel says of threads and
-    memory, see `_binding_columns`; a gateway's also grpc_address.
+    kv_blocks_cached, kv_blocks_restored, requests_running and requests_waiting, None while unknown, and what the kernel
+    says of threads and memory, see `_binding_columns`; a gateway's also grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -84,6 +84,7 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "kv_blocks": load.num_blocks if load is not None else None,
         "kv_blocks_free": load.num_free_blocks if load is not None else None,
         "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
+        "kv_blocks_restored": load.counters.blocks_restored if load is not None else None,
         "requests_running": load.num_running if load is not None else None,
         "requests_waiting": load.num_waiting if load is not None else None,
         **_binding_columns(load),
@@ -148,6 +149,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     if row.get("kv_blocks") is not None:
         requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"
         blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
+        if row["kv_blocks_restored"]:
+            blocks += f", {row['kv_blocks_restored']} taken back"
     up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])
     place = _place_of(row)
     return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), requests, blocks, place, row["address"]]

@@ -89,6 +89,7 @@ class Supervisor:
     failure: str | None = field(init=False, default=None)
     _stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _keepers: dict[str, asyncio.Task[None]] = field(init=False, default_factory=dict)
+    _memories: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.processes = [SupervisedProcess(spec) for spec in self.specs]
@@ -103,6 +104,8 @@ class Supervisor:
         await self._stopping.wait()
         await self._stop_in_order()
         await asyncio.gather(*self._keepers.values())
+        while self._memories:
+            os.close(self._memories.popitem()[1])
 
     def stop(self) -> None:
         """Begin the orderly stop."""
@@ -165,14 +168,26 @@ class Supervisor:
 
     def _spawn(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
         mask = ",".join(map(str, spec.cpus))
+        argv, descriptors = [*spec.argv], []
+        if spec.memory_flag is not None:
+            descriptors.append(self._memory_of(spec))
+            argv += [spec.memory_flag, f"fd:{descriptors[0]}"]
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), mask, *spec.argv],
+            [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), mask, *argv],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**self.environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
         )
+
+    def _memory_of(self, spec: ProcessSpec) -> int:
+        """The file in memory that all processes of a spec get, one after the other. The kernel frees it with the last
+        of them and this process."""
+        if spec.name not in self._memories:
+            self._memories[spec.name] = os.memfd_create(f"headrace-{spec.name}", os.MFD_CLOEXEC)
+        return self._memories[spec.name]
 
     def _relay(self, process: SupervisedProcess, line: bytes) -> None:
         if line.startswith(b"error: "):

@@ -170,7 +170,7 @@ class NodeMemory(_message.Message):
     def __init__(self, node: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., anonymous_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens")
+    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored")
     REQUESTS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,7 @@ class Counters(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_EVICTED_FIELD_NUMBER: _ClassVar[int]
     PADDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_RESTORED_FIELD_NUMBER: _ClassVar[int]
     requests_admitted: int
     requests_finished: int
     requests_cancelled: int
@@ -197,7 +198,8 @@ class Counters(_message.Message):
     preemptions: int
     blocks_evicted: int
     padding_tokens: int
-    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ...) -> None: ...
+    blocks_restored: int
+    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("undo",)

@@ -138,6 +138,16 @@ DRAIN_TIMEOUT_S = 2.0
 @click.option(
     "--huge-pages/--no-huge-pages", default=True, help="Use huge pages for the KV cache, if the kernel has them."
 )
+@click.option(
+    "--kv-memory",
+    help="Directory in a tmpfs or hugetlbfs for the KV cache, so that it outlives this process: when the worker is "
+    "started again after a failure, it still has its cached prefixes. Default: private memory.",
+)
+@click.option(
+    "--keep-kv-memory",
+    is_flag=True,
+    help="Keep the KV cache in --kv-memory after an orderly stop too, for the next start.",
+)
 @click.option("--metrics", help="host:port on which to serve Prometheus metrics.")
 @click.option(
     "--tls-dir",
@@ -191,6 +201,8 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
     """The configuration that the flags describe. ConfigurationError if flags contradict each other."""
     if options["target_tpot_ms"] is not None and options["max_pause_ms"]:
         raise ConfigurationError("--target-tpot-ms excludes pauses; leave out --max-pause-ms")
+    if options["keep_kv_memory"] and options["kv_memory"] is None:
+        raise ConfigurationError("--keep-kv-memory needs a directory; give it with --kv-memory")
     listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])
     found = {
         "name": options["name"] or model_dir.resolve().name,

@@ -45,3 +45,5 @@ class WorkerConfig:
     memory_node: int | None = None
     kv_cache_node_share: float = 0.4
     huge_pages: bool = True
+    kv_memory: str | None = None
+    keep_kv_memory: bool = False

@@ -17,7 +17,10 @@ from headrace.worker.engine.pauses import LONGEST_S
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.host.binding import Region
 from headrace.worker.host.numa import num_threads_for
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.arena import KVArena
+from headrace.worker.kv.block_pool import BlockPool, Journal
+from headrace.worker.kv.host_memory import HostMemory
+from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
 from headrace.worker.kv.memory import GIB, available_bytes, available_on_node, kv_cache_budget
 from headrace.worker.model.decode_graph import wants_decode_graph
 from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
@@ -42,25 +45,27 @@ class LoadedModel:
     tokenizer_bundle: bytes
     kv_cache: Region
     max_num_seqs: int
+    kept: KeptCache | None = None
 
 
-def load_model(config: WorkerConfig) -> LoadedModel:
-    """Make a model ready to serve. This takes seconds to minutes.
+def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:
+    """Make a model ready to serve. This takes seconds to minutes. With `memory` the KV cache is there, with what the
+    process before left in it.
 
     ConfigurationError if the directory holds no model that can be served, or if it does not fit this host.
     """
     threads = num_threads_for(config.threads)
     model_dir = read_model_dir(config.model_dir)
-    check_memory(config)
+    check_memory(config, memory.resident_bytes if memory is not None else 0)
+    kept = None if memory is None else KeptCache(memory, threads, huge_pages=config.huge_pages)
     start = time.monotonic()
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
     # Importing OpenVINO takes long, so a wrong directory is refused before.
     from headrace.worker.sampling.row_sums import reducer_for
 
     longest = config.max_context_tokens or model_dir.max_context_tokens
-    runner = compile_model(config, threads, longest)
-    num_blocks = num_blocks_for(config, runner.block_bytes)
-    arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
+    runner = compile_model(config, threads, longest, kept)
+    num_blocks, arena = allocate_cache(config, runner, kept)
     log.info(
         "%s loaded in %.1f s: %d threads, %s, KV cache %.2f GiB of %s, %d blocks of %d tokens",
         config.name,
@@ -79,30 +84,41 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     # Touching the first pages while the first kernels are built saves a quarter of a second.
     touching = threading.Thread(target=runner.touch, name="touch")
     touching.start()
-    engine = engine_for(config, runner, BatchSampler(reducer_for(runner.vocab_size, threads)), num_blocks, limits)
+    sampler = BatchSampler(reducer_for(runner.vocab_size, threads))
+    engine = engine_for(config, runner, sampler, num_blocks, limits, kept.journal if kept is not None else None)
+    pool = engine.scheduler.kv_cache.pool
+    if kept is not None:
+        pool.put_last(kept.old_blocks())
     warm_up(engine)
     touching.join()
     fingerprint = hashing.result()
+    if runner.depends_on_context:
+        fingerprint = for_context(fingerprint, longest)
+    if kept is not None:
+        kept.restore(pool, fingerprint)
     card = model_card(
         config,
-        engine.scheduler.kv_cache.pool,
+        pool,
         model_dir,
-        for_context(fingerprint, longest) if runner.depends_on_context else fingerprint,
+        fingerprint,
         kv_precision=runner.kv_precision,
         vocab_size=runner.vocab_size,
     )
     region = Region(arena.address, arena.size_bytes)
-    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs)
+    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept)
 
 
-def check_memory(config: WorkerConfig) -> None:
-    """Raise ConfigurationError before loading if the requested KV cache cannot fit beside the weights."""
+def check_memory(config: WorkerConfig, kept_bytes: int = 0) -> None:
+    """Raise ConfigurationError before loading if the requested KV cache cannot fit beside the weights. `kept_bytes` of
+    memory are in use for it already."""
     if config.kv_cache_bytes is not None:
         weights = (config.model_dir / WEIGHTS).stat().st_size
-        kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes() - weights)
+        kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes() + kept_bytes - weights)
 
 
-def compile_model(config: WorkerConfig, threads: int, max_context_tokens: int) -> OpenVINOModelRunner:
+def compile_model(
+    config: WorkerConfig, threads: int, max_context_tokens: int, kept: KeptCache | None = None
+) -> OpenVINOModelRunner:
     """Read and compile the model for contexts of up to `max_context_tokens`. It gets a second graph for small decode
     steps if that pays on this CPU."""
     from headrace.worker.model.runner import OpenVINOModelRunner
@@ -112,7 +128,7 @@ def compile_model(config: WorkerConfig, threads: int, max_context_tokens: int) -
         config.model_dir,
         kv_precision=config.kv_precision,
         execution_mode=config.execution_mode,
-        available=available_bytes(),
+        available=available_bytes() + _kept_bytes(kept),
     )
     return OpenVINOModelRunner(
         config.model_dir,
@@ -124,11 +140,38 @@ def compile_model(config: WorkerConfig, threads: int, max_context_tokens: int) -
     )
 
 
-def num_blocks_for(config: WorkerConfig, block_bytes: int) -> int:
-    """How many blocks of `block_bytes` the KV cache gets, at least 1. ConfigurationError if there is no room."""
+def allocate_cache(config: WorkerConfig, runner: OpenVINOModelRunner, kept: KeptCache | None) -> tuple[int, KVArena]:
+    """Allocate the KV cache. Returns its number of blocks, and its memory."""
+    shapes = runner.block_shapes
+    sizing = f"{config.kv_cache_bytes} {config.kv_cache_share} {config.memory_node} {config.kv_cache_node_share}"
+    if kept is None:
+        num_blocks = num_blocks_for(config, runner.block_bytes)
+        return num_blocks, runner.allocate(num_blocks, huge_pages=config.huge_pages)
+    # Available memory varies, and another number of blocks would be another cache.
+    before = kept.num_blocks_for(runner.numerics, sizing, shapes)
+    if before is not None and before * runner.block_bytes <= available_bytes() + _kept_bytes(kept):
+        num_blocks = before - 1
+    else:
+        num_blocks = num_blocks_for(config, runner.block_bytes, _kept_bytes(kept), kept.memory.room_bytes)
+    wanted = CacheFormat(runner.numerics, sizing, num_blocks + 1, runner.block_size, shapes)
+    return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
+
+
+def _kept_bytes(kept: KeptCache | None) -> int:
+    """Memory that is in use for the KV cache already."""
+    return 0 if kept is None else kept.memory.resident_bytes
+
+
+def num_blocks_for(config: WorkerConfig, block_bytes: int, kept_bytes: int = 0, room_bytes: int | None = None) -> int:
+    """How many blocks of `block_bytes` the KV cache gets, at least 1. `kept_bytes` of memory are in use for it already,
+    and its file system has `room_bytes`. ConfigurationError if there is no room."""
     on_node = available_on_node(config.memory_node) if config.memory_node is not None else None
-    most = int(on_node * config.kv_cache_node_share) if on_node is not None else None
-    budget = kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes(), most)
+    most = int((on_node + kept_bytes) * config.kv_cache_node_share) if on_node is not None else None
+    available = available_bytes() + kept_bytes
+    if room_bytes is not None:
+        # Less what the cache takes beside its blocks.
+        most = min(int(0.98 * room_bytes) - (4 << 20), available if most is None else most)
+    budget = kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available, most)
     num_blocks = budget // block_bytes - 1  # the runner allocates one more, for padding
     if num_blocks < 1:
         raise ConfigurationError(
@@ -139,9 +182,14 @@ def num_blocks_for(config: WorkerConfig, block_bytes: int) -> int:
 
 
 def engine_for(
-    config: WorkerConfig, runner: ModelRunner, sampler: BatchSampler, num_blocks: int, limits: StepLimits
+    config: WorkerConfig,
+    runner: ModelRunner,
+    sampler: BatchSampler,
+    num_blocks: int,
+    limits: StepLimits,
+    journal: Journal | None = None,
 ) -> Engine:
-    """The engine that the flags describe."""
+    """The engine that the flags describe. `journal` is told what blocks hold."""
     return build_engine(
         runner,
         sampler,
@@ -149,6 +197,7 @@ def engine_for(
         limits,
         target_step_ms=config.target_tpot_ms,
         max_pause_s=LONGEST_S if config.max_pause_ms is None else config.max_pause_ms / 1000,
+        journal=journal,
     )
 
 

@@ -26,6 +26,7 @@ from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import Watchdog, watch_engine
 from headrace.worker.grammar.compiler import Grammars, Vocabulary
 from headrace.worker.host.binding import keep_binding_known
+from headrace.worker.kv.host_memory import STALE_AFTER_S, HostMemory, open_memory
 from headrace.worker.loading import LoadedModel, load_model
 from headrace.worker.server.admission import ModelLimits
 from headrace.worker.server.observer import RequestObserver
@@ -42,9 +43,20 @@ async def serve(config: WorkerConfig) -> None:
     stop = _stop_signal()
     if config.redis_url is not None:
         check_redis_url(config.redis_url)
+    memory = open_memory(config.kv_memory, config.worker_id) if config.kv_memory is not None else None
+    try:
+        await _serve_until(stop, config, memory)
+    except ConfigurationError:
+        _give_up(memory)
+        raise
+    if not config.keep_kv_memory:
+        _give_up(memory)
+
+
+async def _serve_until(stop: asyncio.Event, config: WorkerConfig, memory: HostMemory | None) -> None:
     transport = Transport(config.tls_dir, config.join_token_file)
     server = _bound_server(config, transport)
-    loading = asyncio.create_task(asyncio.to_thread(load_model, config))
+    loading = asyncio.create_task(asyncio.to_thread(load_model, config, memory))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
@@ -59,6 +71,7 @@ async def serve(config: WorkerConfig) -> None:
     background = [
         asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind)),
         asyncio.create_task(watch_over(thread, config.stuck_after_s, hub, health)),
+        *([asyncio.create_task(_keep_in_use(memory))] if memory is not None else []),
     ]
     await server.start()
     probe = await _answer_probes(config.probe, health)
@@ -67,6 +80,8 @@ async def serve(config: WorkerConfig) -> None:
     gc.freeze()
     await set_serving(health, SERVICE_NAMES, hub.silent_because is None)
     registrations = _registrations(config, transport, hub)
+    if model.kept is not None:
+        model.kept.note_ready()
     log.info("listening on %s", config.listen)
     await stopping
     for task in background:
@@ -79,6 +94,18 @@ async def serve(config: WorkerConfig) -> None:
     await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
     mailbox.stop()
     thread.join(1.0)
+
+
+async def _keep_in_use(memory: HostMemory) -> None:
+    """Tell others until cancelled that the file of the KV cache is in use."""
+    while True:
+        memory.touch()
+        await asyncio.sleep(STALE_AFTER_S / 10)
+
+
+def _give_up(memory: HostMemory | None) -> None:
+    if memory is not None:
+        memory.remove()
 
 
 def _stop_signal() -> asyncio.Event:

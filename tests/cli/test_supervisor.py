@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ STUBBORN = 'import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(
 
 def spec(name: str, code: str, *args: str, stop_phase: int = 0, cpus: tuple[int, ...] = ()) -> ProcessSpec:
     return ProcessSpec(name, name, (sys.executable, "-c", code, *args), f"unix:/nowhere/{name}", cpus, stop_phase)
+
+
+# Says what the file holds that it was given, and adds to it.
+REMEMBERING = """
+import os, sys
+descriptor = int(sys.argv[2].removeprefix("fd:"))
+print(sys.argv[1], os.pread(descriptor, 100, 0).decode() or "nothing", flush=True)
+os.pwrite(descriptor, b"x" * (os.fstat(descriptor).st_size + 1), 0)
+import signal; signal.pause()
+"""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -246,3 +257,18 @@ def test_a_log_that_nobody_reads_costs_lines_and_never_time() -> None:
         log.close(0.01)
         first = reader.readline()
     assert first == b"one | " + b"x" * 100 + b"\n"
+
+
+async def test_the_next_process_gets_the_memory_of_the_one_before_and_no_other_gets_it() -> None:
+    with_memory = [replace(spec(name, REMEMBERING), memory_flag="--memory") for name in ("one", "two")]
+    async with running(*with_memory) as system:
+        await system.until_logged("one | --memory nothing")
+        await system.until_logged("two | --memory nothing")
+        os.kill(system.process("one").pid or 0, signal.SIGKILL)
+        await system.until_logged("one | --memory x")
+        os.kill(system.process("one").pid or 0, signal.SIGKILL)
+        await system.until_logged("one | --memory xx")
+        descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert sum("memfd:headrace-" in name for name in descriptors) == 2
+    descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not any("memfd:headrace-" in name for name in descriptors), "freed with the last process"

@@ -17,6 +17,7 @@ from headrace.worker.__main__ import main
 from headrace.worker.config import WorkerConfig
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.host.binding import Region
+from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.loading import LoadedModel
 from headrace.worker.sampling.logits import Logits
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, make_engine
@@ -42,7 +43,7 @@ class HangingRunner(FakeRunner):
         return super().run()
 
 
-def load_model(config: WorkerConfig) -> LoadedModel:
+def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:
     """An engine over the fake runner, in the place of a model."""
     under_test = make_engine(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=256)
     under_test.engine.runner = HangingRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)

@@ -10,7 +10,7 @@ from headrace.worker.engine.isolation import Sampler
 from headrace.worker.engine.pauses import LONGEST_S, Pauses
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCosts
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.step_limits import StepLimits
 
@@ -24,6 +24,7 @@ def build_engine(
     target_step_ms: float | None = None,
     max_pause_s: float = LONGEST_S,
     step_costs: StepCosts | None = None,
+    journal: Journal | None = None,
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks. See `build_scheduler`."""
     scheduler = build_scheduler(
@@ -33,6 +34,7 @@ def build_engine(
         target_step_ms=target_step_ms,
         max_pause_s=max_pause_s,
         step_costs=step_costs,
+        journal=journal,
     )
     return Engine(scheduler, runner, sampler)
 
@@ -46,15 +48,16 @@ def build_scheduler(
     max_pause_s: float = LONGEST_S,
     step_costs: StepCosts | None = None,
     clock: Callable[[], float] = time.monotonic,
+    journal: Journal | None = None,
 ) -> Scheduler:
     """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens.
 
     `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `max_pause_s` is
-    the longest pause of streams for prompts. `step_costs` is what is known of steps so far. ValueError if the limits
-    leave prompts no room beside a full batch.
+    the longest pause of streams for prompts. `step_costs` is what is known of steps so far. `journal` is told what
+    blocks hold. ValueError if the limits leave prompts no room beside a full batch.
     """
     return Scheduler(
-        KVCacheManager(BlockPool(num_blocks, block_size)),
+        KVCacheManager(BlockPool(num_blocks, block_size, journal)),
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         limits.max_num_mixed_tokens,

@@ -96,7 +96,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.meter = StepMeter(self.scheduler)
         self._isolated = IsolatedSampler(self.sampler)
-        self._overlap = Overlap(self._isolated)
+        self._overlap = Overlap(self._isolated, self.scheduler.kv_cache.pool.journal)
 
     @property
     def has_outputs(self) -> bool:
@@ -125,6 +125,7 @@ class Engine:
         if not output.scheduled:
             self._overlap.deliver(deliver)
             self._end_failed([])
+            self._overlap.seal()
             return False
         try:
             step = self._build(output)

@@ -3,7 +3,8 @@
     engine thread   schedule, build | kernels                           | sample, account
     second thread                   | read log-probabilities of the last
                                     | step and deliver its outputs; plan
-                                    | the sampling of this step
+                                    | the sampling of this step; record
+                                    | what is in new blocks
 
 The kernels release the GIL, so this costs no time as long as it is shorter than they are.
 """
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 
 from headrace.protos.status import StatusError
 from headrace.worker.engine.isolation import NOT_PLANNED, IsolatedSampler, Planned
+from headrace.worker.kv.block_pool import Journal
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
@@ -40,8 +42,9 @@ class Overlap:
     object nor any request.
     """
 
-    def __init__(self, sampler: IsolatedSampler) -> None:
+    def __init__(self, sampler: IsolatedSampler, journal: Journal | None = None) -> None:
         self._sampler = sampler
+        self._journal = journal
         self._outputs: list[RequestOutput] = []
         self._unread: _Unread | None = None
         self._failed: set[Request] = set()
@@ -69,7 +72,8 @@ class Overlap:
 
     def begin(self, requests: Sequence[Request], vocab_size: int, deliver: Deliver) -> None:
         """Start the work of a step in which `requests` are sampled."""
-        if self._unread is None and all(request.sampling.is_plain for request in requests):
+        is_little = self._unread is None and all(request.sampling.is_plain for request in requests)
+        if is_little and (self._journal is None or not self._journal.has_unsealed):
             self.deliver(deliver)  # too little to wake a thread for
         else:
             self._work = self._executor.submit(self._run, requests, vocab_size, deliver)
@@ -91,7 +95,14 @@ class Overlap:
 
     def _run(self, requests: Sequence[Request], vocab_size: int, deliver: Deliver) -> Planned:
         self.deliver(deliver)
-        return self._sampler.plan(requests, vocab_size)
+        planned = self._sampler.plan(requests, vocab_size)
+        self.seal()
+        return planned
+
+    def seal(self) -> None:
+        """Record what is in new blocks. No block may be taken meanwhile."""
+        if self._journal is not None and self._journal.has_unsealed:
+            self._journal.seal()
 
     def _take(self) -> list[RequestOutput]:
         """The outputs that are held, with their log-probabilities."""

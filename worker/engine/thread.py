@@ -153,6 +153,7 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
     counters["infer_us"] = int(stats.infer_s * 1e6)
     counters["overhead_us"] = int(stats.overhead_s * 1e6)
     counters["blocks_evicted"] = pool.num_evictions
+    counters["blocks_restored"] = pool.num_restored
     counters["padding_tokens"] = stats.num_padding_tokens
     return LoadReport(
         num_running=len(scheduler.running),

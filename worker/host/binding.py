@@ -20,6 +20,10 @@ MIN_INTERVAL_S = 10.0
 _SHARE_OF_TIME = 0.002
 
 
+# In /proc/self/smaps: of private memory, of files in memory, of hugetlbfs.
+_HUGE = {"AnonHugePages:", "ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"}
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """Where a worker's threads and memory are.
@@ -106,9 +110,11 @@ def _numa_maps(lines: Iterable[str], kv_cache: Region) -> _Pages:
         found = dict(word.split("=", 1) for word in words if "=" in word)
         page_bytes = int(found.get("kernelpagesize_kB", 4)) * 1024
         sums = [pages.resident_bytes]
-        if "file" not in found:
+        is_kv_cache = int(address, 16) in kv_cache
+        # A KV cache that outlives the worker is a file in memory.
+        if "file" not in found or is_kv_cache:
             sums.append(pages.anonymous_bytes)
-        if int(address, 16) in kv_cache:
+        if is_kv_cache:
             sums.append(pages.kv_bytes)
         for name, count in found.items():
             if name[0] == "N" and name[1:].isdecimal():
@@ -118,14 +124,14 @@ def _numa_maps(lines: Iterable[str], kv_cache: Region) -> _Pages:
 
 
 def _huge_bytes(lines: Iterable[str], kv_cache: Region) -> int:
-    """Bytes in transparent huge pages of the mappings that lie in `kv_cache`."""
+    """Bytes in huge pages of the mappings that lie in `kv_cache`."""
     total = 0
     inside = False
     for line in lines:
         name, _, value = line.partition(" ")
         if not name.endswith(":"):
             inside = int(name.partition("-")[0], 16) in kv_cache
-        elif inside and name == "AnonHugePages:":
+        elif inside and name in _HUGE:
             total += int(value.split()[0]) * 1024
     return total
 

@@ -26,14 +26,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 TOKEN_BYTES = 4
 # How many blocks after the same parent are compared for the longest common beginning, the latest first.
 MAX_SIBLINGS = 16
 
 
-class _Content(NamedTuple):
+class Content(NamedTuple):
     """The content of a findable block. `block_hash` is None while the block is not full. The first block of a chain has
     the chain's root as `parent_hash`."""
 
@@ -43,24 +43,55 @@ class _Content(NamedTuple):
     is_first: bool
 
 
+class Journal(Protocol):
+    """Is told of every change of the blocks' contents, before anybody can write to a block."""
+
+    @property
+    def has_unsealed(self) -> bool:
+        """Whether blocks wait for `seal`."""
+        ...
+
+    def note(self, block: int, content: Content) -> None:
+        """The block has this content."""
+        ...
+
+    def drop(self, block: int) -> None:
+        """The block has no content, or is about to get another."""
+        ...
+
+    def grow(self, block: int) -> None:
+        """A block of this number comes into use."""
+        ...
+
+    def use(self, blocks: Iterable[int]) -> None:
+        """The blocks were released now."""
+        ...
+
+    def seal(self) -> None:
+        """Record what was noted. Reads these blocks, so nobody may take one meanwhile."""
+        ...
+
+
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens each. Not thread-safe: the engine thread owns it.
 
     `take_events` returns which hashes became findable and which were evicted. A hash that was both has no event.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, journal: Journal | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evictions = 0
+        self.num_restored = 0
+        self.journal = journal
         self._num_unreferenced = num_blocks
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._next = array("i", [*range(1, num_blocks + 1), 0])
         self._previous = array("i", [num_blocks, *range(num_blocks)])
         self._block_of_hash: dict[int, int] = {}
-        self._content: dict[int, _Content] = {}
+        self._content: dict[int, Content] = {}
         self._blocks_behind: dict[int, dict[int, None]] = {}
         self._stored: dict[int, None] = {}
         self._evicted: dict[int, None] = {}
@@ -110,9 +141,13 @@ class BlockPool:
             if block in self._content:
                 self._forget(block)
                 self.num_evictions += 1
+            elif self.journal is not None:
+                self.journal.drop(block)
             self._ref_count[block] = 1
             taken.append(block)
         self._num_unreferenced -= count
+        if self.journal is not None and taken:
+            self.journal.grow(max(taken))
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -126,12 +161,18 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one holder from each block. Pass the last block of a sequence first, so that it is evicted first."""
+        cached = []
         for block in blocks:
             assert self._ref_count[block] > 0, "releasing a block that nobody holds"
             self._ref_count[block] -= 1
             if self._ref_count[block] == 0:
                 self._num_unreferenced += 1
-                self._link(block, at_front=block not in self._content)
+                is_cached = block in self._content
+                self._link(block, at_front=not is_cached)
+                if is_cached:
+                    cached.append(block)
+        if self.journal is not None:
+            self.journal.use(cached)
 
     def make_findable(
         self, block: int, block_hash: int, parent_hash: int, token_bytes: bytes, *, is_first: bool
@@ -148,7 +189,7 @@ class BlockPool:
         if block_hash in self._block_of_hash:
             return self.find(block_hash, parent_hash, token_bytes)
         self._block_of_hash[block_hash] = block
-        self._note(block, _Content(block_hash, parent_hash, token_bytes, is_first))
+        self._note(block, Content(block_hash, parent_hash, token_bytes, is_first))
         if block_hash in self._evicted:
             del self._evicted[block_hash]
         else:
@@ -160,12 +201,33 @@ class BlockPool:
         assert self._ref_count[block] > 0, "only a held block can become findable"
         if block in self._content:
             self._forget(block)
-        self._note(block, _Content(None, parent_hash, token_bytes, is_first))
+        self._note(block, Content(None, parent_hash, token_bytes, is_first))
 
     def forget_all(self) -> None:
         """Forget the content of all blocks. None may be referenced."""
         for block in reversed(list(self._content)):  # the end of each chain first
             self._forget(block)
+
+    def put_last(self, blocks: Iterable[int]) -> None:
+        """Make unreferenced blocks the last to be taken, in this order."""
+        for block in blocks:
+            assert self._ref_count[block] == 0, "a held block is not in the queue"
+            self._unlink(block)
+            self._link(block, at_front=False)
+
+    def restore(self, contents: Iterable[tuple[int, Content]]) -> None:
+        """Make blocks without content findable again, each after the block before it in its chain. The journal has
+        them already. Say with `put_last` in which order they are evicted."""
+        for block, content in contents:
+            assert self._ref_count[block] == 0, "a held block cannot be restored"
+            assert block not in self._content, "a block with content cannot be restored"
+            assert content.is_first or content.parent_hash in self._block_of_hash, "the block before it is missing"
+            self._insert(block, content)
+            if content.block_hash is not None:
+                assert content.block_hash not in self._block_of_hash, "two blocks of one hash"
+                self._block_of_hash[content.block_hash] = block
+                self._stored[content.block_hash] = None
+            self.num_restored += 1
 
     def take_events(self) -> tuple[list[int], list[int]]:
         """Hashes that became findable, and hashes that were evicted, since the last call. No hash is in both.
@@ -213,11 +275,18 @@ class BlockPool:
                 assert block in place_of, "a block is held and the one before it is not"
                 assert place_of[block] < place_of[before], "a block would be evicted before the one after it"
 
-    def _note(self, block: int, content: _Content) -> None:
+    def _note(self, block: int, content: Content) -> None:
+        self._insert(block, content)
+        if self.journal is not None:
+            self.journal.note(block, content)
+
+    def _insert(self, block: int, content: Content) -> None:
         self._content[block] = content
         self._blocks_behind.setdefault(content.parent_hash, {})[block] = None
 
     def _forget(self, block: int) -> None:
+        if self.journal is not None:
+            self.journal.drop(block)
         block_hash, parent_hash, _, _ = self._content.pop(block)
         siblings = self._blocks_behind[parent_hash]
         del siblings[block]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,6 +25,7 @@ import openvino as ov
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena
+from headrace.worker.kv.block_bytes import BlockShape
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
@@ -86,18 +87,36 @@ class OpenVINOModelRunner:
         self.block_size = _dims(value)[1]
         self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in caches)
         self.kv_precision = str(key.element_type.get_type_name())
+        self.numerics = " ".join(
+            (ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision)
+        )
         self.vocab_size = self._graph.vocab_size
 
-    def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> KVArena:
-        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding. Pages are touched as they
-        come into use, in steps: by OpenVINO's threads, or by the caller's where blocks are copied."""
+    @property
+    def block_shapes(self) -> tuple[BlockShape, ...]:
+        """The part of a block in each of the arena's pieces."""
+        shapes = []
+        for port in self._caches:
+            heads, tokens, size = _dims(port)
+            shapes.append(BlockShape(heads, tokens, size * port.element_type.bitwidth // 8))
+        return tuple(shapes)
+
+    def allocate(
+        self, num_blocks: int, *, huge_pages: bool = True, make_arena: Callable[[], KVArena] | None = None
+    ) -> KVArena:
+        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding, in the arena that
+        `make_arena` gives, or in one of its own. Pages are touched as they come into use, in steps: by OpenVINO's
+        threads, or by the caller's where blocks are copied."""
         num_blocks += 1
+        size_bytes = num_blocks * self.block_bytes
         try:
-            arena = KVArena(num_blocks * self.block_bytes, len(self._caches), huge_pages=huge_pages)
+            if make_arena is None:
+                arena = KVArena(size_bytes, len(self._caches), huge_pages=huge_pages)
+            else:
+                arena = make_arena()
         except (OSError, OverflowError) as error:
-            size_gib = num_blocks * self.block_bytes / (1 << 30)
             raise ConfigurationError(
-                f"no memory for a KV cache of {size_gib:.1f} GiB; ask for less with --kv-cache-gb"
+                f"no memory for a KV cache of {size_bytes / (1 << 30):.1f} GiB; ask for less with --kv-cache-gb"
             ) from error
         for port in self._caches:
             piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
@@ -111,9 +130,10 @@ class OpenVINOModelRunner:
         return arena
 
     def touch(self) -> None:
-        """Take the first page of each cache. The kernel clears pages as they are taken, huge ones for milliseconds."""
+        """Take the first page of each cache. The kernel clears pages as they are taken, huge ones for milliseconds.
+        What they hold stays: it may be of the process before."""
         for cache in self._cache_views:
-            cache[0, 0] = 0
+            cache[0, 0] = cache[0, 0]
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Make the inputs of the next step. With `keeps_logits` it leaves alone what the last one gave; to take turns

@@ -13,6 +13,8 @@ from prometheus_client.registry import CollectorRegistry
 from headrace.protos import worker_pb2
 from headrace.worker.host.binding import Binding, Region, keep_binding_known, read_binding
 from headrace.worker.kv.arena import KVArena
+from headrace.worker.kv.host_memory import HostMemory
+from headrace.worker.kv.huge_pages import HugePages
 from headrace.worker.server.binding_metrics import binding_metrics
 from headrace.worker.server.watch import WatchHub, binding_message
 
@@ -114,6 +116,39 @@ def test_the_metrics_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("huge_pages", [False, True])
 def test_the_kernel_shows_exactly_the_pages_of_the_arena_that_were_touched(huge_pages: bool) -> None:
     arena = KVArena(6 << 20, 2, huge_pages=huge_pages)
+    check_pages(arena, huge_pages=huge_pages)
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel has no NUMA")
+def test_the_kernel_shows_the_pages_of_an_arena_that_outlives_the_worker() -> None:
+    memory = HostMemory(os.memfd_create("test"))
+    memory.resize(16 << 20)
+    check_pages(KVArena(6 << 20, 2, huge_pages=False, memory=memory.map(), offset=2 << 20), huge_pages=False)
+
+
+def test_huge_pages_come_for_blocks_that_are_about_to_be_used() -> None:
+    memory = HostMemory(os.memfd_create("test"))
+    memory.resize(64 << 20)
+    arena = KVArena(60 << 20, 2, huge_pages=True, memory=memory.map())
+    caches = [arena.take(30 << 20), arena.take(30 << 20)]
+    num_blocks = 30 << 5
+    caches[0][:5000] = 7
+    pages = HugePages(caches, num_blocks)
+    assert pages.reach(3) == 3 + 64
+    pages.wait()
+    if not (huge := read_binding(Region(arena.address, arena.size_bytes)).kv_huge_bytes):
+        pytest.skip("this kernel cannot collapse pages of files in memory")
+    # 131 blocks of 32 KiB in each cache, as whole pages.
+    assert huge == 2 * 3 * (2 << 20)
+    assert memory.resident_bytes == huge
+    assert caches[0][:5000].all()
+    assert not caches[0][5000:].any()
+    assert pages.reach(num_blocks - 1) == num_blocks
+    pages.wait()
+    assert read_binding(Region(arena.address, arena.size_bytes)).kv_huge_bytes == 60 << 20
+
+
+def check_pages(arena: KVArena, *, huge_pages: bool) -> None:
     region = Region(arena.address, arena.size_bytes)
     first, second = arena.take(4 << 20), arena.take(2 << 20)
     assert sum(read_binding(region).kv_bytes.values()) == 0

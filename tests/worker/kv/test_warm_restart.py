@@ -1,0 +1,350 @@
+"""KV caches that outlive their process: what is taken back, what is not, and that no moment of a death is wrong.
+
+`make test` kills 40 processes in the middle of a line; with HEADRACE_SOAK=1 it is 1,000.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.engine.build import build_engine
+from headrace.worker.kv import host_memory
+from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
+from headrace.worker.kv.host_memory import HostMemory, open_memory
+from headrace.worker.kv.kept_cache import MAX_STARTS, CacheFormat, KeptCache
+from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.request.request import Request
+from headrace.worker.sampling.sampler import BatchSampler
+from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest
+from tests.worker.fake_runner import FakeRunner, expected_tokens
+
+NUM_BLOCKS = 24
+NUM_DEATHS = 1000 if os.environ.get("HEADRACE_SOAK") == "1" else 40
+SEED = int(os.environ.get("HEADRACE_SEED", "1"))
+FINGERPRINT = "f" * 64
+FORMAT = CacheFormat("fake", "", NUM_BLOCKS + 1, BLOCK_SIZE, (BlockShape(1, BLOCK_SIZE, 8),))
+ROOT = Path(__file__).parents[3]
+TRACED = (str(ROOT / "worker/kv"), str(ROOT / "worker/engine"), str(ROOT / "tests/worker/fake_runner.py"))
+PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE + 3))
+
+
+def new_memory() -> HostMemory:
+    return HostMemory(os.memfd_create("test"))
+
+
+@dataclass
+class Life:
+    """A worker's process: an engine over memory that outlives it."""
+
+    kept: KeptCache
+    under_test: EngineUnderTest
+
+    @property
+    def num_restored(self) -> int:
+        return self.under_test.scheduler.kv_cache.pool.num_restored
+
+    def ask(self, prompt: list[int], max_tokens: int = 3) -> Request:
+        request = self.under_test.request(prompt, max_tokens)
+        self.under_test.run()
+        assert self.under_test.tokens[request] == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
+        return request
+
+
+def live(memory: HostMemory, fingerprint: str = FINGERPRINT, wanted: CacheFormat = FORMAT) -> Life:
+    """Start as a worker does: check, adopt, warm up, restore."""
+    kept = KeptCache(memory, 2)
+    piece = kept.adopt(wanted).take(FORMAT.cache_bytes)
+    runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
+    runner.blocks = piece.view(np.int64).reshape(-1, BLOCK_SIZE)
+    limits = StepLimits(4, 16, 16, is_exact=True)
+    engine = build_engine(runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, journal=kept.journal)
+    pool = engine.scheduler.kv_cache.pool
+    pool.put_last(kept.old_blocks())
+    under_test = EngineUnderTest(engine, runner, is_pipelined=True)
+    warm_up = under_test.request([1] * 10, 2)
+    under_test.scheduler.waiting.remove(warm_up)
+    engine.warm_up(warm_up)
+    kept.restore(pool, fingerprint)
+    kept.note_ready()
+    under_test.scheduler.check()
+    return Life(kept, under_test)
+
+
+def after_death(memory: HostMemory) -> HostMemory:
+    """A copy of the memory, as the next process finds it."""
+    copy = new_memory()
+    os.ftruncate(copy.descriptor, memory.size_bytes)
+    if memory.size_bytes:
+        copy.map()[:] = memory.map()
+    return copy
+
+
+def test_the_next_process_has_the_prefixes_of_the_one_before() -> None:
+    memory = new_memory()
+    first = live(memory)
+    first.ask(PROMPT)
+    stored = first.under_test.scheduler.kv_cache.pool.findable_hashes()
+    second = live(after_death(memory))
+    request = second.ask([*PROMPT, 7, 8, 9])
+    # Four whole blocks, and of the last one what was computed before: three tokens of the prompt and one of the answer
+    # are in it, and the first three are the same.
+    assert request.num_cached_tokens == len(PROMPT)
+    assert stored, "nothing was findable"
+
+
+def test_routers_hear_of_what_was_taken_back_and_of_nothing_else() -> None:
+    memory = new_memory()
+    live(memory).ask(PROMPT)
+    pool = live(memory).under_test.scheduler.kv_cache.pool
+    stored, evicted = pool.take_events()
+    assert set(stored) == pool.findable_hashes()
+    assert len(stored) == (len(PROMPT) + 2) // BLOCK_SIZE
+    assert not evicted
+    assert pool.num_free_blocks == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"fingerprint": "e" * 64},
+        {"wanted": replace(FORMAT, numerics="another CPU")},
+        {"wanted": replace(FORMAT, sizing="--kv-cache-gb 9")},
+    ],
+)
+def test_another_model_or_format_takes_nothing_back(other: dict[str, Any]) -> None:
+    memory = new_memory()
+    live(memory).ask(PROMPT)
+    second = live(memory, **other)
+    assert second.num_restored == 0
+    assert second.ask(PROMPT).num_cached_tokens == 0
+    assert live(memory, **other).num_restored > 0, "the next one of the same kind does"
+
+
+def test_another_size_gives_the_old_memory_back_to_the_kernel() -> None:
+    memory = new_memory()
+    live(memory).ask(PROMPT)
+    kept = KeptCache(memory, 1)
+    before = memory.resident_bytes
+    kept.adopt(replace(FORMAT, num_blocks=NUM_BLOCKS * 2))
+    assert memory.resident_bytes < before
+    assert not kept.old_blocks()
+
+
+@pytest.mark.parametrize("damage", ["first", "last", "header", "fingerprint", "record"])
+def test_damage_is_found_and_what_follows_in_the_chain_is_dropped(damage: str) -> None:
+    memory = new_memory()
+    first = live(memory)
+    first.ask(PROMPT)
+    pool = first.under_test.scheduler.kv_cache.pool
+    request = first.under_test.request(PROMPT)
+    pool_blocks = []
+    for index in range(4):
+        cache = first.under_test.scheduler.kv_cache
+        found = pool.find(
+            cache.hash_of(request, index), cache._parent_of(request, index), cache._content_of(request, index)
+        )
+        assert found is not None
+        pool_blocks.append(found)
+    whole = memory.map()
+    places = {
+        "first": FORMAT.arena_offset + pool_blocks[0] * BLOCK_SIZE * 8,
+        "last": FORMAT.arena_offset + pool_blocks[3] * BLOCK_SIZE * 8 + 9,
+        "header": 20,
+        "fingerprint": (56 << 10) + 3,
+        "record": (64 << 10) + 32 + 8 * (NUM_BLOCKS + 1) + 40,
+    }
+    whole[places[damage]] ^= 4
+    second = live(memory)
+    hit = second.ask(PROMPT).num_cached_tokens
+    # The prompt's last tokens are always computed, so that its fourth block is its last reusable one.
+    assert hit == {"first": 0, "last": 3 * BLOCK_SIZE, "header": 0, "fingerprint": 0}.get(damage, hit)
+    if damage == "record":
+        assert hit < 4 * BLOCK_SIZE + 3
+
+
+def test_the_least_recently_used_is_still_evicted_first() -> None:
+    memory = new_memory()
+    first = live(memory)
+    prompts = [[number] * (2 * BLOCK_SIZE) + [5, 6] for number in (11, 12, 13)]
+    for prompt in (*prompts, prompts[0]):
+        first.ask(prompt, 1)
+    second = live(memory)
+    pool = second.under_test.scheduler.kv_cache.pool
+    pool.release(pool.take(NUM_BLOCKS - 4))
+    hits = [second.ask(prompt, 1).num_cached_tokens > 0 for prompt in (prompts[0], prompts[1])]
+    assert hits == [True, False]
+
+
+def test_a_worker_that_never_becomes_ready_gets_an_empty_cache() -> None:
+    memory = new_memory()
+    live(memory).ask(PROMPT)
+    for _ in range(MAX_STARTS):
+        assert KeptCache(memory, 1).old_blocks(), "dies before it is ready"
+    assert KeptCache(memory, 1).format is None
+    assert live(memory).num_restored == 0
+
+
+class KilledError(BaseException):
+    """SIGKILL, in the middle of a line."""
+
+
+@contextmanager
+def killing(memory: HostMemory, countdown: int, found: list[HostMemory]) -> Iterator[None]:
+    """Die behind so many lines of the engine, in whichever thread: append the memory as it is then to `found`."""
+    left = countdown
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(TRACED):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                found.append(after_death(memory))
+        if left <= 0:
+            raise KilledError
+        return trace
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def prompts(rng: random.Random) -> Iterator[tuple[list[int], int]]:
+    """Prompts that share beginnings of every length, and answers."""
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(6, 40))] for _ in range(3)]
+    while True:
+        stem = rng.choice(stems)
+        tail = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(2, 6))]
+        yield [*stem[: rng.randint(2, len(stem))], *tail], rng.randint(1, 9)
+
+
+def test_deaths_at_any_line_never_give_a_wrong_token() -> None:
+    rng = random.Random(SEED)
+    memory, num_restored, num_died, num_in_start = new_memory(), 0, 0, 0
+    asked = prompts(rng)
+    while num_died < NUM_DEATHS:
+        found: list[HostMemory] = []
+        life: Life | None = None
+        is_in_start = rng.random() < 0.25
+        try:
+            with killing(memory, rng.randint(1, 2000) if is_in_start else rng.randint(2000, 30_000), found):
+                life = live(memory)
+                num_restored += life.num_restored
+                for _ in range(6):
+                    serve(life, [next(asked) for _ in range(rng.randint(1, 4))])
+        except KilledError:
+            pass
+        if found:
+            num_died += 1
+            num_in_start += life is None
+            os.close(memory.descriptor)
+            memory = found[0]
+    assert num_restored > NUM_DEATHS, "deaths must leave something to take back"
+    assert num_in_start > NUM_DEATHS // 10
+    last = live(memory)
+    for prompt, max_tokens in (next(asked) for _ in range(20)):
+        last.ask(prompt, max_tokens)
+
+
+def serve(life: Life, batch: list[tuple[list[int], int]]) -> None:
+    """Requests side by side; each must get the right tokens, whatever was taken back."""
+    requests = [life.under_test.request(prompt, max_tokens) for prompt, max_tokens in batch]
+    life.under_test.run()
+    for request, (prompt, max_tokens) in zip(requests, batch, strict=True):
+        assert life.under_test.tokens[request] == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("shape", [BlockShape(3, 8, 24), BlockShape(1, 8, 3), BlockShape(2, 8, 5)])
+@pytest.mark.parametrize("distance", [0, 64, 72])
+def test_a_checksum_covers_the_tokens_of_its_block_in_every_layer_and_nothing_else(
+    shape: BlockShape, distance: int
+) -> None:
+    rng = np.random.default_rng(0)
+    num_blocks, num_layers = 5, 3
+    stride = num_blocks * shape.num_bytes + distance
+    memory = rng.integers(0, 256, num_layers * stride + 64, np.uint8)
+    caches = [memory[start : start + num_blocks * shape.num_bytes] for start in range(0, num_layers * stride, stride)]
+    contents = BlockBytes(caches, [shape] * num_layers)
+    for num_tokens in (shape.tokens, 3):
+        before = contents.checksum(2, num_tokens)
+        for layer in range(num_layers):
+            for block in range(num_blocks):
+                view = caches[layer].reshape(num_blocks, *shape)[block]
+                for token in range(shape.tokens):
+                    view[rng.integers(shape.heads), token, rng.integers(shape.token_bytes)] ^= 1 << rng.integers(8)
+                    is_covered = block == 2 and token < num_tokens
+                    assert (contents.checksum(2, num_tokens) != before) == is_covered
+                    before = contents.checksum(2, num_tokens)
+
+
+def test_a_file_is_private_found_again_and_locked(tmp_path: Path) -> None:
+    memory = open_memory(str(tmp_path), "worker/0")
+    live(memory).ask(PROMPT)
+    assert memory.path is not None
+    assert memory.path.stat().st_mode & 0o777 == 0o600
+    assert open_memory(str(tmp_path), "worker/1").path != memory.path
+    os.close(memory.descriptor)
+    again = open_memory(str(tmp_path), "worker/0")
+    assert live(again).num_restored > 0
+    again.remove()
+    assert open_memory(str(tmp_path), "worker/0").size_bytes == 0
+
+
+def test_two_workers_never_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_LOCK_PATIENCE_S", 0.1)
+    memory = open_memory(str(tmp_path), "worker/0")
+    with pytest.raises(ConfigurationError, match="in use by another worker"):
+        open_memory(str(tmp_path), "worker/0")
+    assert memory.size_bytes == 0
+
+
+def test_files_of_workers_that_did_not_come_back_are_removed(tmp_path: Path) -> None:
+    gone, in_use, fresh = (open_memory(str(tmp_path), name) for name in ("gone", "in use", "fresh"))
+    for memory in (gone, in_use):
+        os.utime(memory.descriptor, (1, 1))
+    os.close(gone.descriptor)
+    os.close(fresh.descriptor)
+    open_memory(str(tmp_path), "new")
+    assert [memory.path.exists() for memory in (gone, in_use, fresh) if memory.path] == [False, True, True]
+
+
+@pytest.mark.parametrize("where", ["fd:x", "fd:997", "/nowhere/at/all"])
+def test_memory_that_cannot_be_used_is_refused(where: str) -> None:
+    with pytest.raises(ConfigurationError, match="--kv-memory"):
+        open_memory(where, "worker")
+
+
+def test_a_file_that_others_can_read_or_a_link_is_refused(tmp_path: Path) -> None:
+    path = open_memory(str(tmp_path), "worker").path
+    assert path is not None
+    path.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="0600"):
+        open_memory(str(tmp_path), "worker")
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match="cannot be opened"):
+        open_memory(str(tmp_path), "worker")
+
+
+def test_a_file_system_without_room_is_refused(tmp_path: Path) -> None:
+    memory = open_memory(str(tmp_path), "worker")
+    with pytest.raises(ConfigurationError, match="has room for"):
+        memory.resize(1 << 60)

@@ -1,0 +1,70 @@
+"""The bytes of KV blocks: where those of a block are in each layer's cache, and their checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+
+class BlockShape(NamedTuple):
+    """The part of a block in one cache (the keys or the values of a layer): `heads` x `tokens` x `token_bytes`."""
+
+    heads: int
+    tokens: int
+    token_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the part."""
+        return self.heads * self.tokens * self.token_bytes
+
+
+class BlockBytes:
+    """The bytes of `num_blocks` blocks in `caches`, arrays of bytes in which block follows block."""
+
+    def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], shapes: Sequence[BlockShape]) -> None:
+        self._groups = [
+            _Group([cache for cache, _ in group], shape)
+            for shape, group in groupby(zip(caches, shapes, strict=True), key=lambda pair: pair[1])
+        ]
+
+    def checksum(self, block: int, num_tokens: int) -> int:
+        """A checksum of the block's first `num_tokens` tokens, 32 bits. It finds damage, not forgery: a changed word
+        always changes it."""
+        found = 0
+        for group in self._groups:
+            found = crc32(group.digest(block, num_tokens), found)
+        return found
+
+
+class _Group:
+    """Caches of one shape at equal distances, as one array: caches, blocks, heads, tokens, bytes."""
+
+    def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], shape: BlockShape) -> None:
+        self._shape = shape
+        self._views = [cache.reshape(-1, *shape) for cache in caches]
+        addresses = [cache.ctypes.data for cache in caches]
+        distances = set(np.diff(addresses).tolist())
+        first = self._views[0]
+        is_regular = len(distances) <= 1 and min(distances, default=8) > 0 and min(distances, default=8) % 8 == 0
+        self._words: npt.NDArray[np.uint64] | None = None
+        if is_regular and shape.num_bytes % 8 == 0 and addresses[0] % 8 == 0:
+            words = first.reshape(len(first), -1).view(np.uint64)
+            self._words = np.lib.stride_tricks.as_strided(
+                words, (len(caches), *words.shape), (min(distances, default=0), *words.strides), writeable=False
+            )
+            # as_strided refers to the first cache only.
+            self._kept = caches
+
+    def digest(self, block: int, num_tokens: int) -> bytes:
+        """What stands for the first `num_tokens` tokens of a block. Whole blocks are read at the speed of memory."""
+        if self._words is not None and num_tokens == self._shape.tokens:
+            sums: npt.NDArray[np.uint64] = self._words[:, block].sum(axis=1, dtype=np.uint64)
+            return sums.tobytes()
+        parts = (view[block, :, :num_tokens].tobytes() for view in self._views)
+        return b"".join(crc32(part).to_bytes(4, "little") for part in parts)

@@ -1,0 +1,203 @@
+"""Memory that outlives the worker: a file in memory that the next process of the worker opens again.
+
+`headrace serve` makes the file (memfd) and passes its descriptor to each process of a worker. Elsewhere the worker
+finds its file by name in a directory of a tmpfs or hugetlbfs. After a SIGKILL the file holds all that was stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import stat
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.config import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "headrace-kv-"
+# The size of a huge page on x86-64, and on ARM with pages of 4 KiB.
+HUGE_PAGE_BYTES = 2 << 20
+# A file without an owner is removed by the workers of its directory when it was not used for this time.
+STALE_AFTER_S = 900.0
+# The kernel may still be taking down the process before.
+_LOCK_PATIENCE_S = 5.0
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+
+
+class HostMemory:
+    """An open file in memory. `path` is None for a descriptor that was passed on."""
+
+    def __init__(self, descriptor: int, path: Path | None = None) -> None:
+        self.descriptor = descriptor
+        self.path = path
+        self._page_bytes = max(os.fstat(descriptor).st_blksize, HUGE_PAGE_BYTES)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file."""
+        return os.fstat(self.descriptor).st_size
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that the file takes now. cgroups count it as used by whoever touched it first."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    @property
+    def room_bytes(self) -> int | None:
+        """The most that the file can take in its file system; None without a limit. A page that is touched beyond it
+        ends the process (SIGBUS)."""
+        if self.path is None:
+            return None
+        found = os.fstatvfs(self.descriptor)
+        return found.f_bavail * found.f_frsize + self.resident_bytes if found.f_blocks else None
+
+    def clear(self) -> None:
+        """Give all of it back to the kernel."""
+        os.ftruncate(self.descriptor, 0)
+
+    def resize(self, size_bytes: int) -> None:
+        """Make the file at least `size_bytes` long. ConfigurationError if its file system has no room."""
+        size_bytes = -(-size_bytes // self._page_bytes) * self._page_bytes
+        self._check_room(size_bytes)
+        os.ftruncate(self.descriptor, size_bytes)
+
+    def map(self) -> npt.NDArray[np.uint8]:
+        """Map the whole file, aligned for huge pages. It is unmapped with the last reference. Raises OSError."""
+        size, reserved = self.size_bytes, self.size_bytes + self._page_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        start = _mmap(None, reserved, 0, flags, -1)
+        aligned = start + -start % self._page_bytes
+        _mmap(aligned, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, self.descriptor)
+        memory = (ctypes.c_ubyte * size).from_address(aligned)
+        weakref.finalize(memory, _libc().munmap, ctypes.c_void_p(start), ctypes.c_size_t(reserved)).atexit = False
+        return np.frombuffer(memory, np.uint8)  # type: ignore[call-overload, no-any-return]
+
+    def touch(self) -> None:
+        """Tell the other workers of the directory that the file is in use."""
+        with contextlib.suppress(OSError):
+            os.utime(self.descriptor)
+
+    def remove(self) -> None:
+        """Remove the file, if it has a name."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _check_room(self, size_bytes: int) -> None:
+        room = self.room_bytes
+        if room is not None and size_bytes > room:
+            raise ConfigurationError(
+                f"--kv-memory: the file system of {self.path} has room for {room / 2**30:.2f} GiB, and the KV cache "
+                f"takes {size_bytes / 2**30:.2f} GiB; enlarge it, or ask for less with --kv-cache-gb"
+            )
+
+
+def open_memory(where: str, worker_id: str) -> HostMemory:
+    """The memory at `where`: `fd:N`, or a directory in which the worker has a file of its own. ConfigurationError if it
+    cannot be used."""
+    if where.startswith("fd:"):
+        return _inherited(where)
+    directory = Path(where)
+    if not directory.is_dir():
+        raise ConfigurationError(f"--kv-memory {where} is no directory; name one in a tmpfs, such as /dev/shm")
+    name = _PREFIX + hashlib.sha256(worker_id.encode()).hexdigest()[:16]
+    _prune(directory, keep=name)
+    return _named(directory / name)
+
+
+def _inherited(where: str) -> HostMemory:
+    try:
+        descriptor = int(where.removeprefix("fd:"))
+        found = os.fstat(descriptor)
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"--kv-memory {where} names no open file ({error}); name a directory") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigurationError(f"--kv-memory {where} is no file in memory; name a directory")
+    os.set_inheritable(descriptor, False)
+    return HostMemory(descriptor)
+
+
+def _named(path: Path) -> HostMemory:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--kv-memory: {path} cannot be opened: {error.strerror}; choose another directory"
+        ) from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigurationError(f"{path} must be a file that only this user can read (mode 0600); remove it")
+    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
+    while not _locked(descriptor):
+        if time.monotonic() > deadline_s:
+            raise ConfigurationError(f"{path} is in use by another worker; give each a --worker-id of its own")
+        time.sleep(0.05)
+    memory = HostMemory(descriptor, path)
+    memory.touch()
+    return memory
+
+
+def _prune(directory: Path, *, keep: str) -> None:
+    """Remove files of workers that are gone and did not come back."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        if path.name == keep:
+            continue
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                found = os.fstat(descriptor)
+                is_stale = time.time() - found.st_mtime > STALE_AFTER_S and found.st_uid == os.geteuid()
+                if is_stale and _locked(descriptor):
+                    path.unlink()
+                    log.info("removed %s, which no worker has used for %.0f s", path, time.time() - found.st_mtime)
+            finally:
+                os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+            raise
+        return False
+    return True
+
+
+def advise(address: int, size_bytes: int, advice: int) -> None:
+    """madvise(2). Raises OSError."""
+    if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_int(advice)) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    return libc
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:
+    """mmap(2) at an address, which Python's mmap cannot choose. Raises OSError."""
+    found = _libc().mmap(
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(size),
+        ctypes.c_int(protection),
+        ctypes.c_int(flags),
+        ctypes.c_int(descriptor),
+        ctypes.c_long(0),
+    )
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(found)

@@ -1,0 +1,135 @@
+"""What is in which block, in memory that outlives the process. It can be read at any moment of the writer's life.
+
+    states    one byte for each block: 1 if its record holds
+    used      when each block was last released, in nanoseconds of the monotonic clock
+    records   hash, parent, checksum and tokens of each block
+
+The order of the stores makes every moment safe. A block that is taken loses its state before anybody can write to it.
+A block gets its state after its bytes are computed and its record is complete. Blocks with a state are never written,
+except behind the tokens of their record. Stores of a process that is killed are not lost, whatever cache they are in.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.protos.block_hash import next_hash
+from headrace.worker.kv.block_bytes import BlockBytes
+from headrace.worker.kv.block_pool import TOKEN_BYTES, Content
+
+_WHOLE = 1
+_IS_FULL, _IS_FIRST = 1, 2
+
+
+class Record(NamedTuple):
+    """A block that can be taken back: what it holds, and when it was last released."""
+
+    block: int
+    content: Content
+    used_ns: int
+
+
+class BlockJournal:
+    """The journal of `num_blocks` blocks in `memory`. Used by one thread at a time."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], num_blocks: int, block_size: int, contents: BlockBytes) -> None:
+        self.on_growth: Callable[[int], int] | None = None
+        """Called when a block comes into use that is as high as the last result, or higher."""
+        self._grown = 0
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._contents = contents
+        self._record = struct.Struct(f"<QQIHH{TOKEN_BYTES * block_size}sI")
+        used, records, _ = _offsets(num_blocks, block_size)
+        whole = memoryview(memory)  # type: ignore[arg-type]
+        self._states = whole[:num_blocks]
+        self._used = whole[used : used + 8 * num_blocks].cast("Q")
+        self._records = whole[records:]
+        self._unsealed: dict[int, Content] = {}
+
+    @property
+    def has_unsealed(self) -> bool:
+        """Whether blocks wait for `seal`."""
+        return bool(self._unsealed)
+
+    def note(self, block: int, content: Content) -> None:
+        """The block has this content. It is recorded with the next `seal`."""
+        self._unsealed[block] = content
+
+    def drop(self, block: int) -> None:
+        """The block has no content, or is about to get another."""
+        self._states[block] = 0
+        self._unsealed.pop(block, None)
+
+    def grow(self, block: int) -> None:
+        """A block of this number comes into use."""
+        if self.on_growth is not None and block >= self._grown:
+            self._grown = self.on_growth(block)
+
+    def use(self, blocks: Iterable[int]) -> None:
+        """The blocks were released now."""
+        now_ns = time.monotonic_ns()
+        for block in blocks:
+            self._used[block] = now_ns
+
+    def seal(self) -> None:
+        """Record what was noted. Reads these blocks, so nobody may take one meanwhile."""
+        size = self._record.size
+        for block, content in self._unsealed.items():
+            num_tokens = len(content.token_bytes) // TOKEN_BYTES
+            flags = _IS_FULL * (content.block_hash is not None) | _IS_FIRST * content.is_first
+            parts = content.block_hash or 0, content.parent_hash, self._contents.checksum(block, num_tokens)
+            raw = self._record.pack(*parts, num_tokens, flags, content.token_bytes, 0)
+            self._states[block] = 0
+            self._records[block * size : (block + 1) * size] = raw[:-4] + crc32(raw[:-4]).to_bytes(4, "little")
+            self._states[block] = _WHOLE
+        self._unsealed.clear()
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self._unsealed.clear()
+        self._states[:] = bytes(self._num_blocks)
+
+    def holds(self, block: int) -> bool:
+        """Whether the block's record holds."""
+        return self._states[block] == _WHOLE
+
+    def recorded(self) -> list[int]:
+        """The blocks whose records hold, as far as one can tell without reading them."""
+        return np.flatnonzero(np.frombuffer(self._states, np.uint8) == _WHOLE).tolist()
+
+    def read(self, block: int) -> Record | None:
+        """The record of a block, checked against the block's bytes. None if they do not agree."""
+        raw = bytes(self._records[block * self._record.size : (block + 1) * self._record.size])
+        *fields, crc = self._record.unpack(raw)
+        block_hash, parent_hash, checksum, num_tokens, flags, tokens = fields
+        if crc32(raw[:-4]) != crc or not 0 < num_tokens <= self._block_size:
+            return None
+        token_bytes = tokens[: TOKEN_BYTES * num_tokens]
+        is_full = bool(flags & _IS_FULL)
+        if is_full and (num_tokens != self._block_size or next_hash(parent_hash, token_bytes) != block_hash):
+            return None
+        if self._contents.checksum(block, num_tokens) != checksum:
+            return None
+        content = Content(block_hash if is_full else None, parent_hash, token_bytes, bool(flags & _IS_FIRST))
+        return Record(block, content, self._used[block])
+
+
+def journal_bytes(num_blocks: int, block_size: int) -> int:
+    """The size of a journal."""
+    return _offsets(num_blocks, block_size)[2]
+
+
+def _offsets(num_blocks: int, block_size: int) -> tuple[int, int, int]:
+    """Where the times and the records begin, and where the journal ends."""
+    used = -(-num_blocks // 8) * 8
+    records = used + 8 * num_blocks
+    size = struct.calcsize(f"<QQIHH{TOKEN_BYTES * block_size}sI")
+    return used, records, records + size * num_blocks

@@ -1,0 +1,288 @@
+"""The KV cache in memory that outlives the worker: what the process before left, and what this one leaves.
+
+    0         header: format of the cache, as JSON with a checksum
+    56 KiB    fingerprint of the model, 64 bytes and a checksum; empty while it is not known
+    60 KiB    starts since the worker was last ready, 4 bytes
+    64 KiB    journal
+    ...       arena, from a boundary of a huge page on
+
+The blocks of the process before are checked while the model is loaded. They are taken back if the cache has the same
+format and the model the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.kv.arena import KVArena, arena_bytes
+from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.host_memory import HUGE_PAGE_BYTES, HostMemory
+from headrace.worker.kv.huge_pages import HugePages
+from headrace.worker.kv.journal import BlockJournal, Record, journal_bytes
+
+log = logging.getLogger(__name__)
+
+_MAGIC = b"hrkv0001"
+_FINGERPRINT, _STARTS, _JOURNAL = 56 << 10, 60 << 10, 64 << 10
+_HEADER = struct.Struct("<8sII")
+_FINGERPRINT_BYTES = 64
+# A worker that was not ready once in so many starts gets an empty cache.
+MAX_STARTS = 3
+_BLOCKS_AT_A_TIME = 64
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """What has to be the same for blocks to be taken back. `numerics` names all else that the bytes of a block depend
+    on, apart from the model; `sizing` is what the user asked for. `num_blocks` includes the block for padding."""
+
+    numerics: str
+    sizing: str
+    num_blocks: int
+    block_size: int
+    shapes: tuple[BlockShape, ...]
+
+    @property
+    def arena_offset(self) -> int:
+        """Where the arena begins."""
+        end = _JOURNAL + journal_bytes(self.num_blocks, self.block_size)
+        return -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * sum(shape.num_bytes for shape in self.shapes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole memory."""
+        return self.arena_offset + arena_bytes(self.cache_bytes, len(self.shapes))
+
+    def pack(self) -> bytes:
+        """The header."""
+        raw = json.dumps(asdict(self)).encode()
+        return _HEADER.pack(_MAGIC, len(raw), crc32(raw)) + raw
+
+    @staticmethod
+    def unpack(header: bytes) -> CacheFormat | None:
+        """The format that a header describes. None if it is damaged or of another version."""
+        magic, length, crc = _HEADER.unpack_from(header)
+        raw = header[_HEADER.size : _HEADER.size + length]
+        if magic != _MAGIC or len(raw) != length or crc32(raw) != crc:
+            return None
+        fields = json.loads(raw)
+        return CacheFormat(**{**fields, "shapes": tuple(BlockShape(*shape) for shape in fields["shapes"])})
+
+
+class _Mapped(NamedTuple):
+    """The memory, as its format divides it."""
+
+    memory: npt.NDArray[np.uint8]
+    journal: BlockJournal
+
+
+class KeptCache:
+    """Owns the memory of one worker's KV cache. Call `adopt`, then `restore` once the fingerprint is known, then
+    `note_ready`."""
+
+    def __init__(self, memory: HostMemory, threads: int, *, huge_pages: bool = True) -> None:
+        """Start to check with `threads` threads what the process before left. With `huge_pages` the kernel is asked for
+        huge pages."""
+        self.memory = memory
+        self._huge_pages = huge_pages
+        self.format = self._read_format()
+        self._mapped: _Mapped | None = None
+        self._checked: list[Record] = []
+        self._is_unwanted = False
+        self._checking: threading.Thread | None = None
+        self._num_recorded = 0
+        if self.format is None:
+            memory.clear()
+            return
+        mapped = self._mapped = self._map(self.format)
+        if self._count_start() > MAX_STARTS:
+            log.warning("the worker was not ready in its last %d starts; its KV cache starts empty", MAX_STARTS)
+            self.discard()
+            return
+        self._checking = threading.Thread(target=self._check, args=(mapped.journal, threads), name="check-kv")
+        self._checking.start()
+
+    def num_blocks_for(self, numerics: str, sizing: str, shapes: Sequence[BlockShape]) -> int | None:
+        """The number of blocks, with that for padding, that the process before chose for such a cache."""
+        found = self.format
+        if found is None or (found.numerics, found.sizing, found.shapes) != (numerics, sizing, tuple(shapes)):
+            return None
+        return found.num_blocks
+
+    def adopt(self, wanted: CacheFormat) -> KVArena:
+        """The arena for a cache of this format, with the blocks of the process before if it had the same. Raises
+        OSError and ConfigurationError."""
+        if wanted != self.format:
+            self.discard()
+            if len(wanted.pack()) > _FINGERPRINT:
+                raise ConfigurationError("the model has too many layers for a KV cache that outlives the worker")
+            self.memory.resize(wanted.total_bytes)
+            self._mapped = self._map(wanted)
+            self.format = wanted
+            self._write(0, wanted.pack())
+            self._count_start()
+        assert self._mapped is not None
+        memory, journal = self._mapped
+        if self._huge_pages:
+            begun = max(journal.recorded(), default=-1) + 1
+            pages = HugePages(_caches_of(_arena_of(memory, wanted, huge_pages=True), wanted), wanted.num_blocks, begun)
+            journal.on_growth = pages.reach
+        return _arena_of(memory, wanted, huge_pages=self._huge_pages)
+
+    @property
+    def journal(self) -> BlockJournal:
+        """The journal, to be kept from now on."""
+        assert self._mapped is not None, "adopt comes first"
+        return self._mapped.journal
+
+    def old_blocks(self) -> list[int]:
+        """Blocks that may be taken back, the least recently used first. Waits until they are checked."""
+        if self._checking is not None:
+            self._checking.join()
+        return [record.block for record in sorted(self._checked, key=lambda record: record.used_ns)]
+
+    def restore(self, pool: BlockPool, fingerprint: str) -> None:
+        """Make findable what the process before left and nobody has overwritten, if it was of this model."""
+        start_s = time.monotonic()
+        self.old_blocks()
+        kept = [record for record in self._checked if self.journal.holds(record.block)]
+        if self._fingerprint() != fingerprint:
+            kept = []
+        chains = in_chains(kept)
+        wanted = {record.block for record in chains}
+        for block in self.journal.recorded():
+            if block not in wanted:
+                self.journal.drop(block)
+        pool.restore((record.block, record.content) for record in chains)
+        pool.put_last(eviction_order(chains))
+        self._write_fingerprint(fingerprint)
+        if self._num_recorded:
+            took_ms = 1000 * (time.monotonic() - start_s)
+            log.info("%d of %d KV blocks taken back in %.0f ms", len(chains), self._num_recorded, took_ms)
+        self._checked = []
+
+    def note_ready(self) -> None:
+        """The worker serves requests."""
+        self._write(_STARTS, bytes(4))
+
+    def discard(self) -> None:
+        """Give up what the process before left, and its memory."""
+        self._is_unwanted = True
+        if self._checking is not None:
+            self._checking.join()
+            self._checking = None
+        self._checked, self._num_recorded, self._mapped, self.format = [], 0, None, None
+        self.memory.clear()
+
+    def _check(self, journal: BlockJournal, threads: int) -> None:
+        if not self._fingerprint():
+            return
+        blocks = journal.recorded()
+        self._num_recorded = len(blocks)
+
+        def read(part: Iterable[int]) -> list[Record]:
+            found = [] if self._is_unwanted else [journal.read(block) for block in part]
+            return [record for record in found if record is not None]
+
+        with ThreadPoolExecutor(threads, "check-kv") as executor:
+            parts = [blocks[start : start + _BLOCKS_AT_A_TIME] for start in range(0, len(blocks), _BLOCKS_AT_A_TIME)]
+            self._checked = list(chain.from_iterable(executor.map(read, parts)))
+
+    def _read_format(self) -> CacheFormat | None:
+        if self.memory.size_bytes < _JOURNAL:
+            return None
+        header = self.memory.map()[:_FINGERPRINT].tobytes()
+        found = CacheFormat.unpack(header)
+        return found if found is not None and self.memory.size_bytes >= found.total_bytes else None
+
+    def _map(self, wanted: CacheFormat) -> _Mapped:
+        memory = self.memory.map()
+        arena = _arena_of(memory, wanted, huge_pages=self._huge_pages)
+        contents = BlockBytes(_caches_of(arena, wanted), wanted.shapes)
+        whole = memory[_JOURNAL : wanted.arena_offset]
+        return _Mapped(memory, BlockJournal(whole, wanted.num_blocks, wanted.block_size, contents))
+
+    def _fingerprint(self) -> str:
+        assert self._mapped is not None
+        raw = self._mapped.memory[_FINGERPRINT : _FINGERPRINT + _FINGERPRINT_BYTES + 4].tobytes()
+        text, crc = raw[:_FINGERPRINT_BYTES], int.from_bytes(raw[_FINGERPRINT_BYTES:], "little")
+        return text.rstrip(b"\0").decode("ascii", "replace") if crc32(text) == crc else ""
+
+    def _write_fingerprint(self, fingerprint: str) -> None:
+        text = fingerprint.encode().ljust(_FINGERPRINT_BYTES, b"\0")
+        assert len(text) == _FINGERPRINT_BYTES, "the fingerprint is too long"
+        self._write(_FINGERPRINT, text + crc32(text).to_bytes(4, "little"))
+
+    def _count_start(self) -> int:
+        assert self._mapped is not None
+        starts = int.from_bytes(self._mapped.memory[_STARTS : _STARTS + 4].tobytes(), "little") + 1
+        self._write(_STARTS, starts.to_bytes(4, "little"))
+        return starts
+
+    def _write(self, offset: int, raw: bytes) -> None:
+        assert self._mapped is not None
+        self._mapped.memory[offset : offset + len(raw)] = np.frombuffer(raw, np.uint8)
+
+
+def in_chains(records: Sequence[Record]) -> list[Record]:
+    """The records whose chains are whole, each after the one before it in its chain. Of two with one hash, one."""
+    behind: dict[int, list[Record]] = {}
+    first: dict[int, list[Record]] = {}
+    for record in records:
+        (first if record.content.is_first else behind).setdefault(record.content.parent_hash, []).append(record)
+    found: list[Record] = []
+    seen: set[int] = set()
+    ready = [record for group in first.values() for record in group]
+    while ready:
+        following = []
+        for record in ready:
+            block_hash = record.content.block_hash
+            if block_hash is None:
+                found.append(record)
+            elif block_hash not in seen:
+                seen.add(block_hash)
+                found.append(record)
+                following += behind.get(block_hash, [])
+        ready = following
+    return found
+
+
+def eviction_order(chains: Sequence[Record]) -> list[int]:
+    """The blocks of `in_chains`, least recently used first, and each before the one before it in its chain."""
+    used: dict[int, int] = {}
+    keys: dict[int, tuple[int, int]] = {}
+    for depth, record in reversed(list(enumerate(chains))):
+        block_hash, parent = record.content.block_hash, record.content.parent_hash
+        latest = record.used_ns if block_hash is None else max(record.used_ns, used.get(block_hash, 0))
+        keys[record.block] = latest, -depth
+        used[parent] = max(used.get(parent, 0), latest)
+    return sorted(keys, key=lambda block: keys[block])
+
+
+def _arena_of(memory: npt.NDArray[np.uint8], wanted: CacheFormat, *, huge_pages: bool) -> KVArena:
+    sizes = wanted.cache_bytes, len(wanted.shapes)
+    return KVArena(*sizes, huge_pages=huge_pages, memory=memory, offset=wanted.arena_offset)
+
+
+def _caches_of(arena: KVArena, wanted: CacheFormat) -> list[npt.NDArray[np.uint8]]:
+    return [arena.take(wanted.num_blocks * shape.num_bytes) for shape in wanted.shapes]
