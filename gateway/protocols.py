@@ -19,6 +19,7 @@ NAMES = (
     "responses",
     "anthropic",
     "ollama",
+    "tgi",
     "grpc_text",
     "console",
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.text.detokenizer import Detokenizer
@@ -221,3 +222,53 @@ class _Prompt:
             found.append(TokenLogprob(token_id, opinion.logprob, top, offset, opinion.rank))
             offset += len(detokenizer.push(token_id))
         return found
+
+
+class WholeChoice:
+    """Gathers the pieces of one completion for an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.token_ids: list[int] = []
+        self.ending: Ending | None = None
+
+    def push(self, piece: Piece) -> None:
+        """Take the next piece."""
+        self._texts.append(piece.text)
+        self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
+        self.token_ids.extend(piece.token_ids)
+        self.ending = piece.ending
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+
+class Ranked(Protocol):
+    """A choice that can be compared with others of the same prompt."""
+
+    logprobs: list[TokenLogprob]
+    ending: Ending | None
+
+
+def best_of(choices: Sequence[Ranked], num_each: int, n: int) -> list[int]:
+    """Indices of the `n` best of each `num_each` choices: by mean log-probability of their tokens, best first. Those
+    that failed come last."""
+    found: list[int] = []
+    for first in range(0, len(choices), num_each):
+        ranked = sorted(range(first, first + num_each), key=lambda i: _rank(choices[i]))
+        found += ranked[:n] if n < num_each else range(first, first + num_each)
+    return found
+
+
+def _rank(choice: Ranked) -> tuple[bool, float]:
+    has_failed = choice.ending is not None and choice.ending.error is not None
+    return has_failed, -_mean_logprob(choice.logprobs)
+
+
+def _mean_logprob(logprobs: Sequence[TokenLogprob]) -> float:
+    return sum(one.logprob for one in logprobs) / len(logprobs) if logprobs else 0.0

@@ -60,7 +60,10 @@ class Operation:
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Fields of its requests that are refused with other values than these."""
 
+    is_generated: bool = False
+    """A model answers, although never as a stream."""
+
     @property
     def generates(self) -> bool:
         """Whether a model answers, within the time that the request gives it."""
-        return self.method == "POST" and self.is_streamed
+        return self.method == "POST" and (self.is_streamed or self.is_generated)

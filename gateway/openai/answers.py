@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob
+from headrace.gateway.chat.choice import Ending, Piece, WholeChoice
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs_value
 from headrace.gateway.chat.output import WholeChat
@@ -71,49 +71,6 @@ class Shown:
     """Alternatives at each token of the prompts; None for no such list."""
     pads: bool = False
     """Chunks of a stream have padding that hides how long their text is."""
-
-
-class WholeChoice:
-    """Gathers the pieces of one completion for an answer that is not streamed."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self.token_ids: list[int] = []
-        self.ending: Ending | None = None
-
-    def push(self, piece: Piece) -> None:
-        """Take the next piece."""
-        self._texts.append(piece.text)
-        self.logprobs.extend(piece.logprobs)
-        self.prompt_logprobs.extend(piece.prompt_logprobs)
-        self.token_ids.extend(piece.token_ids)
-        self.ending = piece.ending
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
-
-
-def best_of(choices: Sequence[WholeChat] | Sequence[WholeChoice], num_each: int, n: int) -> list[int]:
-    """Indices of the `n` best of each `num_each` choices: by mean log-probability of their tokens, best first. Those
-    that failed come last."""
-    found: list[int] = []
-    for first in range(0, len(choices), num_each):
-        ranked = sorted(range(first, first + num_each), key=lambda i: _rank(choices[i]))
-        found += ranked[:n] if n < num_each else range(first, first + num_each)
-    return found
-
-
-def _rank(choice: WholeChat | WholeChoice) -> tuple[bool, float]:
-    has_failed = choice.ending is not None and choice.ending.error is not None
-    return has_failed, -_mean_logprob(choice.logprobs)
-
-
-def _mean_logprob(logprobs: Sequence[TokenLogprob]) -> float:
-    return sum(one.logprob for one in logprobs) / len(logprobs) if logprobs else 0.0
 
 
 def whole_chat(

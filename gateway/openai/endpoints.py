@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from headrace.gateway.chat.choice import WholeChoice, best_of
 from headrace.gateway.chat.generation import Plan
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
 from headrace.gateway.chat.output import WholeChat
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body
-from headrace.gateway.openai.answers import Shown, WholeChoice, best_of, identity, whole_chat, whole_completion
+from headrace.gateway.openai.answers import Shown, identity, whole_chat, whole_completion
 from headrace.gateway.openai.streams import ChatStream, CompletionStream
 from headrace.gateway.openai.types import ChatRequest, CompletionRequest, check_chat_body, check_completion_body
 from headrace.gateway.services import Services

@@ -195,7 +195,7 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
     error = {"description": "A failure", "content": {"application/json": {"schema": reference_of[str(one.error)]}}}
     responses: dict[str, Any] = {"default": error}
     if one.status is not None:
-        content: dict[str, Any] = {one.content_type: {"schema": {"type": "string"}}}
+        content: dict[str, Any] = {} if one.is_streamed else {one.content_type: {"schema": {"type": "string"}}}
         if one.answer is not None:
             content = {"application/json": {"schema": reference_of[str(one.answer)]}}
         if one.is_streamed or one.stream_type != EVENTS:

@@ -19,6 +19,7 @@ TESTS = {
     "responses": ("responses/test_responses.py", "stored"),
     "anthropic": ("anthropic/test_messages.py", "count"),
     "ollama": ("ollama/test_ollama.py", "listed or context_of"),
+    "tgi": ("tgi/test_tgi.py", "details or info"),
     "grpc_text": ("grpc_text/test_service.py", "tokens"),
     "console": ("console/test_console.py", "host"),
 }

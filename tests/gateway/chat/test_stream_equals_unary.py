@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.chat.choice import Choice, Piece
+from headrace.gateway.chat.choice import Choice, Piece, WholeChoice
 from headrace.gateway.chat.generation import Account, Job, Plan
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
 from headrace.gateway.chat.output import Reading, WholeChat
 from headrace.gateway.chat.output_parsers.families import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
 from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.chat.tools import ToolUse
-from headrace.gateway.openai.answers import Identity, Shown, WholeChoice, whole_chat, whole_completion
+from headrace.gateway.openai.answers import Identity, Shown, whole_chat, whole_completion
 from headrace.gateway.openai.streams import ChatStream, CompletionStream
 from headrace.protos.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, GenerateRequest, GenerateResponse
 

@@ -26,6 +26,7 @@ from headrace.gateway.openai.types import (
     TokenizeRequest,
 )
 from headrace.gateway.responses.types import ResponsesRequest
+from headrace.gateway.tgi.types import TgiGrammar, TgiParameters, TgiRequest
 from headrace.protos import text_pb2
 
 ROOT = Path(__file__).parents[3]
@@ -46,6 +47,9 @@ PARTS: dict[type[msgspec.Struct], str] = {
     OllamaOptions: "## Ollama's API",
     OllamaPull: "## Ollama's API",
     OllamaShow: "## Ollama's API",
+    TgiRequest: "## Text Generation Inference",
+    TgiParameters: "## Text Generation Inference",
+    TgiGrammar: "## Text Generation Inference",
 }
 
 

@@ -1,0 +1,119 @@
+"""Prompts as clients of Text Generation Inference ask for them. docs/protocol.md has every field."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from urllib.parse import parse_qs
+
+from headrace.gateway.chat.choice import best_of
+from headrace.gateway.chat.generation import Plan
+from headrace.gateway.chat.planning import CompletionPlan
+from headrace.gateway.chat.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
+from headrace.gateway.checks import invalid
+from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.services import Services
+from headrace.gateway.tgi.answers import TGI_ERRORS, Shown, TgiChoice, TgiStream, whole
+from headrace.gateway.tgi.types import NAMES, TgiParameters, TgiRequest, completion_of, samples
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """POST /generate, /generate_stream and /; GET /info."""
+    own = _Generations(services)
+    return [
+        Endpoint("POST", "/generate", "tgi_generate", own.generate, TGI_ERRORS),
+        Endpoint("POST", "/generate_stream", "tgi_generate", own.generate_stream, TGI_ERRORS),
+        Endpoint("POST", "/", "tgi_generate", own.either, TGI_ERRORS),
+        Endpoint("GET", "/info", "tgi_info", own.info, TGI_ERRORS),
+    ]
+
+
+class _Generations:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def generate(self, exchange: Exchange) -> None:
+        """POST /generate."""
+        request = decode_body(await exchange.body(), TgiRequest)
+        if request.stream:
+            raise invalid("stream", "stream: /generate answers as a whole; use /generate_stream")
+        await exchange.respond(encode(await self._whole(exchange, request)))
+
+    async def generate_stream(self, exchange: Exchange) -> None:
+        """POST /generate_stream."""
+        request = decode_body(await exchange.body(), TgiRequest)
+        if request.stream is False:
+            raise invalid("stream", "stream: /generate_stream answers with a stream; use /generate")
+        await self._stream(exchange, request)
+
+    async def either(self, exchange: Exchange) -> None:
+        """POST /: as one of the others, by what `stream` says. A whole answer is in a list."""
+        request = decode_body(await exchange.body(), TgiRequest)
+        if request.stream:
+            await self._stream(exchange, request)
+        else:
+            await exchange.respond(encode([await self._whole(exchange, request)]))
+
+    async def info(self, exchange: Exchange) -> None:
+        """GET /info."""
+        query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+        model = await self._services.models.find(query.get("model", [""])[0])
+        value = {
+            "model_id": model.name,
+            "model_sha": model.card.fingerprint,
+            "model_device_type": "cpu",
+            "model_pipeline_tag": "text-generation",
+            "max_best_of": MAX_CHOICES,
+            "max_stop_sequences": MAX_STOP_STRINGS,
+            "max_top_n_tokens": MAX_LOGPROBS,
+            "max_input_tokens": model.card.max_context_tokens - 1,
+            "max_total_tokens": model.card.max_context_tokens,
+            "max_client_batch_size": 1,
+            "router": "headrace",
+            "version": importlib.metadata.version("headrace"),
+        }
+        await exchange.respond(encode(value))
+
+    async def _stream(self, exchange: Exchange, request: TgiRequest) -> None:
+        with NAMES.in_callers_terms():
+            completion = await self._services.chats.plan_completion(completion_of(request, streams=True))
+            stream = TgiStream(_shown(request, completion))
+            await self._services.answering.stream(exchange, completion.plans, stream)
+
+    async def _whole(self, exchange: Exchange, request: TgiRequest) -> dict[str, object]:
+        with NAMES.in_callers_terms():
+            completion = await self._services.chats.plan_completion(completion_of(request, streams=False))
+            shown = _shown(request, completion)
+            choices = [TgiChoice(shown, i) for i in range(_plan(completion).job.num_choices)]
+            await self._services.answering.gather(exchange.caller, completion.plans, choices)
+            return whole(_ranked(choices), shown)
+
+
+def _ranked(choices: Sequence[TgiChoice]) -> list[TgiChoice]:
+    """The choices that succeeded, best first."""
+    (best,) = best_of(choices, len(choices), 1)
+    others = [i for i, one in enumerate(choices) if i != best and one.ending is not None and one.ending.error is None]
+    return [choices[best], *(choices[i] for i in others)]
+
+
+def _plan(completion: CompletionPlan) -> Plan:
+    (plan,) = completion.plans
+    return plan
+
+
+def _shown(request: TgiRequest, completion: CompletionPlan) -> Shown:
+    parameters = request.parameters or TgiParameters()
+    plan, tokenizer = _plan(completion), completion.model.text.tokenizer
+    return Shown(
+        token_bytes=tokenizer.token_bytes,
+        special_ids=tokenizer.special_ids,
+        prompt=plan.job.token_ids,
+        prefix=request.inputs if parameters.return_full_text else "",
+        num_top=parameters.top_n_tokens or 0,
+        details=bool(parameters.details),
+        prefill=bool(parameters.decoder_input_details),
+        seed=plan.requests[0].sampling.seed if samples(request) else None,
+        holds=bool(plan.job.sampling.stop),
+    )
