@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from benchmarks.machine import describe
-from headrace.cli.model_cache import model_directory
+from headrace.cli.models.model_cache import model_directory
 
 MODEL = "smollm2-135m"
 # What each runs, in turn. Where the two sides need not be alike, each has what suits it best.

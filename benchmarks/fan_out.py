@@ -24,7 +24,7 @@ import httpx
 from benchmarks.fan_out_processes import LONGEST_PROMPT
 from benchmarks.gateway import free_port
 from benchmarks.machine import describe
-from headrace.cli.model_cache import model_directory
+from headrace.cli.models.model_cache import model_directory
 
 MODEL = "smollm2-135m"
 ROLES = ("gateway", "router", "worker")

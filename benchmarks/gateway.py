@@ -29,7 +29,7 @@ import httpx
 
 from benchmarks.gateway_processes import NUM_STREAMS, TOKEN_IDS
 from benchmarks.machine import describe
-from headrace.cli.model_cache import model_directory
+from headrace.cli.models.model_cache import model_directory
 from headrace.gateway.chat.choice import Choice
 from headrace.gateway.chat.output import ChatChoice
 from headrace.gateway.chat.sampling import Sampling

@@ -21,10 +21,10 @@ import numpy as np
 
 from benchmarks.router_peer import DynamoSelection, Tokens
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.router.bookings import Bookings
-from headrace.router.candidates import Candidate, Candidates, CandidateTable, LoadReport
-from headrace.router.policy import RequestFacts, place
-from headrace.router.prefix_index import PrefixIndex
+from headrace.router.placement.bookings import Bookings
+from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, LoadReport
+from headrace.router.placement.policy import RequestFacts, place
+from headrace.router.placement.prefix_index import PrefixIndex
 
 NUM_WORKERS = 64
 NUM_ENTRIES = 1_000_000

@@ -27,13 +27,13 @@ from unittest import mock
 import grpc
 
 from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from headrace.router.admission import Admission, AdmissionConfig
-from headrace.router.fleet import Fleet
-from headrace.router.links import LinkState, WorkerLink
-from headrace.router.prefix_index import PrefixIndex
-from headrace.router.prompt import Prompt
-from headrace.router.registry import Registry
-from headrace.router.routed_request import RoutedRequest
+from headrace.router.dispatch.admission import Admission, AdmissionConfig
+from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.links import LinkState, WorkerLink
+from headrace.router.fleet.registry import Registry
+from headrace.router.fleet.routed_request import RoutedRequest
+from headrace.router.placement.prefix_index import PrefixIndex
+from headrace.router.placement.prompt import Prompt
 
 NUM_ENTRIES = 1_000_000
 CHAIN_BLOCKS = 512

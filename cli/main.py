@@ -18,22 +18,22 @@ class _Subcommand(NamedTuple):
     summary: str
 
 
-# name -> where its click.Command lives, and its line in --help
+# name -> where its click.Command lives below headrace.cli, and its line in --help
 _SUBCOMMANDS = {
-    "pull": _Subcommand("headrace.cli.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
-    "serve": _Subcommand("headrace.cli.serve:serve", "Serve a model on this host: workers, router and gateway."),
-    "status": _Subcommand("headrace.cli.status:status", "Show the processes that serve on this host."),
-    "health": _Subcommand("headrace.cli.health:health", "Ask one process whether it serves."),
-    "drain": _Subcommand("headrace.cli.drain:drain", "Let a worker end its requests, or take them again (--undo)."),
-    "topology": _Subcommand("headrace.cli.machine:topology", "Show the machine and where workers would run."),
-    "explain": _Subcommand("headrace.cli.explain:explain", "Show which worker a prompt would go to, and why."),
-    "chat": _Subcommand("headrace.cli.chat:chat", "Chat with a served model in the terminal."),
-    "keys": _Subcommand("headrace.cli.keys:keys", "Make, list and revoke API keys (headrace keys --help)."),
-    "certs": _Subcommand("headrace.cli.certs:certs", "Make certificates for a fleet (headrace certs --help)."),
-    "worker": _Subcommand("headrace.cli.roles:worker", "Run one worker (see headrace worker --help)."),
-    "router": _Subcommand("headrace.cli.roles:router", "Run one router (see headrace router --help)."),
-    "gateway": _Subcommand("headrace.cli.roles:gateway", "Run one gateway (see headrace gateway --help)."),
-    "sim": _Subcommand("headrace.cli.sim:sim", "Compare routing policies on a simulated fleet (headrace sim --help)."),
+    "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
+    "serve": _Subcommand("serving.serve:serve", "Serve a model on this host: workers, router and gateway."),
+    "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host."),
+    "health": _Subcommand("fleet.health:health", "Ask one process whether it serves."),
+    "drain": _Subcommand("fleet.drain:drain", "Let a worker end its requests, or take them again (--undo)."),
+    "topology": _Subcommand("serving.machine:topology", "Show the machine and where workers would run."),
+    "explain": _Subcommand("fleet.explain:explain", "Show which worker a prompt would go to, and why."),
+    "chat": _Subcommand("fleet.chat:chat", "Chat with a served model in the terminal."),
+    "keys": _Subcommand("fleet.keys:keys", "Make, list and revoke API keys (headrace keys --help)."),
+    "certs": _Subcommand("fleet.certs:certs", "Make certificates for a fleet (headrace certs --help)."),
+    "worker": _Subcommand("serving.roles:worker", "Run one worker (see headrace worker --help)."),
+    "router": _Subcommand("serving.roles:router", "Run one router (see headrace router --help)."),
+    "gateway": _Subcommand("serving.roles:gateway", "Run one gateway (see headrace gateway --help)."),
+    "sim": _Subcommand("serving.sim:sim", "Compare routing policies on a simulated fleet (headrace sim --help)."),
 }
 
 
@@ -88,7 +88,7 @@ class _LazyGroup(click.Group):
         if found is None:
             return None
         module, _, attribute = found.target.partition(":")
-        command = getattr(importlib.import_module(module), attribute)
+        command = getattr(importlib.import_module(f"headrace.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
         return command
 

@@ -24,12 +24,12 @@ import uvloop
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.common.transport.channels import Transport, TransportError
-from headrace.router.admission import AdmissionConfig
-from headrace.router.fleet import Fleet, FleetConfig
-from headrace.router.forwarding import ForwardingConfig
-from headrace.router.leases import LeaseReader
-from headrace.router.metrics import RouterMetrics
-from headrace.router.registry import MAX_WORKERS, Registry
+from headrace.router.dispatch.admission import AdmissionConfig
+from headrace.router.dispatch.forwarding import ForwardingConfig
+from headrace.router.dispatch.metrics import RouterMetrics
+from headrace.router.fleet.fleet import Fleet, FleetConfig
+from headrace.router.fleet.leases import LeaseReader
+from headrace.router.fleet.registry import MAX_WORKERS, Registry
 from headrace.router.service import RequestBounds, RouterServer
 
 log = logging.getLogger("headrace.router")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.answer_bounds import check_context
 from headrace.protos.status import Reason, StatusError
-from headrace.router.fleet import Fleet
-from headrace.router.links import WorkerLink
-from headrace.router.policy import CostTerms, PlacementReason
-from headrace.router.prompt import Prompt
-from headrace.router.routed_request import RoutedRequest
+from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.links import WorkerLink
+from headrace.router.fleet.routed_request import RoutedRequest
+from headrace.router.placement.policy import CostTerms, PlacementReason
+from headrace.router.placement.prompt import Prompt
 
 _REASONS = {
     PlacementReason.ONLY: router_pb2.PLACEMENT_REASON_ONLY,

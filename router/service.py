@@ -26,14 +26,21 @@ from headrace.common.transport.sessions import CallContext
 from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import router_pb2
 from headrace.protos.status import Reason, StatusError, abort
-from headrace.router.admission import Admission, AdmissionConfig
+from headrace.router.dispatch.admission import Admission, AdmissionConfig
+from headrace.router.dispatch.forwarding import (
+    Forwarding,
+    ForwardingConfig,
+    Metadata,
+    UpstreamError,
+    Verdict,
+    verdict_of,
+)
+from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
 from headrace.router.explain import explain
-from headrace.router.fleet import Fleet
-from headrace.router.forwarding import Forwarding, ForwardingConfig, Metadata, UpstreamError, Verdict, verdict_of
-from headrace.router.leases import LeaseReader
-from headrace.router.links import LinkState
-from headrace.router.membership import check_target
-from headrace.router.metrics import RequestLoad, RouterMetrics
+from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.leases import LeaseReader
+from headrace.router.fleet.links import LinkState
+from headrace.router.fleet.membership import check_target
 
 log = logging.getLogger(__name__)
 

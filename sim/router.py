@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 
 from headrace.protos.inference_pb2 import Belief
-from headrace.router.answer_lengths import AnswerLengths
-from headrace.router.beliefs import belief_message
-from headrace.router.bookings import Booking, Bookings
-from headrace.router.candidates import Candidate, Candidates, CandidateTable, LoadReport
-from headrace.router.policy import Placement, RequestFacts, place
-from headrace.router.predictions import Run
-from headrace.router.prefix_index import PrefixIndex
+from headrace.router.placement.answer_lengths import AnswerLengths
+from headrace.router.placement.beliefs import belief_message
+from headrace.router.placement.bookings import Booking, Bookings
+from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, LoadReport
+from headrace.router.placement.policy import Placement, RequestFacts, place
+from headrace.router.placement.predictions import Run
+from headrace.router.placement.prefix_index import PrefixIndex
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report
 
@@ -198,7 +198,7 @@ class _Indexed:
 
 
 class HeadracePolicy(_Indexed):
-    """The real policy: see headrace.router.policy."""
+    """The real policy: see headrace.router.placement.policy."""
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.router.beliefs import MAX_GIVEN_BACK
+from headrace.router.placement.beliefs import MAX_GIVEN_BACK
 from headrace.sim.clock import VirtualClock
 from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.trace import Job

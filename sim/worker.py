@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.protos.inference_pb2 import Belief
-from headrace.router.candidates import LoadReport
+from headrace.router.placement.candidates import LoadReport
 from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
 from headrace.worker.engine.build import build_scheduler

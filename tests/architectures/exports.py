@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.cli.model_cache import cache_directory
+from headrace.cli.models.model_cache import cache_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent

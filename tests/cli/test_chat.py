@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.chat import ChatClient, Chunk, Conversation, statistics
+from headrace.cli.fleet.chat import ChatClient, Chunk, Conversation, statistics
 from headrace.cli.main import cli
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.cli.convert import ConversionError, check_convertible, config_of, generation_config_of
+from headrace.cli.models.convert import ConversionError, check_convertible, config_of, generation_config_of
 
 METADATA = {
     "general.architecture": "llama",

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.cli.download import DownloadError, RetryRule, Wanted, download, http_client
 from headrace.cli.errors import CommandError
-from headrace.cli.progress import PlainProgress
+from headrace.cli.models.download import DownloadError, RetryRule, Wanted, download, http_client
+from headrace.cli.models.progress import PlainProgress
 from tests.cli.conftest import FileServer
 
 CONTENT = bytes(range(256)) * 400

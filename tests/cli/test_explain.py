@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.errors import CommandError
-from headrace.cli.explain import rows_of, tokens_of
+from headrace.cli.fleet.explain import rows_of, tokens_of
 from headrace.cli.main import cli
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.cache_scope import scoped_salt

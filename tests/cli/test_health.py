@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from grpc_health.v1 import health as grpc_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.cli.health import health
+from headrace.cli.fleet.health import health
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.key_store import FileStore
+from headrace.cli.fleet.key_store import FileStore
 from headrace.cli.main import cli
 from headrace.common.stores.api_keys import ApiKey, new_id, read_keys, sha256_of
 from headrace.common.transport.channels import read_identity

@@ -6,7 +6,7 @@ import io
 import json
 import threading
 
-from headrace.cli.log_sink import LogSink
+from headrace.cli.serving.log_sink import LogSink
 
 RECORD = b'{"time":"2026-01-31T12:00:00.000Z","level":"warning","logger":"l","message":"m"}'
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.cli.placement import WorkerPlace
-from headrace.cli.plan import ServeOptions, base_url, processes_of
+from headrace.cli.serving.placement import WorkerPlace
+from headrace.cli.serving.plan import ServeOptions, base_url, processes_of
 
 OPTIONS = ServeOptions(
     model_directory=Path("/models/m"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.cli.progress import PlainProgress
+from headrace.cli.models.progress import PlainProgress
 
 
 def test_a_line_comes_every_three_seconds_with_share_and_rate() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli import catalogue, pull
 from headrace.cli.main import cli
-from headrace.cli.model_cache import MANIFEST_NAME, model_directory, model_lock, read_manifest, write_manifest
+from headrace.cli.models import catalogue, pull
+from headrace.cli.models.model_cache import MANIFEST_NAME, model_directory, model_lock, read_manifest, write_manifest
 from tests.cli.conftest import FileServer, write_files
 
 GGUF = b"GGUF and then the weights" * 1000
@@ -324,7 +324,7 @@ def test_two_pulls_at_once_do_the_work_once(
 
 def test_a_lock_held_elsewhere_is_told_and_waited_for(cache: Path) -> None:
     holder = (
-        "import sys\nfrom headrace.cli.model_cache import model_lock\n"
+        "import sys\nfrom headrace.cli.models.model_cache import model_lock\n"
         "with model_lock('m', lambda: None):\n    print('held', flush=True)\n    sys.stdin.read()"
     )
     process = subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

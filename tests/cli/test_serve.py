@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli import pull
 from headrace.cli.errors import CommandError
-from headrace.cli.log_sink import LogSink
 from headrace.cli.main import cli
-from headrace.cli.model_cache import model_directory
-from headrace.cli.ports import check_port, free_port, is_free
-from headrace.cli.serve import check_memory, choose_grpc_port, find_model
+from headrace.cli.models import pull
+from headrace.cli.models.model_cache import model_directory
+from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.ports import check_port, free_port, is_free
+from headrace.cli.serving.serve import check_memory, choose_grpc_port, find_model
 from tests.cli.conftest import write_files
 
 
@@ -136,7 +136,7 @@ def test_values_out_of_range_are_usage_errors(arguments: tuple[str, ...]) -> Non
 
 def test_help_imports_nothing_slow() -> None:
     code = (
-        "import sys\nfrom headrace.cli.main import cli\nimport headrace.cli.serve\n"
+        "import sys\nfrom headrace.cli.main import cli\nimport headrace.cli.serving.serve\n"
         "slow = {'openvino', 'numpy', 'grpc', 'httpx', 'rich', 'msgspec'}\nprint(sorted(slow & set(sys.modules)))"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,8 +12,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
-from headrace.cli.main import cli
-from headrace.cli.run_state import (
+from headrace.cli.fleet.run_state import (
     ProcessRecord,
     RunState,
     ServeRecord,
@@ -22,7 +21,8 @@ from headrace.cli.run_state import (
     running_serves,
     runtime_directory,
 )
-from headrace.cli.status import _print_table, collect, row_of
+from headrace.cli.fleet.status import _print_table, collect, row_of
+from headrace.cli.main import cli
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
 WORKER = ProcessRecord("worker-0", "worker", 11, "unix:/w", "starting", 0, 100.0)

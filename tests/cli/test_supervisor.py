@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.log_sink import LogSink
-from headrace.cli.plan import ProcessSpec
-from headrace.cli.supervisor import ProcessState, RestartRule, StopRule, SupervisedProcess, Supervisor
+from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.plan import ProcessSpec
+from headrace.cli.serving.supervisor import ProcessState, RestartRule, StopRule, SupervisedProcess, Supervisor
 
 BOUND_S = 20.0
 QUICK = RestartRule(first_delay_s=0.01, longest_delay_s=0.02, calm_s=30.0)
@@ -232,9 +232,9 @@ async def test_a_socket_left_by_a_killed_process_is_removed_before_the_next_star
 async def test_no_process_outlives_a_supervisor_that_is_killed() -> None:
     program = f"""
 import asyncio, sys
-from headrace.cli.log_sink import LogSink
-from headrace.cli.plan import ProcessSpec
-from headrace.cli.supervisor import Supervisor
+from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.plan import ProcessSpec
+from headrace.cli.serving.supervisor import Supervisor
 argv = (sys.executable, "-c", {STUBBORN.replace('"up"', "__import__('os').getpid()")!r})
 specs = [ProcessSpec(name, name, argv, "unix:/nowhere") for name in ("one", "two")]
 asyncio.run(Supervisor(specs, LogSink(sys.stdout.buffer)).run())

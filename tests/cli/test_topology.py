@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.cli.errors import CommandError
-from headrace.cli.machine import describe_machine, describe_plan
-from headrace.cli.placement import WorkerPlace, place_workers
-from headrace.cli.topology import format_cpu_list, parse_cpu_list, read_topology
+from headrace.cli.serving.machine import describe_machine, describe_plan
+from headrace.cli.serving.placement import WorkerPlace, place_workers
+from headrace.cli.serving.topology import format_cpu_list, parse_cpu_list, read_topology
 
 GIB = 1 << 30
 

@@ -19,7 +19,7 @@ import grpc
 import httpx
 
 from headrace.cli import launch
-from headrace.cli.model_cache import model_directory
+from headrace.cli.models.model_cache import model_directory
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, headrace, until

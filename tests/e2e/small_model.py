@@ -6,7 +6,7 @@ import fcntl
 import shutil
 from pathlib import Path
 
-from headrace.cli.model_cache import cache_directory, model_directory
+from headrace.cli.models.model_cache import cache_directory, model_directory
 from tests.e2e.serving import MODEL, headrace
 from tests.infra.few_layers import write_few_layers
 

@@ -18,7 +18,7 @@ import pytest
 from openvino._offline_transformations import paged_attention_transformation
 
 import headrace.worker
-from headrace.cli.model_cache import model_directory
+from headrace.cli.models.model_cache import model_directory
 from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine

@@ -16,7 +16,7 @@ import numpy as np
 import openvino as ov
 import pytest
 
-from headrace.cli.model_cache import model_directory
+from headrace.cli.models.model_cache import model_directory
 from tests.e2e.serving import BOUND_S, MODEL, Serve, serving
 
 pytestmark = pytest.mark.e2e

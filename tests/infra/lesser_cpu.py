@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from headrace.cli.model_cache import cache_directory
+from headrace.cli.models.model_cache import cache_directory
 
 CPUS = ("avx2", "avx2-vnni", "avx512", "avx512-bf16")
 CANNOT_PRETEND = 77

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.model_cache import model_directory
+from headrace.cli.models.model_cache import model_directory
 from tests.e2e.serving import MODEL, headrace, until
 from tests.test_readme import Block, blocks_of
 

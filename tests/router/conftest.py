@@ -10,12 +10,12 @@ import grpc
 import pytest
 
 from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2_grpc
-from headrace.router.admission import AdmissionConfig
-from headrace.router.fleet import Fleet, FleetConfig
-from headrace.router.forwarding import ForwardingConfig
-from headrace.router.leases import LeaseReader
-from headrace.router.metrics import RouterMetrics
-from headrace.router.registry import Registry
+from headrace.router.dispatch.admission import AdmissionConfig
+from headrace.router.dispatch.forwarding import ForwardingConfig
+from headrace.router.dispatch.metrics import RouterMetrics
+from headrace.router.fleet.fleet import Fleet, FleetConfig
+from headrace.router.fleet.leases import LeaseReader
+from headrace.router.fleet.registry import Registry
 from headrace.router.service import RequestBounds, RouterServer
 from tests.router.fake_worker import FakeWorker, until
 

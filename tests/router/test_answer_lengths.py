@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.router import answer_lengths
-from headrace.router.answer_lengths import AnswerLengths
-from headrace.router.policy import Priors
+from headrace.router.placement import answer_lengths
+from headrace.router.placement.answer_lengths import AnswerLengths
+from headrace.router.placement.policy import Priors
 
 PRIOR = Priors().answer_tokens
 

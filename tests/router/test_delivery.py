@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError
-from headrace.router.delivery import Delivery, FencedError
+from headrace.router.dispatch.delivery import Delivery, FencedError
 
 CARD = worker_pb2.ModelCard(name="m", block_size=4, max_context_tokens=20, eos_token_ids=[2])
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=10)

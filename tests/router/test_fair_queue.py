@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.router.fair_queue import Entry, FairQueue
+from headrace.router.dispatch.fair_queue import Entry, FairQueue
 
 
 def drained(queue: FairQueue[str]) -> list[str]:

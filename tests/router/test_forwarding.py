@@ -11,7 +11,7 @@ import pytest
 
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError, error_of
-from headrace.router.beliefs import MAX_GIVEN_BACK
+from headrace.router.placement.beliefs import MAX_GIVEN_BACK
 from tests.router.conftest import StartRouter, StartWorker, collected
 from tests.router.fake_worker import BLOCK_SIZE, EOS, FakeWorker, answer, until
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from headrace.router.fleet import Fleet, FleetConfig
-from headrace.router.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, parse_lease
-from headrace.router.registry import Registry, SharedLeases
+from headrace.router.fleet.fleet import Fleet, FleetConfig
+from headrace.router.fleet.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, parse_lease
+from headrace.router.fleet.registry import Registry, SharedLeases
 from tests.redis_server import RedisServer, RedisWithSentinel
 from tests.router.conftest import StartWorker
 from tests.router.fake_worker import until

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import pytest
 
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.router.bookings import BOOKING_GRACE_S
-from headrace.router.links import LinkState, WorkerLink
-from headrace.router.prefix_index import PrefixIndex
-from headrace.router.reported_load import report_interval_ms
+from headrace.router.fleet.links import LinkState, WorkerLink
+from headrace.router.fleet.reported_load import report_interval_ms
+from headrace.router.placement.bookings import BOOKING_GRACE_S
+from headrace.router.placement.prefix_index import PrefixIndex
 from tests.router.conftest import HEARTBEAT_MS, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 

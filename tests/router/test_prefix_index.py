@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace.router import predictions
-from headrace.router.prefix_index import PrefixIndex
+from headrace.router.placement import predictions
+from headrace.router.placement.prefix_index import PrefixIndex
 
 WORKERS = ("a", "b", "c")
 HASHES = st.lists(st.integers(0, 30), max_size=12)

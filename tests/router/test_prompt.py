@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.protos.block_hash import block_hashes
-from headrace.router import prompt as prompt_module
-from headrace.router.prompt import Prompt
+from headrace.router.placement import prompt as prompt_module
+from headrace.router.placement.prompt import Prompt
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=50)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.protos.status import Reason, StatusError
-from headrace.router.registry import Member, Registry
+from headrace.router.fleet.registry import Member, Registry
 
 
 def test_the_fixed_list_stays_and_registered_workers_end_with_their_lease() -> None:

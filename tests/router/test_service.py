@@ -15,8 +15,10 @@ from prometheus_client import generate_latest
 
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.status import Reason, StatusError, error_of
-from headrace.router import delivery, leases, service
-from headrace.router.prompt import Prompt
+from headrace.router import service
+from headrace.router.dispatch import delivery
+from headrace.router.fleet import leases
+from headrace.router.placement.prompt import Prompt
 from tests.redis_server import RedisServer
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
 from tests.router.fake_worker import BUNDLE, answer, until

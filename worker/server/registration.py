@@ -1,7 +1,7 @@
 """Announces this worker to routers, and renews the announcement before it expires.
 
 There are two ways, which can be combined: registering with each named router, and publishing a lease in Redis for all
-routers that read it (see router/leases.py).
+routers that read it (see router/fleet/leases.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Work with a running fleet: chat, status, explain, drain, and its keys and certificates."""

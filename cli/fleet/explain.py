@@ -1,0 +1,191 @@
+"""`headrace explain`: which worker a prompt would go to now, and what each would cost, in the policy's own terms."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import grpc
+import httpx
+
+from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.fleet.chat import default_url
+from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, access_options, api_options, transport_of
+from headrace.cli.fleet.run_state import ServeRecord, running_serves
+from headrace.common.transport.channels import PLAIN, Transport
+from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos.cache_scope import cache_scope, scoped_salt
+from headrace.protos.status import error_of
+
+_TIMEOUT_S = 10.0
+_WIDTH_OF_A_PIPE = 160
+_TERMS = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "total", "ttft")
+_REASONS = {
+    router_pb2.PLACEMENT_REASON_UNSPECIFIED: "no worker takes requests",
+    router_pb2.PLACEMENT_REASON_ONLY: "there is no other to choose",
+    router_pb2.PLACEMENT_REASON_PREFIX: "it is the cheapest, and none has more of the prompt cached",
+    router_pb2.PLACEMENT_REASON_LOAD: "it is the cheapest, for its load",
+    router_pb2.PLACEMENT_REASON_SESSION: "it is the session's, and near enough to the cheapest",
+}
+_STATES = {
+    router_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
+    router_pb2.WORKER_STATE_READY: "ready",
+    router_pb2.WORKER_STATE_DRAINING: "draining",
+    router_pb2.WORKER_STATE_SUSPECT: "suspect",
+}
+
+
+def tokens_of(text: str) -> list[int]:
+    """Token ids separated by commas or white space. Raises CommandError."""
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isascii() and word.isdigit() and int(word) < 1 << 32 for word in words):
+        raise CommandError(f"--tokens wants token ids such as 1,2,3, not {text[:100]!r}")
+    return [int(word) for word in words]
+
+
+def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[int]:
+    """Ask the gateway for the tokens of a chat with this one message of the user. Raises CommandError."""
+    url = url.rstrip("/").removesuffix("/v1")
+    body: dict[str, object] = {"messages": [{"role": "user", "content": text}]}
+    try:
+        body |= {"model": model} if model else {}
+        with access.client(_TIMEOUT_S) as client:
+            response = client.post(f"{url}/tokenize", json=body)
+        answer = response.json()
+        if response.status_code != 200:
+            raise CommandFailed(f"{url}/tokenize refused: {answer['error']['message']}")
+        return [int(token_id) for token_id in answer["tokens"]]
+    except httpx.HTTPError:
+        raise CommandFailed(f"no gateway at {url}; name one with --url, or give token ids with --tokens") from None
+    except (ValueError, KeyError, TypeError):
+        raise CommandError(f"{url} is no headrace gateway: its /tokenize makes no sense") from None
+
+
+def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = PLAIN) -> router_pb2.ExplainResponse:
+    """Ask a router. Raises CommandError."""
+    with transport.blocking_channel(router) as channel:
+        try:
+            explained: router_pb2.ExplainResponse = router_pb2_grpc.RouterStub(channel).Explain(
+                request, timeout=_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            status = error_of(error)
+            raise CommandFailed(f"the router at {router} does not explain this: {status.message}") from None
+    return explained
+
+
+def rows_of(explained: router_pb2.ExplainResponse) -> list[list[str]]:
+    """Cells of the table, one row for each worker: name, state, cached tokens, and the terms in milliseconds."""
+    rows = []
+    for worker in explained.workers:
+        mark = "-> " if worker.worker_id == explained.worker_id else "   "
+        row = [f"{mark}{worker.worker_id}", _STATES.get(worker.state, "unknown")]
+        if worker.HasField("cost"):
+            row.append(f"{worker.num_cached_tokens} of {explained.num_prompt_tokens}")
+            row += [f"{getattr(worker.cost, f'{term}_ms'):.1f}" for term in _TERMS]
+        else:
+            row += [""] * (1 + len(_TERMS))
+        rows.append(row)
+    return rows
+
+
+def _print(explained: router_pb2.ExplainResponse) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), title="Expected milliseconds", title_justify="left")
+    for column in ("worker", "state"):
+        table.add_column(column, no_wrap=True)
+    for column in ("cached", *_TERMS):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows_of(explained):
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False, markup=False).print(table)
+    chosen = f"{explained.worker_id}: " if explained.worker_id else ""
+    click.echo(f"{chosen}{_REASONS[explained.reason]}")
+
+
+def _default_serve(url: str | None) -> ServeRecord:
+    """The serve at this URL, or the only one on this host."""
+    wanted = None if url is None else url.rstrip("/").removesuffix("/v1")
+    records = [record for record in running_serves() if wanted in (None, record.url)]
+    if len(records) != 1:
+        known = "no headrace serve" if not records else "several of headrace serve"
+        where = "this host runs" if url is None else f"at {url} this host runs"
+        raise CommandError(f"{where} {known}; name a router with --router ADDR")
+    return records[0]
+
+
+@click.command()
+@click.argument("text", required=False)
+@click.option("--prompt", help="The same as TEXT.")
+@click.option("--tokens", help="Token ids of the prompt, such as 1,2,3, instead of a text.")
+@click.option("--router", help="Router to ask, HOST:PORT or unix:PATH.  [default: that of the serve]")
+@click.option("--url", help="Gateway that tokenizes.  [default: the one on this host]")
+@click.option("--model", default="", help="Model to ask for.  [default: the only one]")
+@click.option("--adapter", default="", help="LoRA adapter.")
+@click.option("--cache-salt", default="", help="Salt of the prompt's cache blocks.")
+@click.option("--tenant", help="Tenant of the API key to predict for (headrace keys list).")
+@click.option("--cache-group", help="Cache group of that key, if it has one.")
+@click.option("--session-key", default="", help="Session that the request belongs to.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
+@click.option("--json", "as_json", is_flag=True, help="The router's answer as JSON.")
+@access_options
+@api_options
+def explain(
+    text: str | None,
+    prompt: str | None,
+    tokens: str | None,
+    router: str | None,
+    url: str | None,
+    model: str,
+    adapter: str,
+    cache_salt: str,
+    tenant: str | None,
+    cache_group: str | None,
+    session_key: str,
+    max_tokens: int | None,
+    as_json: bool,
+    tls_dir: Path | None,
+    join_token_file: Path | None,
+    access: ApiAccess,
+) -> None:
+    """Show where a chat that begins with TEXT would go now, and why.
+
+    One row for each worker of the model, in expected milliseconds, the cheapest first; the arrow marks the choice.
+    Nothing is placed.
+    """
+    if tenant is not None or cache_group is not None:  # as a gateway with keys sends them
+        scope = cache_scope(tenant or "", cache_group)
+        cache_salt = scoped_salt(scope, cache_salt)
+        session_key = scoped_salt(scope, session_key) if session_key else ""
+    request = router_pb2.ExplainRequest(
+        model=model, adapter=adapter, cache_salt=cache_salt, session_key=session_key, max_tokens=max_tokens
+    )
+    asked_for = [given for given in (text, prompt, tokens) if given is not None]
+    if len(asked_for) != 1:
+        raise CommandError("say what to place: either a TEXT, or --prompt, or --tokens")
+    if router is None:
+        record = _default_serve(url)
+        router, transport = record.router_address, transport_of(record.tls_dir, record.join_token_file)
+    else:
+        transport = transport_of(tls_dir, join_token_file)
+    request.token_ids.extend(_tokens(tokens, text if text is not None else prompt, url, model, access))
+    explained = ask(router, request, transport)
+    if as_json:
+        from google.protobuf.json_format import MessageToJson
+
+        click.echo(
+            MessageToJson(explained, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        )
+    else:
+        _print(explained)
+
+
+def _tokens(tokens: str | None, text: str | None, url: str | None, model: str, access: ApiAccess) -> Sequence[int]:
+    if tokens is not None:
+        return tokens_of(tokens)
+    assert text is not None
+    return tokenize(url or default_url(), model, text, access)

@@ -1,0 +1,52 @@
+"""`headrace health TARGET`: one question to one process, for probes of containers and supervisors."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+from headrace.cli.errors import EXIT_FAILED
+from headrace.cli.fleet.fleet_access import access_options, transport_of
+from headrace.cli.fleet.http_probe import http_status
+
+if TYPE_CHECKING:
+    from headrace.common.transport.channels import Transport
+
+_TIMEOUT_S = 2.0
+
+
+@click.command()
+@click.argument("target")
+@click.option("--service", default="", help="gRPC service to ask about; by default the server as a whole.")
+@access_options
+def health(target: str, service: str, tls_dir: Path | None, join_token_file: Path | None) -> None:
+    """Exit with 0 if TARGET serves: a gateway as http(s)://HOST:PORT, a router or worker as HOST:PORT or unix:/path."""
+    if target.startswith(("http://", "https://")):
+        parts = urlsplit(target)
+        if parts.hostname is None:
+            raise click.UsageError(f"{target} names no host; write http://HOST:PORT")
+        port = parts.port or (80 if parts.scheme == "http" else 443)
+        asked = http_status(parts.hostname, port, "/health/ready", _TIMEOUT_S, scheme=parts.scheme)
+        serves = asyncio.run(asked) == 200
+    else:
+        serves = _grpc_serves(target, service, transport_of(tls_dir, join_token_file))
+    click.echo("serving" if serves else "not serving")
+    sys.exit(0 if serves else EXIT_FAILED)
+
+
+def _grpc_serves(target: str, service: str, transport: Transport) -> bool:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with transport.blocking_channel(target) as channel:
+        try:
+            check: Any = health_pb2_grpc.HealthStub(channel)
+            answer = check.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,201 @@
+"""`headrace status`: the processes that serve on this host, as supervisor, router and gateway see them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+import grpc
+
+from headrace.cli.errors import EXIT_FAILED
+from headrace.cli.fleet.fleet_access import transport_of
+from headrace.cli.fleet.http_probe import http_status
+from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, running_serves
+from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
+
+_ASK_TIMEOUT_S = 2.0
+_WIDTH_OF_A_PIPE = 200
+_WORKER_STATES = {
+    router_pb2.WORKER_STATE_READY: "ready",
+    router_pb2.WORKER_STATE_DRAINING: "draining",
+    router_pb2.WORKER_STATE_SUSPECT: "suspect",
+}
+_COLOURS = {"ready": "green", "failed": "red", "suspect": "red"}
+
+
+async def collect(record: ServeRecord) -> list[dict[str, Any]]:
+    """One row for each process of a serve; see `row_of` for what is in it."""
+    workers, gateway_ready = await asyncio.gather(
+        _list_workers(record),
+        http_status(record.host, record.port, "/health/ready", _ASK_TIMEOUT_S, scheme=record.url.partition(":")[0]),
+    )
+    now_s = time.time()
+    return [row_of(record, process, workers, gateway_ready == 200, now_s) for process in record.processes]
+
+
+def row_of(
+    record: ServeRecord,
+    process: ProcessRecord,
+    workers: Mapping[str, router_pb2.WorkerInfo] | None,
+    gateway_ready: bool,
+    now_s: float,
+) -> dict[str, Any]:
+    """What is known of one process. Pure.
+
+    `workers` are the router's, by worker id, or None when the router does not answer. Every row has role, name, pid,
+    address, state, restarts, uptime_s, serve_pid and port; a worker's also model, kv_blocks, kv_blocks_free,
+    kv_blocks_cached, kv_blocks_restored, requests_running and requests_waiting, None while unknown, and what the kernel
+    says of threads and memory, see `_binding_columns`; a gateway's also grpc_address.
+    """
+    row: dict[str, Any] = {
+        "role": process.role,
+        "name": process.name,
+        "pid": process.pid,
+        "address": process.address,
+        "state": process.state,
+        "restarts": process.restarts,
+        "uptime_s": round(now_s - process.started_s, 1) if process.pid is not None else None,
+        "serve_pid": record.pid,
+        "port": record.port,
+    }
+    answers = process.state == "starting"
+    if process.role == "worker":
+        info = workers.get(process.name) if workers is not None else None
+        row |= _worker_columns(info)
+        if answers and info is not None:
+            row["state"] = _WORKER_STATES.get(info.state, "starting")
+    elif process.role == "router":
+        row["state"] = "ready" if answers and workers is not None else process.state
+    else:
+        row["grpc_address"] = f"{record.host}:{record.grpc_port}" if record.grpc_port else None
+        row["state"] = "ready" if answers and gateway_ready else process.state
+    return row
+
+
+def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
+    load = info.load if info is not None and info.HasField("load") else None
+    return {
+        "model": info.model or None if info is not None else None,
+        "kv_blocks": load.num_blocks if load is not None else None,
+        "kv_blocks_free": load.num_free_blocks if load is not None else None,
+        "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
+        "kv_blocks_restored": load.counters.blocks_restored if load is not None else None,
+        "requests_running": load.num_running if load is not None else None,
+        "requests_waiting": load.num_waiting if load is not None else None,
+        **_binding_columns(load),
+    }
+
+
+def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
+    """numa_node, cpus_allowed and memory_policy as the kernel reports them; resident_bytes, anonymous_bytes (without
+    files) and kv_resident_bytes as objects from node to bytes; kv_huge_bytes. None while unknown."""
+    load = load if load is not None else worker_pb2.Load()
+    binding = load.binding if load.HasField("binding") else None
+    memory = load.binding.memory
+    return {
+        "numa_node": load.numa_node if load.HasField("numa_node") else None,
+        "cpus_allowed": binding and binding.cpus_allowed,
+        "memory_policy": binding and binding.memory_policy,
+        "resident_bytes": binding and {str(node.node): node.resident_bytes for node in memory},
+        "anonymous_bytes": binding and {str(node.node): node.anonymous_bytes for node in memory},
+        "kv_resident_bytes": binding and {str(node.node): node.kv_bytes for node in memory},
+        "kv_huge_bytes": binding and binding.kv_huge_bytes,
+    }
+
+
+async def _list_workers(record: ServeRecord) -> dict[str, router_pb2.WorkerInfo] | None:
+    transport = transport_of(record.tls_dir, record.join_token_file)
+    async with transport.channel(record.router_address) as channel:
+        try:
+            answer = await router_pb2_grpc.RouterStub(channel).ListWorkers(
+                router_pb2.ListWorkersRequest(), timeout=_ASK_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return None
+    return {info.worker_id: info for info in answer.workers}
+
+
+async def _collect_all(records: Sequence[ServeRecord]) -> list[dict[str, Any]]:
+    groups = await asyncio.gather(*(collect(record) for record in records))
+    return [row for rows in groups for row in rows]
+
+
+def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    for record in records:
+        title = f"{record.model} on {record.url}/v1 (serve: pid {record.pid})"
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+        for column in ("process", "pid", "state", "up", "restarts", "requests", "KV blocks", "runs on"):
+            table.add_column(column, no_wrap=True, justify="right" if column in ("pid", "restarts") else "left")
+        table.add_column("address", overflow="fold")
+        for row in rows:
+            if row["serve_pid"] == record.pid:
+                table.add_row(*_cells(row))
+        console.print(table)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    colour = _COLOURS.get(row["state"], "yellow")
+    state = f"[{colour}]{row['state']}[/{colour}]"
+    requests = blocks = ""
+    if row.get("kv_blocks") is not None:
+        requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"
+        blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
+        if row["kv_blocks_restored"]:
+            blocks += f", {row['kv_blocks_restored']} taken back"
+    up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])
+    place = _place_of(row)
+    return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), requests, blocks, place, row["address"]]
+
+
+def _place_of(row: Mapping[str, Any]) -> str:
+    """CPUs, and how much of the memory that the worker allocated is on the node that they belong to."""
+    if row.get("cpus_allowed") is None:
+        return ""
+    cpus = f"CPUs {row['cpus_allowed']}"
+    node, by_node = row["numa_node"], row["anonymous_bytes"]
+    if node is None or not any(by_node.values()):
+        return cpus
+    return f"{cpus}, {by_node.get(str(node), 0) / sum(by_node.values()):.0%} of memory on node {node}"
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="A JSON list of objects with role, pid, address, state, ...")
+@click.option("--port", type=click.IntRange(1, 65535), help="Only the server on this port.")
+@click.pass_context
+def status(ctx: click.Context, as_json: bool, port: int | None) -> None:
+    """Show the processes that serve on this host.
+
+    The exit status is 1 when there are none.
+    """
+    records = running_serves(port)
+    rows = asyncio.run(_collect_all(records))
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    elif records:
+        _print_table(records, rows)
+    else:
+        where = "" if port is None else f" on port {port}"
+        click.echo(f"nothing is being served{where}; headrace serve starts it", err=True)
+    if not records:
+        ctx.exit(EXIT_FAILED)

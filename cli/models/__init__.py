@@ -1,0 +1,1 @@
+"""Models: find, download, convert, and keep them."""

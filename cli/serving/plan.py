@@ -1,0 +1,172 @@
+"""Which processes serve a model on one host, with which arguments and on which CPUs. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.cli.serving.placement import WorkerPlace
+
+# Of the available memory, for the KV caches of all workers together: what a worker takes that is alone.
+_KV_CACHE_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """A process to be supervised.
+
+    `address` is where it listens, as others reach it: a gRPC target, or an http URL. `cpus` is its affinity mask; empty
+    means that of the supervisor. Processes stop in the order of `stop_phase`, lowest first. A process with a
+    `memory_flag` gets a file in memory that its next process gets too: the flag, and `fd:` with the descriptor.
+    """
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    address: str
+    cpus: tuple[int, ...] = ()
+    stop_phase: int = 0
+    memory_flag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityFiles:
+    """Files of keys, certificates and secrets, with absolute paths; `None` is without."""
+
+    api_keys: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_dir: Path | None = None
+    join_token_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of `headrace serve`, complete. `None` leaves a value to the process.
+
+    `places` has one place for each worker; `grpc_port` 0 means no gRPC edge; the router's metrics are at
+    `metrics_port`, those of worker i at the i-th port after it.
+    """
+
+    model_directory: Path
+    model_name: str
+    host: str
+    port: int
+    grpc_port: int
+    places: tuple[WorkerPlace, ...]
+    socket_directory: Path
+    kv_cache_gb: float | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_mixed_tokens: int | None = None
+    execution_mode: str | None = None
+    decode_graph: str | None = None
+    kv_precision: str | None = None
+    max_context_tokens: int | None = None
+    max_ttft: float | None = None
+    stuck_after_s: float | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    redis_url: str | None = None
+    log_level: str | None = None
+    log_format: str | None = None
+    otlp_endpoint: str | None = None
+    metrics_port: int | None = None
+    plain_grpc: bool = False
+    warm_restart: bool = True
+    files: SecurityFiles = field(default_factory=SecurityFiles)
+
+    @property
+    def url(self) -> str:
+        """Where the API is, without /v1."""
+        return base_url(self.host, self.port, "http" if self.files.tls_cert is None else "https")
+
+
+def base_url(host: str, port: int, scheme: str = "http") -> str:
+    """http://HOST:PORT with the brackets that an IPv6 address needs."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def router_address(options: ServeOptions) -> str:
+    """gRPC target of the router."""
+    return f"unix:{options.socket_directory / 'router.sock'}"
+
+
+def processes_of(options: ServeOptions, python: str) -> tuple[ProcessSpec, ...]:
+    """All processes, those that take longest to start first. `python` is the interpreter to run them."""
+    workers = tuple(_worker(options, python, index, place) for index, place in enumerate(options.places))
+    return (*workers, _gateway(options, python), _router(options, python))
+
+
+def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) -> ProcessSpec:
+    name = f"worker-{index}"
+    address = f"unix:{options.socket_directory / name}.sock"
+    argv = [python, "-m", "headrace.worker", "--model", str(options.model_directory), "--name", options.model_name]
+    argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
+    argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
+    argv += _given("--kv-cache-gb", options.kv_cache_gb)
+    if options.kv_cache_gb is None and len(options.places) > 1:
+        argv += ["--kv-cache-share", str(_KV_CACHE_SHARE / len(options.places))]
+        num_on_node = sum(other.node == place.node for other in options.places)
+        argv += ["--kv-cache-node-share", str(_KV_CACHE_SHARE / num_on_node)]
+    argv += _given("--max-num-seqs", options.max_num_seqs)
+    argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
+    argv += _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
+    argv += _given("--execution-mode", options.execution_mode)
+    argv += _given("--decode-graph", options.decode_graph)
+    argv += _given("--kv-precision", options.kv_precision)
+    argv += _given("--max-context-tokens", options.max_context_tokens)
+    argv += _given("--max-ttft-s", options.max_ttft)
+    argv += _given("--stuck-after-s", options.stuck_after_s)
+    argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)
+    memory_flag = "--kv-memory" if options.warm_restart else None
+    return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1, memory_flag=memory_flag)
+
+
+def _router(options: ServeOptions, python: str) -> ProcessSpec:
+    address = router_address(options)
+    argv = [python, "-m", "headrace.router", "--listen", address, *_metrics(options, 0), *_observation(options)]
+    argv += _given("--max-ttft", options.max_ttft) + _membership(options) + _calls(options)
+    return ProcessSpec("router", "router", tuple(argv), address, stop_phase=1)
+
+
+def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
+    argv = [python, "-m", "headrace.gateway", "--host", options.host, "--port", str(options.port)]
+    argv += ["--router", router_address(options)]
+    argv += _given("--grpc-port", options.grpc_port or None)
+    argv += _given("--tool-parser", options.tool_parser) + _given("--reasoning-parser", options.reasoning_parser)
+    argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
+    argv += _given("--redis", options.redis_url)
+    argv += _observation(options) + _membership(options) + _calls(options)
+    for flag in ("api_keys", "tls_cert", "tls_key"):
+        argv += _given(f"--{flag.replace('_', '-')}", getattr(options.files, flag))
+    return ProcessSpec("gateway", "gateway", tuple(argv), options.url)
+
+
+def _membership(options: ServeOptions) -> list[str]:
+    """How processes know one another."""
+    files = options.files
+    return [*_given("--tls-dir", files.tls_dir), *_given("--join-token-file", files.join_token_file)]
+
+
+def _calls(options: ServeOptions) -> list[str]:
+    """How gateway and router call the next."""
+    return ["--plain-grpc"] if options.plain_grpc else []
+
+
+def _observation(options: ServeOptions) -> list[str]:
+    """The flags for logs and traces of every process."""
+    level, log_format = _given("--log-level", options.log_level), _given("--log-format", options.log_format)
+    return [*level, *log_format, *_given("--otlp-endpoint", options.otlp_endpoint)]
+
+
+def _metrics(options: ServeOptions, offset: int) -> list[str]:
+    if options.metrics_port is None:
+        return []
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return ["--metrics", f"{host}:{options.metrics_port + offset}"]
+
+
+def _given(flag: str, value: float | str | Path | None) -> list[str]:
+    return [] if value is None else [flag, str(value)]

@@ -1,0 +1,353 @@
+"""`headrace serve`: a model on this host, ready in seconds, kept running until it is stopped.
+
+The ports are checked first, then the model is found (or pulled), then all processes start at once. Standard output gets
+one line, `ready: URL`; everything else goes to standard error. Nothing slow is imported here: the time to ready counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.cli.errors import EXIT_FAILED, CommandError
+from headrace.cli.fleet.http_probe import http_status
+from headrace.cli.fleet.run_state import (
+    ProcessRecord,
+    RunState,
+    ServeRecord,
+    make_socket_directory,
+    own_start_ticks,
+)
+from headrace.cli.models.catalogue import CATALOGUE, DEFAULT_MODEL
+from headrace.cli.models.model_cache import (
+    cached_names,
+    check_model_directory,
+    is_model_name,
+    model_directory,
+    read_manifest,
+)
+from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.machine import describe_plan
+from headrace.cli.serving.placement import place_workers
+from headrace.cli.serving.plan import SecurityFiles, ServeOptions, processes_of, router_address
+from headrace.cli.serving.ports import check_port, free_port, is_free
+from headrace.cli.serving.supervisor import Supervisor
+from headrace.cli.serving.topology import read_topology
+
+_POLL_UNTIL_READY_S = 0.03
+_POLL_WHEN_READY_S = 0.5
+_PATIENCE_S = 15.0
+_LOG_FLUSH_S = 1.0
+
+
+def find_model(model: str) -> tuple[Path, str]:
+    """Directory and name of what MODEL means, pulled or converted if need be. Raises CommandError."""
+    path = Path(model).expanduser()
+    if is_model_name(model) and model_directory(model).exists():
+        directory = model_directory(model)
+        check_model_directory(directory)
+        return directory, model
+    if path.suffix == ".gguf" or (model in CATALOGUE and not path.is_dir()):
+        # Imported here: a start with everything in the cache does not pay for it.
+        from headrace.cli.models.pull import pull_model, source_of
+
+        source = source_of(model)
+        return pull_model(source), source.name
+    if path.is_dir():
+        check_model_directory(path)
+        manifest = read_manifest(path)
+        return path.absolute(), manifest.name if manifest is not None else path.resolve().name
+    known = ", ".join(sorted({*CATALOGUE, *cached_names()}))
+    fetch = f"; headrace pull {model} fetches it from the hub" if model.count("/") == 1 and is_model_name(model) else ""
+    raise CommandError(
+        f"there is no model {model!r}: it is neither one of {known}, nor a directory, nor a .gguf file{fetch}"
+    )
+
+
+def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> int:
+    """The port of the gRPC edge; 0 for none. Raises CommandError if the requested one is not free."""
+    if wanted is not None:
+        if wanted == port:
+            raise CommandError(f"--grpc-port and --port are both {port}; choose another --grpc-port")
+        if wanted:
+            check_port(host, wanted, "--grpc-port")
+        return wanted
+    if is_free(host, port + 1):
+        return port + 1
+    log.line("serve", f"no gRPC edge: port {port + 1} is not free; choose one with --grpc-port")
+    return 0
+
+
+def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise CommandError if memory is too small for the requested KV caches. Each worker also checks its own limits."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    if kv_cache_gb is None or found is None:
+        return
+    available_gb = int(found[1]) / (1 << 20)
+    if num_workers * kv_cache_gb > available_gb:
+        of_each = f"{kv_cache_gb:g} GiB" if num_workers == 1 else f"{num_workers} times {kv_cache_gb:g} GiB"
+        raise CommandError(
+            f"--kv-cache-gb asks for {of_each}, and {available_gb:.1f} GiB of memory are available; ask for less, or "
+            "leave it out"
+        )
+
+
+@dataclass(slots=True)
+class Serving:
+    """One run of `headrace serve`: its supervisor, its record for other commands, and its messages."""
+
+    options: ServeOptions
+    log: LogSink
+    begun_s: float
+    supervisor: Supervisor = field(init=False)
+    state: RunState = field(init=False)
+    num_stop_signals: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        specs = processes_of(self.options, sys.executable)
+        self.supervisor = Supervisor(specs, self.log, on_change=self._write_record)
+        self.state = RunState(self.options.port)
+
+    async def run(self) -> int:
+        """Serve until a signal or a refusal; the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_stop_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._on_stop_signal)
+        watcher = asyncio.create_task(self._watch_readiness())
+        try:
+            await self.supervisor.run()
+        finally:
+            watcher.cancel()
+            self.state.remove(self._record())
+        if self.supervisor.failure is not None:
+            raise CommandError(self.supervisor.failure)
+        return EXIT_FAILED if self.num_stop_signals > 1 else 0
+
+    def _on_stop_signal(self) -> None:
+        self.num_stop_signals += 1
+        if self.num_stop_signals == 1:
+            self.log.line("serve", "stopping; once more kills")
+            self.supervisor.stop()
+        else:
+            self.supervisor.kill()
+
+    async def _watch_readiness(self) -> None:
+        """Announce the first readiness on standard output, and log later losses and recoveries."""
+        host, port = self.options.host, self.options.port
+        since_s, announced, is_reported = self.begun_s, False, False
+        while self.num_stop_signals == 0:
+            ready = await http_status(host, port, "/health/ready", scheme=self.options.url.partition(":")[0]) == 200
+            waited_s = time.monotonic() - since_s
+            if ready and not announced:
+                self._announce(waited_s)
+                announced, is_reported = True, False
+            elif ready and is_reported:
+                self.log.line("serve", f"ready again after {waited_s:.1f} s")
+                is_reported = False
+            elif not ready and announced and not is_reported and self.num_stop_signals == 0:
+                self.log.line("serve", "not ready: no model is available at the moment")
+                is_reported, since_s = True, time.monotonic()
+            elif not ready and not announced and not is_reported and waited_s > _PATIENCE_S:
+                self.log.line("serve", f"not ready yet after {waited_s:.0f} s; the logs above show what it waits for")
+                is_reported = True
+            await asyncio.sleep(_POLL_WHEN_READY_S if ready else _POLL_UNTIL_READY_S)
+
+    def _announce(self, waited_s: float) -> None:
+        url = self.options.url
+        print(f"ready: {url}/v1", flush=True)
+        self.log.line("serve", f"{self.options.model_name} is ready after {waited_s:.1f} s; try:")
+        body = f'{{"model":"{self.options.model_name}","messages":[{{"role":"user","content":"Hello!"}}]}}'
+        self.log.line("serve", f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+        self.log.line("serve", f"  headrace chat --url {url}")
+        if self.options.grpc_port:
+            self.log.line("serve", f"gRPC on {self.options.host}:{self.options.grpc_port}; Ctrl-C stops")
+
+    def _write_record(self) -> None:
+        self.state.write(self._record())
+
+    def _record(self) -> ServeRecord:
+        options = self.options
+        return ServeRecord(
+            pid=os.getpid(),
+            start_ticks=own_start_ticks(),
+            url=options.url,
+            tls_dir=_text(options.files.tls_dir),
+            join_token_file=_text(options.files.join_token_file),
+            host=options.host,
+            port=options.port,
+            grpc_port=options.grpc_port,
+            model=options.model_name,
+            router_address=router_address(options),
+            socket_directory=str(options.socket_directory),
+            processes=tuple(
+                ProcessRecord(
+                    name=process.spec.name,
+                    role=process.spec.role,
+                    pid=process.pid,
+                    address=process.spec.address,
+                    state=process.state.value,
+                    restarts=process.num_restarts,
+                    started_s=process.started_s,
+                )
+                for process in self.supervisor.processes
+            ),
+        )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    # The variable is that of the processes, which would read it in any case.
+    return click.option(flag, type=click.Path(path_type=Path), envvar=variable, help=help)
+
+
+@click.command()
+@click.argument("model", default=DEFAULT_MODEL)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="HTTP port; 0 for any.")
+@click.option(
+    "--grpc-port", type=click.IntRange(0, 65535), help="Port of the gRPC API; 0 for none.  [default: port + 1 if free]"
+)
+@click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
+@click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
+@click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GiB.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Cap on the tokens of a step.")
+@click.option(
+    "--max-num-mixed-tokens", type=click.IntRange(1), help="Cap on the tokens of a step with running streams."
+)
+@click.option(
+    "--execution-mode",
+    type=click.Choice(["performance", "accuracy"]),
+    help="Compute in the fastest precision, or in that of the model.  [default: performance]",
+)
+@click.option(
+    "--decode-graph",
+    type=click.Choice(["auto", "on", "off"]),
+    help="Hold the weights twice, for faster answers to few at a time on CPUs with AMX.  [default: auto]",
+)
+@click.option(
+    "--kv-precision",
+    type=click.Choice(["u8", "u4", "bf16", "f32"]),
+    help="Precision of the KV cache: smaller numbers hold more tokens.  [default: u8]",
+)
+@click.option(
+    "--max-context-tokens",
+    type=click.IntRange(2),
+    help="Longest prompt and answer together, in tokens.  [default: the model's]",
+)
+@click.option(
+    "--max-ttft",
+    type=click.FloatRange(0, min_open=True),
+    help="Longest time that a request waits for others, in seconds.",
+)
+@click.option(
+    "--stuck-after-s",
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds without a step after which a worker that has work counts as failed.  [default: 60]",
+)
+@click.option("--name", help="Name of the model in requests, if not its own.")
+@click.option(
+    "--tool-parser", help="How the model writes tool calls; see headrace gateway --help.  [default: found out]"
+)
+@click.option("--reasoning-parser", help="How the model writes its reasoning.  [default: found out]")
+@click.option(
+    "--cors-origin", "cors_origins", multiple=True, help="Origin of web pages that may call; may be repeated; * is any."
+)
+@click.option("--redis", "redis_url", help="Redis for rate limits, shared with the gateways of other hosts.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Lowest level of log lines, of all processes.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    envvar="HEADRACE_LOG_FORMAT",
+    help="Log lines of all processes, for people or for machines.  [default: text]",
+)
+@click.option("--otlp-endpoint", help="Send traces of all processes there by OTLP, such as http://HOST:4317.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535 - 256),
+    help="Port of the router's metrics, and the following ports those of the workers.  [default: none]",
+)
+@click.option(
+    "--plain-grpc",
+    is_flag=True,
+    help="Call router and workers with one RPC for each request, for proxies that balance or observe RPCs.",
+)
+@click.option(
+    "--warm-restart/--no-warm-restart",
+    default=True,
+    show_default=True,
+    help="Keep the KV caches when a worker fails: the process that replaces it still has the cached prefixes.",
+)
+@_file_option("--api-keys", "Only callers with one of these keys; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
+@_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this chain.", "HEADRACE_GATEWAY_TLS_CERT")
+@_file_option("--tls-key", "The private key to --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
+@_file_option("--tls-dir", "Mutual TLS between the processes: ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")
+@_file_option(
+    "--join-token-file", "File with the secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE"
+)
+@click.option("--dry-run", is_flag=True, help="Print which cores each worker would get, and do nothing.")
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    grpc_port: int | None,
+    workers: int | None,
+    threads: int | None,
+    name: str | None,
+    dry_run: bool,
+    **given: Any,
+) -> None:
+    """Serve MODEL on this host.
+
+    MODEL is a name in the cache or the catalogue (pulled if missing), a directory with an OpenVINO model, or a
+    GGUF file.
+    """
+    begun_s = time.monotonic()
+    places = place_workers(read_topology(), workers, threads)
+    if dry_run:
+        click.echo(describe_plan(places))
+        return
+    log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty(), as_json=given["log_format"] == "json")
+    try:
+        if port:
+            check_port(host, port, "--port")
+        else:
+            port = free_port(host)
+        chosen_grpc_port = choose_grpc_port(host, port, grpc_port, log)
+        check_memory(given["kv_cache_gb"], len(places))
+        directory, found_name = find_model(model)
+        files = {field.name: given.pop(field.name) for field in fields(SecurityFiles)}
+        options = ServeOptions(
+            model_directory=directory,
+            model_name=name or found_name,
+            host=host,
+            port=port,
+            grpc_port=chosen_grpc_port,
+            places=places,
+            socket_directory=make_socket_directory(port),
+            files=SecurityFiles(**{name: path and path.absolute() for name, path in files.items()}),
+            **given,
+        )
+        status = asyncio.run(Serving(options, log, begun_s).run())
+    finally:
+        log.close(_LOG_FLUSH_S)
+    sys.exit(status)

@@ -1,0 +1,274 @@
+"""Keeps the processes of one host running, and stops them all in order.
+
+    start all -> one dies: start it again, at once, then with growing delays
+              -> one exits with status 2: its flags cannot be honoured; stop all
+              -> stop(): SIGTERM phase by phase, SIGKILL for what is left after a bound
+
+No process outlives this one, not even when it is killed: each is started through launch.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.cli import launch
+from headrace.cli.errors import EXIT_REFUSED
+from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.plan import ProcessSpec
+
+_MAX_LINE_BYTES = 1 << 16
+_LAST_WORDS_TIMEOUT_S = 0.5
+
+
+class ProcessState(enum.Enum):
+    """What the supervisor knows of a process; whether it answers requests is for others to ask it."""
+
+    STARTING = "starting"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRule:
+    """When a process that died is started again: at once, then after delays that double, all in seconds."""
+
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 10.0
+    calm_s: float = 30.0
+
+    def delay_s(self, num_deaths: int) -> float:
+        """Delay after the `num_deaths`-th death in a row, counted from 1; a life of `calm_s` ends a row."""
+        if num_deaths <= 1:
+            return 0.0
+        # The exponent is bounded: the delay has long reached its longest there.
+        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(num_deaths - 2, 30))
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """Bounds of an orderly stop, in seconds from its beginning: for all phases but the last, and for everything."""
+
+    last_phase_from_s: float = 3.2
+    kill_from_s: float = 4.0
+
+
+@dataclass(slots=True)
+class SupervisedProcess:
+    """A process and its history; only the Supervisor writes it. `started_s` is Unix time."""
+
+    spec: ProcessSpec
+    state: ProcessState = ProcessState.STARTING
+    pid: int | None = None
+    started_s: float = 0.0
+    num_restarts: int = 0
+    last_error: str | None = None
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Owns the processes of `specs`. Used within one event loop; `run` is called once."""
+
+    specs: Sequence[ProcessSpec]
+    log: LogSink
+    restart_rule: RestartRule = field(default_factory=RestartRule)
+    stop_rule: StopRule = field(default_factory=StopRule)
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    on_change: Callable[[], None] = lambda: None
+    processes: list[SupervisedProcess] = field(init=False)
+    failure: str | None = field(init=False, default=None)
+    _stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _keepers: dict[str, asyncio.Task[None]] = field(init=False, default_factory=dict)
+    _memories: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.processes = [SupervisedProcess(spec) for spec in self.specs]
+
+    async def run(self) -> None:
+        """Start all processes; return when all of them are gone.
+
+        `failure` is then the message of the process that refused its flags, or None after a stop.
+        """
+        for process in self.processes:
+            self._keepers[process.spec.name] = asyncio.create_task(self._keep(process))
+        await self._stopping.wait()
+        await self._stop_in_order()
+        await asyncio.gather(*self._keepers.values())
+        while self._memories:
+            os.close(self._memories.popitem()[1])
+
+    def stop(self) -> None:
+        """Begin the orderly stop."""
+        self._stopping.set()
+
+    def kill(self) -> None:
+        """Stop without any order, now."""
+        self._stopping.set()
+        for process in self.processes:
+            self._signal(process, signal.SIGKILL)
+
+    async def _keep(self, process: SupervisedProcess) -> None:
+        num_deaths = 0
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            status = await self._run_once(process)
+            process.pid = None
+            if self._stopping.is_set():
+                break
+            if status == EXIT_REFUSED:
+                self._give_up(process)
+                return
+            lived_s = time.monotonic() - started_s
+            num_deaths = 1 if lived_s >= self.restart_rule.calm_s else num_deaths + 1
+            await self._wait_to_restart(process, status, self.restart_rule.delay_s(num_deaths))
+        self._change(process, ProcessState.STOPPED)
+
+    async def _wait_to_restart(self, process: SupervisedProcess, status: int, delay_s: float) -> None:
+        when = f"in {delay_s:g} s" if delay_s else "at once"
+        self.log.line("serve", f"{process.spec.name} {_ending(status)}; it is started again {when}")
+        process.num_restarts += 1
+        self._change(process, ProcessState.RESTARTING)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    def _give_up(self, process: SupervisedProcess) -> None:
+        self.failure = process.last_error or f"{process.spec.name} refused to run; its log above says why"
+        self._change(process, ProcessState.FAILED)
+        self._stopping.set()
+
+    async def _run_once(self, process: SupervisedProcess) -> int:
+        """Start the process and wait for its end. The result is as Popen.returncode."""
+        _remove_stale_socket(process.spec.address)
+        process.last_error = None
+        try:
+            child = self._spawn(process.spec)
+        except OSError as error:
+            self.log.line("serve", f"{process.spec.name} could not be started: {error}")
+            return -1
+        process.pid, process.started_s = child.pid, time.time()
+        self._change(process, ProcessState.STARTING)
+        lines = _Lines(lambda line: self._relay(process, line))
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: lines, child.stdout)
+        status = await _wait_for_exit(child)
+        # A grandchild may hold the pipe open; the last words of the child itself are in it by now.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(lines.closed.wait(), _LAST_WORDS_TIMEOUT_S)
+        transport.close()
+        return status
+
+    def _spawn(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
+        mask = ",".join(map(str, spec.cpus))
+        argv, descriptors = [*spec.argv], []
+        if spec.memory_flag is not None:
+            descriptors.append(self._memory_of(spec))
+            argv += [spec.memory_flag, f"fd:{descriptors[0]}"]
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), mask, *argv],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**self.environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
+        )
+
+    def _memory_of(self, spec: ProcessSpec) -> int:
+        """The file in memory that all processes of a spec get, one after the other. The kernel frees it with the last
+        of them and this process."""
+        if spec.name not in self._memories:
+            self._memories[spec.name] = os.memfd_create(f"headrace-{spec.name}", os.MFD_CLOEXEC)
+        return self._memories[spec.name]
+
+    def _relay(self, process: SupervisedProcess, line: bytes) -> None:
+        if line.startswith(b"error: "):
+            process.last_error = line.removeprefix(b"error: ").decode(errors="replace")
+        self.log.line(process.spec.name, line)
+
+    async def _stop_in_order(self) -> None:
+        begun_s = time.monotonic()
+        phases = sorted({process.spec.stop_phase for process in self.processes})
+        for phase in phases:
+            members = [process for process in self.processes if process.spec.stop_phase == phase]
+            for process in members:
+                if process.pid is not None:
+                    self._change(process, ProcessState.STOPPING)
+                    self._signal(process, signal.SIGTERM)
+            last = phase == phases[-1]
+            bound_s = self.stop_rule.kill_from_s if last else self.stop_rule.last_phase_from_s
+            keepers = [self._keepers[process.spec.name] for process in members]
+            await asyncio.wait(keepers, timeout=max(0.0, begun_s + bound_s - time.monotonic()))
+        for process in self.processes:
+            if process.pid is not None:
+                self.log.line("serve", f"{process.spec.name} did not stop in time; it is killed")
+                self._signal(process, signal.SIGKILL)
+
+    def _signal(self, process: SupervisedProcess, number: signal.Signals) -> None:
+        if process.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(process.pid, number)
+            else:
+                os.kill(process.pid, number)
+
+    def _change(self, process: SupervisedProcess, state: ProcessState) -> None:
+        process.state = state
+        self.on_change()
+
+
+class _Lines(asyncio.Protocol):
+    """Splits what a pipe brings into lines; a line without end is cut at a bound."""
+
+    def __init__(self, on_line: Callable[[bytes], None]) -> None:
+        self.closed = asyncio.Event()
+        self._on_line = on_line
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._on_line(line.rstrip(b"\r"))
+        if len(self._rest) > _MAX_LINE_BYTES:
+            self._on_line(self._rest)
+            self._rest = b""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._rest:
+            self._on_line(self._rest)
+        self.closed.set()
+
+
+async def _wait_for_exit(child: subprocess.Popen[bytes]) -> int:
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    pidfd = os.pidfd_open(child.pid)
+    loop.add_reader(pidfd, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    return child.wait()
+
+
+def _remove_stale_socket(address: str) -> None:
+    """Remove the socket of a process that was killed."""
+    if address.startswith("unix:"):
+        with contextlib.suppress(OSError):
+            os.unlink(address.removeprefix("unix:"))
+
+
+def _ending(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

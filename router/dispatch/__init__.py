@@ -1,0 +1,1 @@
+"""What happens to a request: admission, the queue, forwarding, resumption, refusals."""

@@ -1,0 +1,286 @@
+"""Admission control: limits, refusals with a retry time, and a fair queue for room on a worker.
+
+    arrival --> a worker of the model has room and no request waits: placed at once
+            --> all workers are full: queued; placed when a report or an ended request shows room
+            --> it would wait too long, its tenant has too many requests, the queue is full: refused
+
+The router judges the wait in its own queue only. A worker judges its queue, because it knows what runs before a request
+and what is cached; it gets the rest of the time that the request may wait.
+
+A request whose answer has begun, or whose worker failed, is never refused or queued here: a client is reading its
+answer. Decisions are synchronous; only the turn in the queue is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from headrace.protos import inference_pb2, worker_pb2
+from headrace.protos.status import Reason, StatusError
+from headrace.router.dispatch.fair_queue import Entry, FairQueue
+from headrace.router.dispatch.refusals import queue_full, tenant_full, too_late
+from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
+from headrace.router.placement.policy import predicted_wait_ms
+
+log = logging.getLogger(__name__)
+
+# How often a request that waits looks whether it has waited too long, besides when it is its turn.
+_LOOK_S = 0.5
+_CAPACITY_RETRY_S = 1.0
+# How often the log may say that there is no worker.
+_TELL_AGAIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Bounds; times in seconds. `max_ttft_s` is the longest that a request waits for others, here and at its worker;
+    `capacity_wait_s` is after how long a request is given back while no worker is ready at all."""
+
+    max_ttft_s: float = 60.0
+    max_waiting: int = 1024
+    capacity_wait_s: float = 10.0
+    max_in_flight_per_tenant: int | None = None
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A request that waits. Its turn is a PlacedRequest, or the StatusError that ends it."""
+
+    request: RoutedRequest
+    card: worker_pb2.ModelCard
+    ends_at_s: float
+    """When it has waited too long; later by as long as no worker was there."""
+    deadline_s: float
+    turn: asyncio.Future[PlacedRequest]
+    alone_since_s: float | None = None
+    """Since when no worker of its model takes requests."""
+
+
+class Admission:
+    """Admits the requests of one router. For one event loop."""
+
+    def __init__(self, fleet: Fleet, config: AdmissionConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._clock = clock
+        self._queues: dict[str, FairQueue[_Ticket]] = {}  # by model; none is empty
+        self._num_of_tenant: dict[str, int] = {}
+        self._told_s = -math.inf
+        fleet.on_room = self.dispatch
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    @property
+    def capacity_wait_s(self) -> float:
+        """After how long a request is given back while no worker is ready at all."""
+        return self._config.capacity_wait_s
+
+    @property
+    def max_waiting(self) -> int:
+        """Bound of `num_waiting`."""
+        return self._config.max_waiting
+
+    def max_wait_s(self, message: inference_pb2.GenerateRequest) -> float:
+        """How long a request may wait for others, here and at its worker together, if its deadline is later."""
+        own_s = message.max_wait_ms / 1000 if message.HasField("max_wait_ms") else math.inf
+        return min(self._config.max_ttft_s, own_s)
+
+    @contextlib.contextmanager
+    def counted(self, message: inference_pb2.GenerateRequest) -> Iterator[None]:
+        """While inside, the request counts for its tenant. Raises StatusError (QUOTA) if the tenant has its fill."""
+        tenant, most = message.tenant, self._config.max_in_flight_per_tenant
+        number = self._num_of_tenant.get(tenant, 0)
+        if most is not None and number >= most and not has_begun(message):
+            raise tenant_full(tenant, number)
+        self._num_of_tenant[tenant] = number + 1
+        try:
+            yield
+        finally:
+            self._num_of_tenant[tenant] -= 1
+            if not self._num_of_tenant[tenant]:
+                del self._num_of_tenant[tenant]
+
+    async def place(
+        self,
+        request: RoutedRequest,
+        message: inference_pb2.GenerateRequest,
+        card: worker_pb2.ModelCard,
+        remaining_s: float | None,
+    ) -> PlacedRequest:
+        """Book a worker for a new request, now or when it is its turn.
+
+        `remaining_s` is the time to the request's deadline. Raises StatusError: QUEUE_FULL when the first token would
+        come later than the request or the router allows, or too many wait; NO_CAPACITY when no worker is ready for too
+        long; MODEL_CHANGED when none has the prompt's tokenizer.
+        """
+        bound_s = self.max_wait_s(message)
+        if remaining_s is not None:
+            bound_s = min(bound_s, remaining_s)
+        request.max_ttft_ms = bound_s * 1000
+        if card.name not in self._queues and self._fleet.has_room(card):
+            placed = self._fleet.place(request, card, ())
+            if placed is not None:
+                return placed
+        queue, entry, ticket = self._queued(request, message, card, bound_s, remaining_s)
+        try:
+            return await self._turn_of(ticket)
+        except asyncio.CancelledError:
+            # Its turn may have come in the same moment.
+            if ticket.turn.done() and not ticket.turn.cancelled() and ticket.turn.exception() is None:
+                placed = ticket.turn.result()
+                placed.link.release(placed.booking)
+            raise
+        finally:
+            ticket.turn.cancel()
+            queue.remove(entry)
+            self._forget_if_empty(card.name)
+
+    def dispatch(self, model: str) -> None:
+        """There may be room at a worker of this model: place those whose turn it is."""
+        queue = self._queues.get(model)
+        if queue is None:
+            return
+        while (entry := queue.first()) is not None and self._fleet.has_room(entry.item.card):
+            ticket = entry.item
+            if ticket.turn.done():  # its caller gave up and has not run since
+                queue.remove(entry)
+                continue
+            ticket.request.max_ttft_ms = self._left_s(ticket, is_alone=False) * 1000
+            try:
+                placed = self._fleet.place(ticket.request, ticket.card, ())
+            except StatusError as error:
+                ticket.turn.set_exception(error)
+                queue.remove(entry)
+                continue
+            if placed is None:
+                break
+            ticket.turn.set_result(placed)
+            queue.pop()
+        self._forget_if_empty(model)
+
+    def drain(self) -> None:
+        """The router stops: those that wait are sent elsewhere, with DRAINING."""
+        for queue in self._queues.values():
+            while (entry := queue.first()) is not None:
+                if not entry.item.turn.done():
+                    problem = "the router is stopping; ask another one"
+                    refusal = StatusError(Reason.DRAINING, problem, retry_after_s=_CAPACITY_RETRY_S)
+                    entry.item.turn.set_exception(refusal)
+                queue.remove(entry)
+        self._queues.clear()
+
+    def _queued(
+        self,
+        request: RoutedRequest,
+        message: inference_pb2.GenerateRequest,
+        card: worker_pb2.ModelCard,
+        bound_s: float,
+        remaining_s: float | None,
+    ) -> tuple[FairQueue[_Ticket], Entry[_Ticket], _Ticket]:
+        """Put a request into its model's queue. Raises StatusError (QUEUE_FULL)."""
+        queue = self._queues.get(card.name)
+        if queue is None:
+            queue = FairQueue(self._config.tenant_weights)
+        tenant, priority = message.tenant, message.priority
+        candidates = self._fleet.candidates(card)
+        priors = self._fleet.answer_lengths.priors(card.name)
+        wait_s = predicted_wait_ms(queue.num_ahead(tenant, priority), candidates, priors) / 1000
+        if candidates and wait_s > bound_s:
+            raise too_late(wait_s, bound_s)
+        if self.num_waiting >= self._config.max_waiting:
+            self._make_room(queue, tenant, priority, wait_s)
+        now_s = self._clock()
+        deadline_s = math.inf if remaining_s is None else now_s + remaining_s
+        ticket = _Ticket(request, card, now_s + bound_s, deadline_s, asyncio.get_running_loop().create_future())
+        if not candidates:
+            ticket.alone_since_s = now_s
+            self._tell_of_absence(card.name)
+        entry = queue.push(ticket, tenant=tenant, priority=priority, charge=request.num_expected_tokens(priors))
+        self._queues[card.name] = queue
+        return queue, entry, ticket
+
+    def _make_room(self, queue: FairQueue[_Ticket], tenant: str, priority: int, wait_s: float) -> None:
+        full = queue_full(self.num_waiting, wait_s)
+        victim = queue.to_displace(tenant, priority)
+        if victim is None:
+            raise full
+        if not victim.item.turn.done():
+            victim.item.turn.set_exception(full)
+        queue.remove(victim)
+
+    async def _turn_of(self, ticket: _Ticket) -> PlacedRequest:
+        waits_since_s = self._clock()
+        while not ticket.turn.done():
+            await asyncio.wait({ticket.turn}, timeout=_LOOK_S)
+            now_s = self._clock()
+            if ticket.turn.done():
+                break
+            is_served = self._fleet.is_served(ticket.card)
+            left_s = self._left_s(ticket, is_alone=not is_served)
+            if not is_served:
+                if now_s - waits_since_s >= self._config.capacity_wait_s:
+                    raise self.no_capacity(ticket.card.name)
+            elif left_s <= 0:
+                waited_s = now_s - waits_since_s
+                priors = self._fleet.answer_lengths.priors(ticket.card.name)
+                more_s = predicted_wait_ms(0, self._fleet.candidates(ticket.card), priors) / 1000
+                raise too_late(waited_s + more_s, waited_s)
+        return ticket.turn.result()
+
+    def _left_s(self, ticket: _Ticket, *, is_alone: bool) -> float:
+        """Seconds that a request may still wait for its turn. Time in which no worker was there does not count against
+        --max-ttft: requests that waited for a restart are not refused when it is over."""
+        now_s = self._clock()
+        if is_alone and ticket.alone_since_s is None:
+            ticket.alone_since_s = now_s
+        elif not is_alone and ticket.alone_since_s is not None:
+            ticket.ends_at_s += now_s - ticket.alone_since_s
+            ticket.alone_since_s = None
+        return min(ticket.ends_at_s, ticket.deadline_s) - now_s
+
+    def no_capacity(self, model: str) -> StatusError:
+        """The refusal for want of any worker that takes requests. A gateway asks again while its client waits."""
+        self._tell_of_absence(model)
+        which = f"model {model!r}" if model else "the model"
+        problem = f"nobody serves {which} at the moment; try again in a moment"
+        return StatusError(Reason.NO_CAPACITY, problem, retry_after_s=_CAPACITY_RETRY_S)
+
+    def _tell_of_absence(self, model: str) -> None:
+        """Tell the operator that requests wait for a worker of a model, not too often."""
+        now_s = self._clock()
+        if now_s - self._told_s < _TELL_AGAIN_S:
+            return
+        self._told_s = now_s
+        if not self._fleet.links():
+            log.warning("requests wait, but no worker is known: start one with --router, or name one with --worker")
+        else:
+            log.warning("requests for %s wait: none of its workers takes requests", model or "the only model")
+
+    def _forget_if_empty(self, model: str) -> None:
+        queue = self._queues.get(model)
+        if queue is not None and not len(queue):
+            del self._queues[model]
+
+    def check(self) -> None:
+        """Assert the invariants. For tests."""
+        assert self.num_waiting <= self._config.max_waiting
+        assert all(len(queue) for queue in self._queues.values())
+        assert all(number > 0 for number in self._num_of_tenant.values())
+        for queue in self._queues.values():
+            queue.check()
+
+
+def has_begun(message: inference_pb2.GenerateRequest) -> bool:
+    """Whether an earlier attempt of this request was taken in somewhere."""
+    return message.attempt > 0 or bool(message.resume_token_ids)

@@ -1,0 +1,386 @@
+"""One request from arrival to its end: place, forward, and when a worker is lost, place again and resume.
+
+    next place -> attempt -> finish delivered: done
+        ^            |
+        |            +-- the worker was lost, refused, or sent what does not fit
+        |            |   (tokens already delivered go along as resume)
+        |            +-- it was busier than believed and gave the request back: place it again,
+        +------------+   knowing what that worker has
+
+When `run` returns or raises, the booking is released and the call to the worker is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from headrace.common.telemetry.span import Span, SpanKind
+from headrace.common.telemetry.tracing import current_span
+from headrace.common.transport.sessions import Call
+from headrace.common.transport.wire_request import WireRequest
+from headrace.protos import worker_pb2
+from headrace.protos.answer_bounds import check_context
+from headrace.protos.model_identity import model_identity
+from headrace.protos.status import Reason, StatusError, detail_of, details_of, error_of, is_peer_lost
+from headrace.router.dispatch.admission import Admission, has_begun
+from headrace.router.dispatch.delivery import Delivery, FencedError
+from headrace.router.dispatch.metrics import RouterMetrics
+from headrace.router.dispatch.spans import MAX_CANDIDATES, describe_placement
+from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.links import WorkerLink
+from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
+from headrace.router.placement.beliefs import MAX_GIVEN_BACK
+
+log = logging.getLogger(__name__)
+
+Metadata = Sequence[tuple[str, str | bytes]]
+_RETRY_AFTER_S = 1.0
+# What the field for it holds.
+_MOST_WAIT_MS = (1 << 32) - 1
+# Most workers that one request may lose in all.
+_MAX_LOST = 32
+ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardingConfig:
+    """`max_attempts` bounds the workers that one request may lose in a row without a token from any."""
+
+    max_attempts: int = 4
+
+
+class UpstreamError(Exception):
+    """A worker's own error, to be passed on as it is."""
+
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        super().__init__(error.details())
+        self.code = error.code()
+        self.details = error.details() or ""
+        self.trailing_metadata = tuple(cast("Metadata", tuple(error.trailing_metadata() or ())))
+
+
+class Verdict(enum.Enum):
+    """What a failed call to a worker means for its request."""
+
+    LOST = enum.auto()  # the worker or the way to it failed: go elsewhere, and suspect it
+    LOST_BEHIND = enum.auto()  # it reports a failure of something it depends on: go elsewhere
+    DRAINING = enum.auto()  # it takes no requests: go elsewhere
+    GIVEN_BACK = enum.auto()  # it has more work than was believed: place the request again, wherever that is
+    FULL = enum.auto()  # it has no room: go elsewhere if there is an elsewhere
+    FINAL = enum.auto()  # every worker would answer the same
+
+
+def verdict_of(error: grpc.aio.AioRpcError) -> Verdict:
+    """Read a failed call. An error that carries our details was made by a worker, one without by the transport."""
+    if is_peer_lost(error):
+        return Verdict.LOST
+    if details_of(error) is None:
+        return Verdict.FINAL
+    by_reason = {
+        Reason.WORKER_LOST: Verdict.LOST_BEHIND,
+        Reason.MODEL_CHANGED: Verdict.LOST_BEHIND,
+        Reason.DRAINING: Verdict.DRAINING,
+        Reason.GIVEN_BACK: Verdict.GIVEN_BACK,
+        Reason.QUEUE_FULL: Verdict.FULL,
+        Reason.NO_CAPACITY: Verdict.FULL,
+    }
+    return by_reason.get(error_of(error).reason, Verdict.FINAL)
+
+
+class _AttemptFailedError(Exception):
+    """This worker will not end the request; another one may. `refusal` is why the worker did not take it, `full` or
+    `draining`; empty when the worker was lost. `passed_on` is its own error, for want of another worker."""
+
+    def __init__(self, why: str, refusal: str = "", passed_on: UpstreamError | None = None) -> None:
+        super().__init__(why)
+        self.refusal = refusal
+        self.passed_on = passed_on
+
+
+class _GivenBackError(Exception):
+    """The worker has more work than was believed when the request was placed there."""
+
+
+class _Call:
+    """A running call to a worker, which its link may abandon."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.abandoned_because: str | None = None
+
+    def abandon(self, why: str) -> None:
+        """End the call; the reader learns why."""
+        self.abandoned_because = why
+        self._call.cancel()
+
+
+class Forwarding:
+    """One request on its way. `write` sends the client a message, `remaining_s` is the time to its deadline or None."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        metrics: RouterMetrics,
+        config: ForwardingConfig,
+        wire: WireRequest,
+        metadata: Metadata,
+        write: Callable[[bytes], Awaitable[None]],
+        remaining_s: Callable[[], float | None],
+    ) -> None:
+        """Raises StatusError if `wire` is no GenerateRequest."""
+        self._fleet = fleet
+        self._admission = admission
+        self._metrics = metrics
+        self._config = config
+        self._metadata = metadata
+        self._write = write
+        self._remaining_s = remaining_s
+        self._delivery = Delivery(wire)
+        self._waits_until_s = time.monotonic() + admission.max_wait_s(self._delivery.request)
+        self._card: worker_pb2.ModelCard | None = None  # of the worker whose tokens were delivered
+        self._num_given_back = 0
+        self._failed: dict[WorkerLink, int] = {}  # workers that failed -> their incarnation at that time
+
+    async def run(self) -> None:
+        """Deliver the whole answer. Raises StatusError or UpstreamError when that is impossible."""
+        try:
+            with self._admission.counted(self._delivery.request):
+                await self._deliver()
+        finally:
+            if self._card is not None:
+                self._fleet.answer_lengths.ended(self._card.name, len(self._delivery.token_ids))
+
+    async def _deliver(self) -> None:
+        why, was_lost = "", False
+        num_lost = num_vain = 0
+        while num_vain < self._config.max_attempts and num_lost < _MAX_LOST:
+            num_before = self._delivery.num_delivered
+            if self._card is not None and await self._close(self._card):
+                return
+            placed = await self._next_place()
+            self._metrics.resumes.inc(was_lost)
+            try:
+                if await self._close(placed.card):
+                    return
+                await self._attempt(placed)
+                return
+            except _GivenBackError:
+                self._num_given_back += 1
+                self._metrics.given_back.inc()
+                self._delivery.given_back()
+                self._fleet.not_taken(placed)
+            except _AttemptFailedError as failure:
+                self._failed[placed.link] = placed.link.incarnation
+                why, was_lost = str(failure), not failure.refusal
+                num_vain = num_vain + 1 if self._delivery.num_delivered == num_before else 1
+                num_lost += 1
+                if failure.refusal:
+                    self._fleet.not_taken(placed)
+                    self._metrics.worker_refusals[failure.refusal].inc()
+                if failure.passed_on is not None and not self._has_elsewhere(placed):
+                    raise failure.passed_on from None
+                log.debug("request %r goes elsewhere: %s", self._delivery.request.request_id, why)
+            finally:
+                placed.link.release(placed.booking)
+        if self._card is not None and await self._close(self._card):
+            return
+        log.warning(
+            "request %r is given up, %d workers failed it: %s", self._delivery.request.request_id, num_lost, why
+        )
+        problem = f"{num_lost} attempts at this request failed, one after the other; try again"
+        raise StatusError(Reason.WORKER_LOST, problem, retry_after_s=_RETRY_AFTER_S)
+
+    async def _close(self, card: worker_pb2.ModelCard) -> bool:
+        """Deliver the finish from here if the tokens delivered already end the answer; whether they do."""
+        message = self._delivery.closing_message(card)
+        if message is None:
+            return False
+        self._delivery.accept(message)
+        await self._write(message)
+        return True
+
+    @property
+    def _identity(self) -> str:
+        """Identity of the model that the delivered tokens come from, as far as it is known; empty before the first."""
+        return self._delivery.request.model_identity if self._card is None else model_identity(self._card)
+
+    # -- placing ----------------------------------------------------------------------------------------------------
+
+    async def _next_place(self) -> PlacedRequest:
+        """Book a worker, after a wait for room or for its return if necessary. Raises StatusError when none comes in
+        time."""
+        arrived_s = time.monotonic()
+        with current_span().child("place") as span:
+            placed = await self._await_place(MAX_CANDIDATES if span.is_recording else 0)
+            describe_placement(span, placed)
+        self._metrics.queue_seconds.observe(time.monotonic() - arrived_s)
+        self._metrics.decision_seconds.observe(placed.decision_s)
+        self._metrics.placements[placed.placement.reason].inc()
+        log.debug("placed on %s: %s", placed.link.worker_id, placed.placement.reason.value)
+        return placed
+
+    async def _await_place(self, num_described: int) -> PlacedRequest:
+        wait_until_s = time.monotonic() + self._admission.capacity_wait_s
+        delivery = self._delivery
+        # One that was given back has had its turn.
+        is_new = not self._failed and not self._num_given_back and not has_begun(delivery.request)
+        identity = self._identity
+        request = RoutedRequest(delivery.request, delivery.prompt, delivery.token_ids, identity)
+        request.num_described = num_described
+        while True:
+            card = self._card or self._resolved(is_new)
+            if card is not None:
+                check_context(delivery.prompt.num_tokens, len(delivery.token_ids), card.max_context_tokens)
+                await request.prepare(self._fleet.cards(card.name))
+            if card is not None and is_new:
+                placed = await self._admission.place(request, delivery.request, card, self._remaining_s())
+                self._waits_until_s = time.monotonic() + request.max_ttft_ms / 1000
+                return placed
+            if (
+                card is not None
+                and not identity
+                and delivery.token_ids
+                and self._fleet.has_several_identities(card.name)
+            ):
+                raise _model_changed("its workers have different model files, and the request does not name its own")
+            again = None if card is None else self._place_again(request, card)
+            if again is not None:
+                return again
+            left_s = wait_until_s - time.monotonic()
+            if left_s <= 0:
+                if self._is_changed(card, identity):
+                    raise _model_changed("no worker with the model files that began it is left")
+                raise self._admission.no_capacity(delivery.request.model)
+            await self._fleet.changed(left_s)
+
+    def _is_changed(self, card: worker_pb2.ModelCard | None, identity: str) -> bool:
+        """Whether only other model files are served where the answer needs these, and a worker with them will not come
+        back. As long as it may, the answer waits as for the restart of a lone worker."""
+        if card is None or not identity or self._fleet.may_come_back(identity):
+            return False
+        return self._fleet.is_served(card)
+
+    def _resolved(self, is_new: bool) -> worker_pb2.ModelCard | None:
+        """The card of the requested model, or None while it is unknown. Raises StatusError.
+
+        An answer that has begun had a worker: that none is known may only mean that this router is new.
+        """
+        try:
+            return self._fleet.resolve(self._delivery.request.model)
+        except StatusError as error:
+            if is_new or error.reason is not Reason.MODEL_NOT_FOUND:
+                raise
+            return None
+
+    def _place_again(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> PlacedRequest | None:
+        """Decide now. A worker that failed is only used again if it has come back and there is no other."""
+        placed = self._fleet.place(request, card, self._failed.keys())
+        if placed is None and self._failed:
+            still_failed = {link for link, incarnation in self._failed.items() if link.incarnation == incarnation}
+            placed = self._fleet.place(request, card, still_failed)
+        return placed
+
+    def _has_elsewhere(self, placed: PlacedRequest) -> bool:
+        identity = self._identity
+        return any(
+            link.is_ready
+            and link not in self._failed
+            and link.card is not None
+            and link.card.name == placed.card.name
+            and identity in ("", model_identity(link.card))
+            for link in self._fleet.links()
+        )
+
+    # -- one attempt ------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, placed: PlacedRequest) -> None:
+        """Forward until the finish is delivered. Raises _AttemptFailedError or UpstreamError."""
+        with current_span().child(ATTEMPT_SPAN, kind=SpanKind.CLIENT) as span:
+            if span.is_recording:
+                resumed = len(self._delivery.token_ids)
+                span.set({"headrace.worker": placed.link.worker_id, "headrace.num_resumed_tokens": resumed})
+            await self._try(placed, span)
+
+    async def _try(self, placed: PlacedRequest, span: Span) -> None:
+        may_be_given_back = self._num_given_back < MAX_GIVEN_BACK
+        belief = placed.belief(may_be_given_back=may_be_given_back)
+        wire = self._delivery.next_attempt(self._max_wait_ms(), belief)
+        call = placed.link.generate(wire, timeout=self._remaining_s(), metadata=span.onto(self._metadata))
+        running = _Call(call)
+        try:
+            with placed.link.running(running):
+                await self._pass_on(placed, call)
+        except grpc.aio.AioRpcError as error:
+            if not self._delivery.is_finished:  # what comes after the finish no longer matters
+                raise self._judge(placed.link, error) from None
+        except asyncio.CancelledError:
+            if running.abandoned_because is None or _is_cancelled_from_outside():
+                raise
+            if not self._delivery.is_finished:
+                raise _AttemptFailedError(running.abandoned_because) from None
+        except FencedError as error:
+            log.error("worker %s is fenced: %s", placed.link.worker_id, error)
+            raise _AttemptFailedError(f"worker {placed.link.worker_id} is fenced: {error}") from None
+        finally:
+            call.cancel()
+
+    def _max_wait_ms(self) -> int:
+        """What is left of the time for which the request may wait for others."""
+        left_s = max(self._waits_until_s - time.monotonic(), 0.0)
+        return min(round(1000 * left_s), _MOST_WAIT_MS)
+
+    async def _pass_on(self, placed: PlacedRequest, call: Call) -> None:
+        delivery, read, write = self._delivery, call.read, self._write
+        delivery.max_tokens = placed.card.max_context_tokens
+        while (message := await read()) is not grpc.aio.EOF:
+            assert isinstance(message, bytes)
+            delivery.accept(message)
+            if self._card is None:
+                self._card = placed.card
+            placed.link.settle(placed.booking)
+            await write(message)
+        if not delivery.is_finished:
+            raise _AttemptFailedError(f"worker {placed.link.worker_id} ended the stream without a finish")
+
+    def _judge(self, link: WorkerLink, error: grpc.aio.AioRpcError) -> Exception:
+        verdict = verdict_of(error)
+        why = f"worker {link.worker_id}: {error.code().name}: {error.details()}"
+        if verdict is Verdict.FINAL:
+            return UpstreamError(error)
+        if verdict is Verdict.FULL:
+            return _AttemptFailedError(why, "full", UpstreamError(error))
+        if verdict is Verdict.GIVEN_BACK:
+            message = detail_of(error, worker_pb2.GivenBack)
+            if message is not None:
+                link.given_back(message)
+            # Not allowed to give it back any more, a worker refuses it.
+            is_allowed = self._num_given_back < MAX_GIVEN_BACK
+            return _GivenBackError(why) if is_allowed else _AttemptFailedError(why, "full")
+        if verdict is Verdict.LOST:
+            link.suspect(f"a call failed: {error.code().name}: {error.details()}")
+        elif verdict is Verdict.DRAINING:
+            link.draining()
+            return _AttemptFailedError(why, "draining")
+        return _AttemptFailedError(why)
+
+
+def _model_changed(why: str) -> StatusError:
+    """The end of an answer that only other model files could continue."""
+    return StatusError(
+        Reason.MODEL_CHANGED, f"the answer cannot be continued: {why}; ask again", retry_after_s=_RETRY_AFTER_S
+    )
+
+
+def _is_cancelled_from_outside() -> bool:
+    """Whether this task was cancelled, apart from an abandoned call."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

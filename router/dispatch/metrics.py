@@ -1,0 +1,147 @@
+"""What the router counts, as Prometheus metrics; the only file that knows their names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+
+from headrace.common.transport.session_server import MAX_SESSIONS, SessionServer
+from headrace.common.transport.sessions import MAX_UNSENT_BYTES
+from headrace.protos.status import Reason
+from headrace.router.dispatch.admission import Admission
+from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.leases import LeaseReader
+from headrace.router.placement.policy import PlacementReason
+
+# The times at which series began say nothing that the process's start does not.
+prometheus_client.disable_created_metrics()
+
+_QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 150e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
+
+
+class RequestLoad(NamedTuple):
+    """What requests hold, and the bounds of it."""
+
+    held: int
+    most_held: int
+    num_bytes: int
+    most_bytes: int
+
+
+class HoldsRequests(Protocol):
+    """Whoever knows what requests hold."""
+
+    @property
+    def request_load(self) -> RequestLoad:
+        """As of now."""
+        ...
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM (statm in proc(5))."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class RouterMetrics:
+    """Counters of one router, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        placements = Counter(
+            "headrace_router_placements", "Requests placed, by what decided", ["reason"], registry=self.registry
+        )
+        self.placements = {reason: placements.labels(reason.value) for reason in PlacementReason}
+        self.resumes = Counter(
+            "headrace_router_resumes",
+            "Requests that went on on another worker because theirs was lost, with or without tokens delivered",
+            registry=self.registry,
+        )
+        worker_refusals = Counter(
+            "headrace_router_worker_refusals",
+            "Attempts that a worker did not take: it was full, or draining",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.worker_refusals = {reason: worker_refusals.labels(reason) for reason in ("full", "draining")}
+        self.given_back = Counter(
+            "headrace_router_given_back",
+            "Placements that a worker gave back because other routers had given it more work than was believed",
+            registry=self.registry,
+        )
+        self.decision_seconds = Histogram(
+            "headrace_router_decision_seconds",
+            "Time of one placement, hashing of the prompt included",
+            buckets=_DECISION_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.queue_seconds = Histogram(
+            "headrace_router_queue_seconds",
+            "Time from a request's arrival, or the loss of its worker, to its placement",
+            buckets=_QUEUE_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.requests = Counter(
+            "headrace_router_requests", "Requests that ended, by gRPC status", ["code"], registry=self.registry
+        )
+        self._refusals = Counter(
+            "headrace_router_refusals",
+            "Requests that this router itself ended with an error, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
+
+    def refused(self, reason: Reason) -> None:
+        """Count a request that this router itself ended with an error."""
+        self._refusals.labels(reason.name.lower()).inc()
+
+    def observe(self, fleet: Fleet) -> None:
+        """Add gauges that read the fleet whenever they are scraped. Once."""
+        index = fleet.index
+        self._gauge("requests_in_flight", "Requests booked on workers", lambda: fleet.num_in_flight)
+        self._gauge("workers_ready", "Workers that take requests", lambda: fleet.num_ready)
+        self._gauge("index_entries", "Pairs of block hash and worker", lambda: len(index))
+        self._gauge("index_entries_max", "Bound of the entries", lambda: index.max_entries)
+        self._gauge("index_entries_dropped", "Entries given up for lack of room", lambda: index.num_dropped)
+        self._gauge("index_predicted_blocks", "Blocks predicted on placement", lambda: index.num_predicted)
+        self._gauge("index_predicted_blocks_max", "Bound of the predicted blocks", lambda: index.max_predicted)
+        self._gauge("sessions", "Sessions whose worker is remembered", lambda: fleet.num_sessions)
+        self._gauge("sessions_max", "Bound of the remembered sessions", lambda: fleet.max_sessions)
+        self._gauge("unread_bytes", "Bytes that workers sent and that wait here", lambda: fleet.num_unread_bytes)
+        self._gauge("unread_bytes_max", "Bound of those bytes", lambda: fleet.max_unread_bytes)
+        self._gauge("resident_bytes", "Memory of the process", resident_bytes)
+
+    def observe_requests(self, admission: Admission, holder: HoldsRequests) -> None:
+        """Add gauges that read the queue and what requests hold whenever they are scraped. Once."""
+        self._gauge("requests_waiting", "Requests that wait for room on a worker", lambda: admission.num_waiting)
+        self._gauge("requests_waiting_max", "Bound of the waiting ones", lambda: admission.max_waiting)
+        self._gauge("requests_held", "Requests in flight, waiting ones included", lambda: holder.request_load.held)
+        self._gauge("requests_held_max", "Bound of the requests in flight", lambda: holder.request_load.most_held)
+        self._gauge("request_bytes", "Bytes of the requests in flight", lambda: holder.request_load.num_bytes)
+        self._gauge("request_bytes_max", "Bound of those bytes", lambda: holder.request_load.most_bytes)
+
+    def observe_sessions(self, sessions: SessionServer) -> None:
+        """Add gauges that read the callers' sessions whenever they are scraped. Once."""
+        self._gauge("callers", "Sessions of gateways", lambda: sessions.num_sessions)
+        self._gauge("callers_max", "Bound of the sessions of gateways", lambda: MAX_SESSIONS)
+        self._gauge("unsent_bytes", "Bytes that gateways have not taken yet", lambda: sessions.num_unsent_bytes)
+        self._gauge("unsent_bytes_max", "Bound of those bytes", lambda: MAX_UNSENT_BYTES * sessions.num_sessions)
+
+    def observe_leases(self, leases: LeaseReader) -> None:
+        """Add a gauge that says whether Redis can be read. Once."""
+        self._gauge("redis_up", "1 while the leases in Redis can be read", lambda: float(leases.is_connected))
+        self._gauge("redis_writable", "1 while Redis takes writes", lambda: float(leases.is_writable))
+
+    def _gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        Gauge(f"headrace_router_{name}", documentation, registry=self.registry).set_function(read)
+
+    def serve(self, host: str, port: int) -> None:
+        """Answer scrapes on this address, from a thread of its own. Raises OSError if it cannot be bound."""
+        start_http_server(port, host, registry=self.registry)

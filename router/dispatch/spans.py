@@ -1,0 +1,35 @@
+"""A placement as attributes of a span: what was decided, why, and what each candidate would have cost."""
+
+from __future__ import annotations
+
+from headrace.common.telemetry.span import Span
+from headrace.router.fleet.routed_request import PlacedRequest
+from headrace.router.placement.policy import CostTerms
+
+# Candidates that are described, cheapest first; a fleet may have hundreds.
+MAX_CANDIDATES = 16
+
+
+def describe_placement(span: Span, placed: PlacedRequest) -> None:
+    """Say where the request goes and on which grounds."""
+    if not span.is_recording:
+        return
+    placement = placed.placement
+    span.set(
+        {
+            "headrace.placement.worker": placed.link.worker_id,
+            "headrace.placement.reason": placement.reason.value,
+            "headrace.placement.predicted_cached_tokens": placement.predicted_cached_tokens,
+            "headrace.placement.num_candidates": placement.num_candidates,
+            "headrace.placement.decision_us": 1e6 * placed.decision_s,
+            **_terms(placement.cost),
+        }
+    )
+    for weighed in placement.weighed:
+        cached = weighed.num_cached_tokens
+        attributes: dict[str, str | float] = {"server.address": weighed.worker_id, "headrace.cached_tokens": cached}
+        span.event("candidate", {**attributes, **_terms(weighed.cost)})
+
+
+def _terms(cost: CostTerms) -> dict[str, float]:
+    return {f"headrace.cost.{name}": getattr(cost, name) for name in CostTerms.__struct_fields__}

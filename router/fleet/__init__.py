@@ -1,0 +1,1 @@
+"""The workers that a router knows: leases and registrations, links, reported load, and the requests on each."""

@@ -1,0 +1,396 @@
+"""The fleet as one router sees it: members and their links, the index over all of them, and the decision.
+
+Everything here but the links' own tasks is synchronous: a placement is decided and booked without an await in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.common.transport.channels import PLAIN, Transport
+from headrace.common.transport.session_client import MAX_UNREAD_BYTES
+from headrace.common.transport.silence import Silences
+from headrace.protos import router_pb2, worker_pb2
+from headrace.protos.answer_bounds import max_request_bytes
+from headrace.protos.model_identity import model_identity
+from headrace.protos.status import Reason, StatusError
+from headrace.router.fleet.departed import Departed
+from headrace.router.fleet.known_models import REMEMBER_MODEL_S, KnownModels
+from headrace.router.fleet.links import HEARTBEAT_MS, LinkState, WorkerLink
+from headrace.router.fleet.pools import Members, Pools
+from headrace.router.fleet.registry import Registry
+from headrace.router.fleet.reported_load import report_interval_ms
+from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
+from headrace.router.fleet.session_workers import SessionWorkers
+from headrace.router.placement.answer_lengths import AnswerLengths
+from headrace.router.placement.bookings import Booking
+from headrace.router.placement.candidates import Candidates
+from headrace.router.placement.policy import Placement, RequestFacts, place
+from headrace.router.placement.predictions import Run
+from headrace.router.placement.prefix_index import Depths, PrefixIndex
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_MAX_DEPARTED = 4096
+# After so long gateways know of another tokenizer.
+_NEW_TOKENIZER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Bounds and times of a fleet; times in seconds."""
+
+    max_index_entries: int = 4_000_000
+    max_predicted_blocks: int = 500_000
+    prediction_ttl_s: float = 30.0
+    max_sessions: int = 65_536
+    heartbeat_ms: int = HEARTBEAT_MS
+    plain_grpc: bool = False
+    """Whether each request to a worker is an RPC of its own, rather than one of many in a session."""
+
+
+class Fleet:
+    """Members, links, index, sessions; see the module. `start` and `close` frame its life on one event loop."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        config: FleetConfig = FleetConfig(),
+        *,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        transport: Transport = PLAIN,
+    ) -> None:
+        self.on_room: Callable[[str], None] = lambda _: None
+        """Called with a model when one of its workers has room, for the requests that wait."""
+        self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
+        self.answer_lengths = AnswerLengths()
+        self._registry = registry
+        self._config = config
+        self._transport = transport
+        self._rng = rng or random.Random()
+        self._clock = clock
+        self._started_at_s = clock()
+        self._links: dict[str, WorkerLink] = {}
+        self._watcher_id = random.SystemRandom().randrange(1, 1 << 64)
+        self._pools = Pools()
+        self._retiring: set[WorkerLink] = set()
+        self._models = KnownModels(clock)
+        self._sessions = SessionWorkers(config.max_sessions)
+        self._departed = Departed(REMEMBER_MODEL_S, _MAX_DEPARTED)
+        self._silences = Silences()
+        self._changed = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Link the members of the fixed list, and keep time."""
+        self._sync()
+        self._ticker = asyncio.create_task(self._tick(), name="fleet")
+
+    async def close(self) -> None:
+        """Close all links; running calls fail."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in (*self._links.values(), *self._retiring)))
+
+    # -- membership -------------------------------------------------------------------------------------------------
+
+    def register(self, worker_id: str, address: str) -> float:
+        """Add a worker or renew its lease; seconds that the lease lasts. Raises StatusError, see Registry."""
+        if self._registry.register(worker_id, address, self._clock()) or address not in self._links:
+            self._sync()
+        self._links[address].nudge()
+        return self._registry.lease_s
+
+    def deregister(self, worker_id: str, address: str) -> None:
+        """A worker goes away: it gets no new requests, and those it has may end."""
+        if self._registry.deregister(worker_id, address):
+            self._sync(gone=address)
+
+    def leases_seen(self, addresses: Mapping[str, str]) -> None:
+        """A store that routers share was read: worker id -> address."""
+        self._registry.shared.seen(addresses, self._clock())
+        self._sync()
+
+    def is_leased(self, address: str) -> bool:
+        """Whether the worker at an address is a member by the fixed list or by a lease, heard or not."""
+        return address in self._registry.members()
+
+    def leases_lost(self) -> None:
+        """The shared store could not be read: known workers stay."""
+        self._registry.shared.lost()
+
+    def _sync(self, gone: str | None = None) -> None:
+        """Link new members, and drop former ones: the worker that deregistered (`gone`), and workers without a lease
+        that are silent too. A worker that reports stays, even if its lease has ended."""
+        members = self._registry.members()
+        for address, member in members.items():
+            if address not in self._links:
+                self._link(address)
+            self._links[address].registered_id = member.worker_id
+        known_ids = {member.worker_id for member in members.values()}
+        for address in self._links.keys() - members.keys():
+            link = self._links[address]
+            if address != gone and not self._is_given_up(link, is_elsewhere=link.registered_id in known_ids):
+                continue
+            self._models.workers_changed()
+            link = self._links.pop(address)
+            link.retire()
+            self._retiring.add(link)
+
+    def _is_given_up(self, link: WorkerLink, *, is_elsewhere: bool) -> bool:
+        """Whether a worker without a lease is forgotten: it is silent, and has registered at another address or was
+        silent for as long as a lease lasts."""
+        if link.state is not LinkState.UNREACHABLE:
+            return False
+        return is_elsewhere or self._clock() - link.away_since_s >= self._registry.lease_s
+
+    def _link(self, address: str) -> None:
+        link = self._links[address] = WorkerLink(
+            address,
+            self.index,
+            self._on_change,
+            self._pools.note,
+            self._on_room,
+            heartbeat_ms=self._config.heartbeat_ms,
+            watcher_id=self._watcher_id,
+            report_interval_ms=lambda: report_interval_ms(len(self._links)),
+            clock=self._clock,
+            transport=self._transport,
+            plain_grpc=self._config.plain_grpc,
+            silences=self._silences,
+        )
+        link.start()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = self._clock()
+            self._registry.expire(now_s)
+            self._sync()
+            self.index.expire(now_s)
+            for card in self._pools.cards():
+                self._models.remember(card)
+            for link in [link for link in self._retiring if link.num_in_flight == 0]:
+                self._retiring.discard(link)
+                await link.close()
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_ready(self) -> int:
+        """Workers that take requests."""
+        return sum(link.is_ready for link in self._links.values())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests booked on workers."""
+        return sum(link.num_in_flight for link in (*self._links.values(), *self._retiring))
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes of answers that came from workers and were not passed on yet."""
+        return sum(link.sessions.num_unread_bytes for link in (*self._links.values(), *self._retiring))
+
+    @property
+    def max_unread_bytes(self) -> int:
+        """Bound of `num_unread_bytes`."""
+        return MAX_UNREAD_BYTES * (len(self._links) + len(self._retiring))
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions whose worker is remembered."""
+        return len(self._sessions)
+
+    @property
+    def max_sessions(self) -> int:
+        """Bound of `num_sessions`."""
+        return self._sessions.max_sessions
+
+    def links(self) -> list[WorkerLink]:
+        """The links of all members, by name of the worker."""
+        return sorted(self._links.values(), key=lambda link: (link.worker_id, link.address))
+
+    def workers(self) -> list[router_pb2.WorkerInfo]:
+        """All members, reachable or not, by name."""
+        return [link.info() for link in self.links()]
+
+    def models(self) -> dict[str, worker_pb2.ModelCard]:
+        """Model name -> card, for the models that a live worker serves; sorted."""
+        return self._models.live(self.links)
+
+    def resolve(self, model: str) -> worker_pb2.ModelCard | None:
+        """The card of the model that a request means ("" is the only one there is), or None while that is open.
+
+        Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD when "" could be several.
+        """
+        return self._models.resolve(model, self.links)
+
+    def check(self) -> None:
+        """Assert the invariants of the index, of all bookings and of who takes requests. For tests."""
+        self.index.check()
+        for link in (*self._links.values(), *self._retiring):
+            link.check()
+        self._pools.check(self._links.values())
+
+    # -- the decision -----------------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        request: RoutedRequest,
+        card: worker_pb2.ModelCard,
+        excluded: Collection[WorkerLink],
+    ) -> PlacedRequest | None:
+        """Choose a ready worker of the card's model, book the request there and predict its blocks; None if none is.
+
+        A prompt goes only to workers with the tokenizer that made it, an answer that has begun only to workers of its
+        own identity. Whether a request has to wait there for too long is for the worker to say, which knows it exactly.
+
+        Raises StatusError (MODEL_CHANGED) if workers take requests, but none that has the prompt's tokenizer.
+        """
+        began_s = time.perf_counter()
+        members = self._pools.members(card.name).of_tokenizer(request.tokenizer_sha256)
+        if not members and self.is_served(card) and not request.model_identity:
+            raise StatusError(
+                Reason.MODEL_CHANGED,
+                f"the prompt was made by a tokenizer that no worker of model {card.name!r} has any more; ask again",
+                field="tokenizer_sha256",
+                retry_after_s=_NEW_TOKENIZER_S,
+            )
+        if excluded or request.model_identity:
+            members = members.where(lambda link, its_card: link not in excluded and request.may_go_to(its_card))
+        if not members:
+            return None
+        cached_blocks = self._cached_blocks(request, members)
+        placement = self._decide(request, card.name, members, cached_blocks, self._rng, request.num_described)
+        link, its_card = members.links[placement.number]
+        booking, prediction = self._settle_on(request, link, its_card, placement, int(cached_blocks[placement.number]))
+        return PlacedRequest(link, its_card, booking, placement, time.perf_counter() - began_s, prediction)
+
+    def not_taken(self, placed: PlacedRequest) -> None:
+        """The worker did not take the request: its blocks will not come there."""
+        if placed.prediction is not None:
+            self.index.withdraw(placed.prediction)
+
+    def cards(self, model: str) -> list[worker_pb2.ModelCard]:
+        """The different cards, by fingerprint and block size, of workers of a model that take requests."""
+        return [card for card, _ in self._pools.members(model).chains]
+
+    @property
+    def max_request_bytes(self) -> int | None:
+        """Bytes that no valid request has, for any of the models that are known. None while none is."""
+        cards = (*self.models().values(), *self._models.remembered())
+        return max((max_request_bytes(card) for card in cards), default=None)
+
+    def candidates(self, card: worker_pb2.ModelCard) -> Candidates:
+        """The workers of this model that take requests, as the policy sees them."""
+        return self._pools.members(card.name).candidates(self._pools.table)
+
+    def has_several_identities(self, model: str) -> bool:
+        """Whether the workers known to serve a model, reachable or not, differ in weights or tokenizer."""
+        cards = (link.card for link in self._links.values())
+        return len({model_identity(card) for card in cards if card is not None and card.name == model}) > 1
+
+    def may_come_back(self, identity: str) -> bool:
+        """Whether a worker with these weights and this tokenizer was lost not long ago: it may only be restarting."""
+        return self._departed.may_come_back(identity, self._clock())
+
+    def is_served(self, card: worker_pb2.ModelCard) -> bool:
+        """Whether a worker of this model takes requests."""
+        return self._pools.is_served(card.name)
+
+    def has_room(self, card: worker_pb2.ModelCard) -> bool:
+        """Whether a worker of this model has room in its batch."""
+        return self._pools.has_room(card.name)
+
+    def weigh(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> Placement | None:
+        """The decision that `place` would take now, with nothing booked and all workers described; None if no worker of
+        the model is ready."""
+        members = self._pools.members(card.name)
+        if not members:
+            return None
+        # Ties are broken by random numbers of its own: asking must not change what comes next.
+        cached_blocks = self._cached_blocks(request, members)
+        return self._decide(request, card.name, members, cached_blocks, random.Random(0), len(members))
+
+    def _cached_blocks(self, request: RoutedRequest, members: Members) -> Depths:
+        """For each worker, the blocks from the start of the prompt that are found there."""
+        cached_blocks: Depths = np.zeros(len(members), np.intp)
+        for card, numbers in members.chains:
+            cached_blocks[numbers] = self.index.depths(request.hashes(card))[members.slots[numbers]]
+        return cached_blocks
+
+    def _decide(
+        self,
+        request: RoutedRequest,
+        model: str,
+        members: Members,
+        cached_blocks: Depths,
+        rng: random.Random,
+        num_described: int,
+    ) -> Placement:
+        session_worker = self._sessions.get(model, request.session_key)
+        facts = RequestFacts(request.num_tokens, request.max_new_tokens, session_worker, request.max_ttft_ms)
+        placement = place(
+            facts,
+            members.candidates(self._pools.table),
+            cached_blocks,
+            self._clock(),
+            rng,
+            num_described=num_described,
+            priors=self.answer_lengths.priors(model),
+        )
+        assert placement is not None, "there are candidates"
+        return placement
+
+    def _settle_on(
+        self,
+        request: RoutedRequest,
+        link: WorkerLink,
+        card: worker_pb2.ModelCard,
+        placement: Placement,
+        num_cached_blocks: int,
+    ) -> tuple[Booking, Run | None]:
+        num_tokens = request.num_tokens - placement.predicted_cached_tokens
+        hashes = request.hashes(card)
+        booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks)
+        prediction = self.index.predict(link.address, hashes, num_cached_blocks, self._clock())
+        if request.session_key:
+            self._sessions.put(card.name, request.session_key, link.address)
+        return booking, prediction
+
+    # -- waiting for a change ---------------------------------------------------------------------------------------
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return at the next change of any worker's state, or when the time is over."""
+        # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the result.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def _on_room(self, link: WorkerLink) -> None:
+        model = self._pools.model_with_room_at(link)
+        if model is not None:
+            self.on_room(model)
+
+    def _on_change(self, link: WorkerLink) -> None:
+        self._models.workers_changed()
+        if self._pools.remove(link) and link.card is not None:
+            self._departed.went(link.worker_id, model_identity(link.card), self._clock())
+        if link.is_ready and link.card is not None:
+            self._pools.add(link)
+            self._departed.came(link.worker_id)
+            self._models.remember(link.card)
+            self._on_room(link)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

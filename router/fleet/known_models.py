@@ -1,0 +1,86 @@
+"""The models that a router knows: those that live workers serve, and those that were served a moment ago."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+from headrace.protos import worker_pb2
+from headrace.protos.status import Reason, StatusError
+from headrace.router.fleet.links import LinkState, WorkerLink
+
+# A model whose workers are all gone is remembered, so that requests wait for a restart of the last one.
+REMEMBER_MODEL_S = 600.0
+_MAX_REMEMBERED = 256
+# A new member that was not reached within this time no longer delays the answer that a model is unknown.
+_SETTLE_S = 5.0
+
+
+class KnownModels:
+    """Cards of models by name. `links` in its methods gives the links of all members, sorted."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._live: dict[str, worker_pb2.ModelCard] | None = None  # until a worker's state changes
+        self._remembered: OrderedDict[str, tuple[worker_pb2.ModelCard, float]] = OrderedDict()
+
+    def workers_changed(self) -> None:
+        """The state or the card of a worker is another."""
+        self._live = None
+
+    def live(self, links: Callable[[], Sequence[WorkerLink]]) -> dict[str, worker_pb2.ModelCard]:
+        """Model name -> card, for the models that a live worker serves; sorted."""
+        if self._live is None:
+            live = {
+                link.card.name: link.card
+                for link in links()
+                if link.card is not None and link.state is not LinkState.UNREACHABLE
+            }
+            self._live = dict(sorted(live.items()))
+        return self._live
+
+    def remember(self, card: worker_pb2.ModelCard) -> None:
+        """A worker takes requests for this model now."""
+        self._remembered[card.name] = (card, self._clock())
+        self._remembered.move_to_end(card.name)
+        while len(self._remembered) > _MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def remembered(self) -> Collection[worker_pb2.ModelCard]:
+        """Cards of all models that were served once and are not forgotten."""
+        return [card for card, _ in self._remembered.values()]
+
+    def resolve(self, model: str, links: Callable[[], Sequence[WorkerLink]]) -> worker_pb2.ModelCard | None:
+        """The card of the model that a request means ("" is the only one there is), or None while that is open.
+
+        Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD when "" could be several.
+        """
+        live = self.live(links)
+        if model in live:
+            return live[model]
+        now_s = self._clock()
+        known = {
+            name: card for name, (card, seen_at_s) in self._remembered.items() if now_s - seen_at_s < REMEMBER_MODEL_S
+        }
+        known |= live
+        if model:
+            if model in known:
+                return known[model]
+        else:
+            choice = live or known
+            if len(choice) > 1:
+                names = ", ".join(sorted(choice))
+                raise StatusError(
+                    Reason.INVALID_FIELD, f"model is empty and there are several: name one of {names}", field="model"
+                )
+            if choice:
+                return next(iter(choice.values()))
+        members = links()
+        if not members or not known or any(_is_settling(link, now_s) for link in members):
+            return None
+        names = ", ".join(sorted(known))
+        raise StatusError(Reason.MODEL_NOT_FOUND, f"no model {model!r} here; there is {names}", field="model")
+
+
+def _is_settling(link: WorkerLink, now_s: float) -> bool:
+    return link.card is None and now_s - link.created_at_s < _SETTLE_S

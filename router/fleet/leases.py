@@ -1,0 +1,143 @@
+"""Workers' leases in Redis, read again and again.
+
+    headrace:workers          set of worker ids
+    headrace:worker:ID        {"worker_id": ID, "address": gRPC target}, gone when its lease ends
+
+A worker writes both every third of its lease (see worker/server/registration.py). Redis is on no request's path: while
+it cannot be read, what is known stays, and a worker that is heard stays whatever its lease says. Now and then
+`headrace:probe` is written, to know whether workers can write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from headrace.common.stores.redis_link import PROBE_KEY, connect, failures
+from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNREACHABLE, REDIS_STATE_UNWRITABLE, RedisState
+from headrace.router.fleet.registry import MAX_WORKERS
+
+log = logging.getLogger(__name__)
+
+WORKERS_KEY = "headrace:workers"
+WORKER_KEY = "headrace:worker:"
+READ_INTERVAL_S = 0.5
+_WRITE_EVERY = 10  # reads
+_TIMEOUT_S = 1.0
+_MAX_VALUE_BYTES = 4096
+
+
+class LeaseReader:
+    """Reads the leases until `close` and hands them to `seen`: worker id -> address. `lost` is called at each read that
+    fails. Raises ValueError for a URL that is none."""
+
+    def __init__(
+        self,
+        url: str,
+        seen: Callable[[dict[str, str]], None],
+        lost: Callable[[], None],
+        *,
+        max_workers: int = MAX_WORKERS,
+    ) -> None:
+        self.is_connected = False
+        self.is_writable = True
+        """Whether Redis takes what is written: one that is full, or a replica, does not, and leases end unrenewed."""
+        self._redis = connect(url, _TIMEOUT_S)
+        self._seen = seen
+        self._lost = lost
+        self._max_workers = max_workers
+        self._num_left_out = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> RedisState:
+        """Whether leases can be read, and renewed."""
+        if not self.is_connected:
+            return REDIS_STATE_UNREACHABLE
+        return REDIS_STATE_OK if self.is_writable else REDIS_STATE_UNWRITABLE
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._task = asyncio.create_task(self._run(), name="leases")
+
+    async def close(self) -> None:
+        """Read no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._redis.aclose()
+
+    async def _run(self) -> None:
+        for round_number in itertools.count():
+            try:
+                async with asyncio.timeout(3 * _TIMEOUT_S):
+                    leases = await self._read()
+                    if round_number % _WRITE_EVERY == 0:
+                        await self._try_to_write()
+            except failures() as error:
+                if self.is_connected:
+                    log.warning("Redis cannot be read, known workers stay: %s", error or type(error).__name__)
+                self.is_connected = False
+                self._lost()
+            else:
+                if not self.is_connected:
+                    log.info("reading leases from Redis: %d workers", len(leases))
+                self.is_connected = True
+                self._seen(leases)
+            await asyncio.sleep(READ_INTERVAL_S)
+
+    async def _try_to_write(self) -> None:
+        try:
+            await self._redis.set(PROBE_KEY, b"1" * 64, px=60_000)
+        except failures() as error:
+            if self.is_writable:
+                log.warning("Redis takes no writes, so workers cannot renew their leases there: %s", error)
+            self.is_writable = False
+        else:
+            self.is_writable = True
+
+    async def _read(self) -> dict[str, str]:
+        # Bytes, since the client does not decode.
+        ids = sorted(cast("set[bytes]", await self._redis.smembers(WORKERS_KEY)))
+        self._tell_of_those_left_out(len(ids))
+        ids = ids[: self._max_workers]
+        if not ids:
+            return {}
+        keys = [WORKER_KEY.encode() + worker_id for worker_id in ids]
+        values = cast("list[bytes | None]", await self._redis.mget(keys))
+        ended = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
+        if ended and self.is_writable:  # a worker that renews a moment later adds itself again
+            with contextlib.suppress(*failures()):
+                await self._redis.srem(WORKERS_KEY, *ended)
+        return dict(filter(None, map(parse_lease, values)))
+
+    def _tell_of_those_left_out(self, num_workers: int) -> None:
+        """Say so when Redis has more workers than this router takes, once for each number of them."""
+        num_left_out = max(num_workers - self._max_workers, 0)
+        if num_left_out and num_left_out != self._num_left_out:
+            log.warning(
+                "Redis has %d workers and this router takes %d: %d get no requests from it; raise --max-workers",
+                num_workers,
+                self._max_workers,
+                num_left_out,
+            )
+        self._num_left_out = num_left_out
+
+
+def parse_lease(value: bytes | None) -> tuple[str, str] | None:
+    """Worker id and address of a lease; None for what is none."""
+    if value is None or len(value) > _MAX_VALUE_BYTES:
+        return None
+    try:
+        lease = json.loads(value)
+        worker_id, address = lease["worker_id"], lease["address"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not (isinstance(worker_id, str) and isinstance(address, str) and worker_id and address):
+        return None
+    return worker_id, address

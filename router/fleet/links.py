@@ -1,0 +1,396 @@
+"""One link for each worker: a channel, the worker's card, and a Watch that keeps index and load up to date.
+
+    UNREACHABLE --card, then first report--> READY <--report says so--> DRAINING
+         ^                                   |  ^
+         |                     silent, or a  |  | heard again
+         |                     call failed   v  |
+         +------silent for too long------- SUSPECT
+         +------the Watch broke, from any state
+
+A link reconnects until it is closed. The pause between attempts is a fiftieth of the time since the worker was lost,
+between 50 ms and 1 s: a worker that restarts is found quickly, and one that stays away costs little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeAlias
+
+import grpc
+
+from headrace.common.transport.channels import PLAIN, Transport, channel_options
+from headrace.common.transport.session_client import SessionClient
+from headrace.common.transport.silence import Peer, Silences
+from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
+from headrace.router.fleet.reported_load import ReportedLoad
+from headrace.router.fleet.silence_timer import SilenceTimer
+from headrace.router.placement.bookings import BOOKING_GRACE_S, Booking, Bookings
+from headrace.router.placement.candidates import Candidate
+from headrace.router.placement.prefix_index import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+_CHANNEL_OPTIONS = (*channel_options(longest_pause_ms=100), ("grpc.use_local_subchannel_pool", 1))
+
+HEARTBEAT_MS = 500
+# Heartbeats of silence after which a worker gets no new requests, and after which its running ones move on.
+_SUSPECT_HEARTBEATS = 3
+_LOST_HEARTBEATS = 5
+_CARD_TIMEOUT_S = 2.0
+_MIN_PAUSE_S = 0.05
+_MAX_PAUSE_S = 1.0
+# Hashes applied in one go; the event loop runs in between.
+_SLICE = 4096
+# How long calls may go on over a channel whose certificates were replaced.
+_OLD_CHANNEL_S = 3600.0
+
+
+class LinkState(enum.Enum):
+    """Whether a worker takes requests; the values are those of the protocol."""
+
+    UNREACHABLE = router_pb2.WORKER_STATE_UNREACHABLE
+    READY = router_pb2.WORKER_STATE_READY
+    DRAINING = router_pb2.WORKER_STATE_DRAINING
+    SUSPECT = router_pb2.WORKER_STATE_SUSPECT
+
+
+class Abandonable(Protocol):
+    """A running call to a worker that can be given up from outside."""
+
+    def abandon(self, why: str) -> None:
+        """End the call; its reader gets the error that the worker was lost."""
+
+
+# Quoted: the class takes no parameters while running.
+_Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]"
+
+
+class _OutOfStepError(Exception):
+    """The worker's reports do not fit what went before: watch again."""
+
+
+class WorkerLink:
+    """The router's knowledge of one worker, and the connection to it.
+
+    Owns the worker's part of the index (under `address`, at `slot`). `on_change` is called when the state changes,
+    `on_load` when load or bookings change, and then `on_room` if there may be more room. `watcher_id` identifies the
+    router to the worker, whose reports have the number of routers (`num_routers`). `report_interval_ms` gives the least
+    interval between reports for each Watch; 0 leaves it to the worker.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        index: PrefixIndex,
+        on_change: Callable[[WorkerLink], None] = lambda _: None,
+        on_load: Callable[[WorkerLink], None] = lambda _: None,
+        on_room: Callable[[WorkerLink], None] = lambda _: None,
+        *,
+        heartbeat_ms: int = HEARTBEAT_MS,
+        report_interval_ms: Callable[[], int] = lambda: 0,
+        watcher_id: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        transport: Transport = PLAIN,
+        plain_grpc: bool = False,
+        silences: Silences | None = None,
+    ) -> None:
+        """`silences` are those of all links of a router."""
+        self.address = address
+        self._silences = silences or Silences()
+        self._plain_grpc = plain_grpc
+        self._report_interval_ms = report_interval_ms
+        self.watcher_id = watcher_id
+        self.num_routers = 1
+        self._watched_since_s = 0.0
+        self.reported = ReportedLoad()
+        self.registered_id = ""
+        self.card: worker_pb2.ModelCard | None = None
+        self.epoch = 0
+        self.state = LinkState.UNREACHABLE
+        self.detail = "not reached yet"
+        self.incarnation = 0  # counts how often the worker became ready
+        self.created_at_s = clock()
+        self._own_id = ""
+        self._heartbeat_ms = heartbeat_ms
+        self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
+        self._lost_after_s = _LOST_HEARTBEATS * heartbeat_ms / 1000
+        self._index = index
+        self._on_change = on_change
+        self._on_load = on_load
+        self._on_room = on_room
+        self._clock = clock
+        self.away_since_s = self.created_at_s
+        self._bookings = Bookings()
+        self._calls: dict[Abandonable, None] = {}  # in order of arrival, in which they go on elsewhere
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.slot = index.add_worker(address)
+        self._transport = transport
+        self._closing: set[asyncio.Task[None]] = set()
+        self._open_channel()
+
+    def _open_channel(self) -> None:
+        """Make the channel, and what calls through it."""
+        self._version = self._transport.version
+        self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self.sessions = SessionClient(
+            self._channel, plain_grpc=self._plain_grpc, silences=self._silences, peer=self.address
+        )
+        self.generate = self.sessions.generate
+        # Without serializers, requests and responses are the bytes as they are on the wire.
+        self.get_tokenizer: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
+            "/headrace.v1.Worker/GetTokenizer"
+        )
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's own name; until it was reached the one it registered with, or else its address."""
+        return self._own_id or self.registered_id or self.address
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker takes requests."""
+        return self.state is LinkState.READY
+
+    def info(self) -> router_pb2.WorkerInfo:
+        """What ListWorkers says of this worker."""
+        return router_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            address=self.address,
+            state=self.state.value,
+            model=self.card.name if self.card else "",
+            load=self.reported.message,
+            report_age_ms=self.reported.age_ms(self._clock()),
+            num_in_flight=self.num_in_flight,
+            detail=self.detail,
+            num_indexed_blocks=self._index.num_entries_of(self.address),
+            indexed_digest=self._index.digest_of(self.address),
+        )
+
+    def candidate(self) -> Candidate:
+        """This worker for the policy. It has a card."""
+        assert self.card is not None, "a worker without a card is no candidate"
+        return Candidate.of(self.address, self.reported.load, self.card.block_size, self._bookings)
+
+    # -- bookings ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests booked here and not released."""
+        return self._bookings.num_in_flight
+
+    def book(self, num_tokens: int, num_blocks: int) -> Booking:
+        """Count a request's uncached tokens and its new blocks as load of this worker, until reports show them."""
+        booking = self._bookings.book(num_tokens, num_blocks, self._clock())
+        self._on_load(self)
+        return booking
+
+    def settle(self, booking: Booking) -> None:
+        """The worker's reports show this request from now on. No effect when they did before."""
+        if self._bookings.settle(booking):
+            self._on_load(self)
+
+    def release(self, booking: Booking) -> None:
+        """The request is no longer there. Once for each booking."""
+        self._bookings.release(booking)
+        self._on_load(self)
+        self._on_room(self)
+
+    def check(self) -> None:
+        """Assert that the sums are those of the bookings."""
+        self._bookings.check()
+
+    @contextlib.contextmanager
+    def running(self, call: Abandonable) -> Iterator[None]:
+        """While inside, the call is abandoned if the worker falls silent for too long."""
+        self._calls[call] = None
+        try:
+            yield
+        finally:
+            self._calls.pop(call, None)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def suspect(self, why: str) -> None:
+        """A call failed in a way that speaks against the worker: no new requests until it is heard again."""
+        if self.state is LinkState.READY:
+            self._enter(LinkState.SUSPECT, why)
+
+    def draining(self) -> None:
+        """The worker refused a request because it drains; its next report says the same."""
+        if self.state is LinkState.READY:
+            self._enter(LinkState.DRAINING, "the worker drains")
+
+    def start(self) -> None:
+        """Connect, and keep connected."""
+        assert self._task is None, "started twice"
+        self._task = asyncio.create_task(self._run(), name=f"link {self.address}")
+
+    def nudge(self) -> None:
+        """Try again now: something says that the worker is there."""
+        if self.state is LinkState.UNREACHABLE:
+            self._wake.set()
+
+    def retire(self) -> None:
+        """Watch no more and take no new requests; running ones may end. Leaves nothing in the index."""
+        if self._task is not None:
+            self._task.cancel()
+        self._enter(LinkState.UNREACHABLE, "retired")
+        self._index.remove_worker(self.address)
+
+    async def close(self) -> None:
+        """Close the channel; calls that still run fail."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for closing in self._closing:
+            closing.cancel()
+        await self._channel.close()
+
+    def _enter(self, state: LinkState, detail: str) -> None:
+        self.detail = detail
+        if state is self.state:
+            return
+        change = f"{self.state.name} -> {state.name}" + (f": {detail}" if detail else "")
+        running = f"; {self.num_in_flight} requests are there" if self.num_in_flight else ""
+        log.info("worker %s at %s: %s%s", self.worker_id, self.address, change, running)
+        if state is LinkState.UNREACHABLE:
+            self.away_since_s = self._clock()
+        if state is LinkState.READY:
+            self.incarnation += 1
+        self.state = state
+        self._on_change(self)
+
+    # -- the watch --------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._session()
+            except grpc.aio.AioRpcError as error:
+                self._enter(LinkState.UNREACHABLE, f"{error.code().name}: {error.details()}")
+            except _OutOfStepError as error:
+                self._enter(LinkState.UNREACHABLE, str(error))
+            except Exception as error:
+                # Otherwise the link would keep its state, and the worker's silence would go unnoticed.
+                log.exception("the link to worker %s failed; it is made anew", self.worker_id)
+                self._enter(LinkState.UNREACHABLE, f"the link to it failed: {type(error).__name__}")
+            pause_s = min(max((self._clock() - self.away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    async def _session(self) -> None:
+        """Fetch the card, then watch until the worker is another one, falls silent or breaks off."""
+        if self._transport.version != self._version:
+            # Calls that still run end on the old channel.
+            closing = asyncio.create_task(self._channel.close(_OLD_CHANNEL_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            self._open_channel()
+        answer = await self._stub.GetModelCard(worker_pb2.GetModelCardRequest(), timeout=_CARD_TIMEOUT_S)
+        if not (answer.card.name and answer.card.block_size and answer.card.max_context_tokens):
+            raise _OutOfStepError("its model card lacks a name, a block size or a context length")
+        self.card, self._own_id, self.epoch = answer.card, answer.worker_id, answer.epoch
+        self.reported.begin_epoch()
+        while True:
+            self._watched_since_s = self._clock()
+            watch = self._stub.Watch(
+                worker_pb2.WatchRequest(
+                    heartbeat_ms=self._heartbeat_ms,
+                    min_interval_ms=self._report_interval_ms(),
+                    watcher_id=self.watcher_id,
+                )
+            )
+            peer = self._silences.watch(self.address, self._lost_after_s)
+            silence = SilenceTimer(peer, self._suspect_after_s, self._judge_silence, watch.cancel)
+            try:
+                await self._follow(watch, silence)
+            finally:
+                silence.stop()
+                watch.cancel()
+
+    async def _follow(self, watch: _Watch, silence: SilenceTimer) -> None:
+        """Apply one watch; return when it has a gap, and so should be started again."""
+        expected = 0
+        while True:
+            try:
+                message = await watch.read()
+            except asyncio.CancelledError:
+                if silence.gave_up:
+                    raise _OutOfStepError(f"silent for {silence.peer.silent_s:.1f} s") from None
+                raise
+            if message is grpc.aio.EOF:
+                raise _OutOfStepError("it ended the watch")
+            assert isinstance(message, worker_pb2.WatchResponse)
+            silence.peer.heard()
+            if message.epoch != self.epoch:
+                raise _OutOfStepError("it restarted")
+            if message.sequence != expected:
+                log.warning("worker %s: report %d came instead of %d", self.worker_id, message.sequence, expected)
+                if expected == 0:
+                    raise _OutOfStepError("its watch does not start with report 0")
+                return
+            if expected == 0 and not message.kv_events.reset:
+                raise _OutOfStepError("its watch does not start with a snapshot")
+            expected += 1
+            await self._apply(message)
+
+    async def _apply(self, message: worker_pb2.WatchResponse) -> None:
+        events = message.kv_events
+        if events.reset:
+            self._index.reset(self.address)
+        for change, hashes in ((self._index.evict, events.evicted), (self._index.store, events.stored)):
+            await self._in_slices(change, hashes)
+        self.num_routers = message.num_watchers or 1
+        if message.sequence == 0:  # it names only what came to it since
+            self._bookings.settle_until(self._watched_since_s)
+        self._take_load(message.load, message.placement_ids)
+        if message.load.draining:
+            self._enter(LinkState.DRAINING, "the worker drains")
+        else:
+            self._enter(LinkState.READY, "")
+
+    async def _in_slices(self, change: Callable[[str, Sequence[int]], None], hashes: Sequence[int]) -> None:
+        for start in range(0, len(hashes), _SLICE):
+            if start:
+                await asyncio.sleep(0)
+            change(self.address, hashes[start : start + _SLICE])
+
+    def given_back(self, message: worker_pb2.GivenBack) -> None:
+        """The worker gave a request back; `message` has its load."""
+        if message.epoch == self.epoch:
+            self._take_load(message.load, message.placement_ids)
+
+    def _take_load(self, load: worker_pb2.Load, placement_ids: Sequence[int]) -> None:
+        """Take in a load that shows these placements of this router."""
+        now_s = self._clock()
+        if load.HasField("num_arrived"):
+            self._bookings.settle_named(placement_ids)
+        else:
+            self._bookings.settle_until(now_s - BOOKING_GRACE_S)
+        self.reported.take(load, now_s)
+        self._on_load(self)
+        self._on_room(self)
+
+    def _judge_silence(self, peer: Peer) -> float | None:
+        """Act on how long the worker has been silent; seconds until to look again, or None when it is given up."""
+        silent_s = peer.silent_s
+        if silent_s < self._suspect_after_s:
+            return self._suspect_after_s - silent_s
+        why = f"silent for {silent_s:.1f} s"
+        self.suspect(why)
+        again_s = peer.judge()
+        if again_s:
+            return again_s
+        self._enter(LinkState.UNREACHABLE, why)
+        for call in list(self._calls):
+            call.abandon(f"worker {self.worker_id} is {why}")
+        return None

@@ -1,0 +1,69 @@
+"""What a worker last reported of its load (pure)."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.protos import worker_pb2
+from headrace.router.placement.candidates import LoadReport
+
+# About so many reports a second come from all workers together; the bounds of the interval between those of one.
+_REPORTS_PER_S = 3200
+_SHORTEST_INTERVAL_MS = 20
+_LONGEST_INTERVAL_MS = 250
+
+
+class ReportedLoad:
+    """The newest load of one worker, from its reports and from requests that it gave back."""
+
+    def __init__(self) -> None:
+        self.load = LoadReport()
+        self.message = worker_pb2.Load()
+        """As it came."""
+        self._version = 0
+        self._reported_at_s: float | None = None
+
+    def begin_epoch(self) -> None:
+        """The worker has restarted: its versions count from the beginning."""
+        self._version = 0
+
+    def take(self, load: worker_pb2.Load, now_s: float) -> None:
+        """Take in a load that came now. A load that is older than the newest one changes nothing."""
+        self._reported_at_s = now_s
+        if load.version < self._version:
+            return
+        self._version = load.version
+        self.message = load
+        self.load = LoadReport(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_uncached_tokens=load.num_uncached_tokens,
+            num_blocks=load.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            num_cached_blocks=load.num_cached_blocks,
+            prefill_tokens_per_s=_rate(load.prefill_tokens_per_s),
+            decode_step_ms=_rate(load.decode_step_ms),
+            max_num_seqs=load.max_num_seqs,
+            as_of_s=now_s - load.age_ms / 1000,
+            num_arrived=load.num_arrived,
+            arrived_tokens=load.arrived_tokens,
+            arrived_blocks=load.arrived_blocks,
+        )
+
+    def age_ms(self, now_s: float) -> int:
+        """Milliseconds since the last report; 0 before the first one."""
+        return 0 if self._reported_at_s is None else int(1000 * (now_s - self._reported_at_s))
+
+
+def _rate(value: float) -> float:
+    """A rate to divide by; 0 (unknown) for a value that is not a sensible number."""
+    return value if math.isfinite(value) and value > 1e-6 else 0.0
+
+
+def report_interval_ms(num_workers: int) -> int:
+    """The least interval between two reports of one worker in a fleet of this size.
+
+    A few workers report as often as they can, many report a few times a second. Bookings stand for what is placed in
+    between.
+    """
+    return min(max(1000 * num_workers // _REPORTS_PER_S, _SHORTEST_INTERVAL_MS), _LONGEST_INTERVAL_MS)

@@ -1,0 +1,90 @@
+"""A request as placement sees it, before and after it has a worker."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from headrace.protos import inference_pb2, worker_pb2
+from headrace.protos.block_hash import root_hash
+from headrace.protos.model_identity import model_identity
+from headrace.router.fleet.links import WorkerLink
+from headrace.router.placement.beliefs import belief_message
+from headrace.router.placement.bookings import Booking
+from headrace.router.placement.policy import Placement, Priors
+from headrace.router.placement.predictions import Run
+from headrace.router.placement.prompt import Prompt
+
+
+class RoutedRequest:
+    """What placement needs of a request. Block hashes are computed once for each fingerprint."""
+
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        prompt: Prompt,
+        generated: Sequence[int] = (),
+        model_identity: str = "",
+    ) -> None:
+        """`generated` are the delivered tokens after the prompt. `model_identity` is that of the worker they come from;
+        empty for an answer that has not begun. The tokens of `request` are not read."""
+        self.num_tokens = prompt.num_tokens + len(generated)
+        self._prompt = prompt
+        self._generated = array("I", generated)
+        self.model_identity = model_identity
+        self.tokenizer_sha256 = request.tokenizer_sha256
+        self.session_key = request.session_key
+        self.max_ttft_ms = math.inf
+        self.num_described = 0
+        """How many candidates the placement describes."""
+        self.max_new_tokens: int | None = None
+        if request.sampling.HasField("max_tokens"):
+            self.max_new_tokens = max(request.sampling.max_tokens - len(generated), 0)
+        self._adapter = request.adapter
+        self._cache_salt = request.cache_salt
+        self._hashes: dict[tuple[str, int], list[int]] = {}
+
+    def num_expected_tokens(self, priors: Priors) -> int:
+        """Expected tokens to compute and to generate."""
+        answer = priors.answer_tokens if self.max_new_tokens is None else min(self.max_new_tokens, priors.answer_tokens)
+        return self.num_tokens + answer
+
+    def may_go_to(self, card: worker_pb2.ModelCard) -> bool:
+        """Whether workers with this card would continue the answer with the weights and the tokenizer it began with."""
+        return not self.model_identity or self.model_identity == model_identity(card)
+
+    async def prepare(self, cards: Iterable[worker_pb2.ModelCard]) -> None:
+        """Copy and hash the prompt for workers with these cards, without holding the event loop for long."""
+        await self._prompt.prepare({(self._root(card), card.block_size) for card in cards})
+
+    def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
+        """Hashes of the full blocks, as workers with this card compute them."""
+        key = (card.fingerprint, card.block_size)
+        if key not in self._hashes:
+            self._hashes[key] = self._prompt.hashes(self._root(card), card.block_size, self._generated)
+        return self._hashes[key]
+
+    def _root(self, card: worker_pb2.ModelCard) -> int:
+        return root_hash(card.fingerprint, self._adapter, self._cache_salt)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRequest:
+    """A request and its worker, decided in `decision_s`. The holder releases the booking, once."""
+
+    link: WorkerLink
+    card: worker_pb2.ModelCard
+    booking: Booking
+    placement: Placement
+    decision_s: float
+    prediction: Run | None
+    """Of the request's blocks at the worker."""
+
+    def belief(self, *, may_be_given_back: bool) -> inference_pb2.Belief:
+        """The message about the placement for the worker. The worker can only know better if other routers use it
+        too."""
+        placement = self.placement
+        believed = placement.belief if may_be_given_back and self.link.num_routers > 1 else None
+        return belief_message(self.link.watcher_id, self.booking, placement.predicted_cached_tokens, believed)

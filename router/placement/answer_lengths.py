@@ -1,0 +1,62 @@
+"""How long answers are on average, by model, learned from those that ended here.
+
+The mean forgets: an answer's weight halves with every `_HALF_LIFE` that end after it. Until some have ended, the prior
+counts as so many of them. What callers gave up counts with what it had: so long it kept its place in a batch.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from headrace.router.placement.policy import Priors
+
+_HALF_LIFE = 256.0
+_KEEP = 0.5 ** (1 / _HALF_LIFE)
+# Answers that the prior is worth.
+_PRIOR_WEIGHT = 16.0
+# Models that are remembered; the least recently used one is forgotten.
+MAX_MODELS = 256
+
+
+class _Mean:
+    __slots__ = ("priors", "total", "weight")
+
+    def __init__(self, priors: Priors) -> None:
+        self.priors = priors
+        self.weight = _PRIOR_WEIGHT
+        self.total = _PRIOR_WEIGHT * priors.answer_tokens
+
+
+class AnswerLengths:
+    """Mean answers of models; `prior` has what holds for models of which nothing is known."""
+
+    def __init__(self, prior: Priors = Priors()) -> None:  # noqa: B008  frozen
+        self._prior = prior
+        self._means: OrderedDict[str, _Mean] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Models of which something is known."""
+        return len(self._means)
+
+    def ended(self, model: str, num_tokens: int) -> None:
+        """An answer of so many tokens ended."""
+        mean = self._means.get(model)
+        if mean is None:
+            mean = self._means[model] = _Mean(self._prior)
+        self._means.move_to_end(model)
+        mean.weight = mean.weight * _KEEP + 1
+        mean.total = mean.total * _KEEP + num_tokens
+        answer = max(1, round(mean.total / mean.weight))
+        if answer != mean.priors.answer_tokens:
+            mean.priors = msgspec.structs.replace(mean.priors, answer_tokens=answer)
+        if len(self._means) > MAX_MODELS:
+            self._means.popitem(last=False)
+
+    def priors(self, model: str) -> Priors:
+        """What to assume for a request of this model."""
+        mean = self._means.get(model)
+        return self._prior if mean is None else mean.priors

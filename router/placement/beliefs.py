@@ -1,0 +1,28 @@
+"""The message about the placement of a request for its worker (pure)."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.protos.inference_pb2 import Belief as BeliefMessage
+from headrace.router.placement.bookings import Booking
+from headrace.router.placement.policy import Belief
+
+# How often workers may give one request back; after that it stays where it is placed. In simulated bursts of ten
+# requests at eight routers four times were too few (docs/decisions/0035).
+MAX_GIVEN_BACK = 8
+
+
+def belief_message(watcher_id: int, booking: Booking, num_cached_tokens: int, believed: Belief | None) -> BeliefMessage:
+    """The message of the router `watcher_id` for a placement that expects so many cached tokens. With `believed`, the
+    worker gives the request back if it has more than that; never if there is no other worker."""
+    message = BeliefMessage(
+        watcher_id=watcher_id, placement_id=booking.placement_id, num_cached_tokens=num_cached_tokens
+    )
+    if believed is not None and believed.slack_ms != math.inf:
+        message.slack_ms = believed.slack_ms
+        message.num_requests = believed.num_requests
+        message.num_uncached_tokens = believed.num_uncached_tokens
+        message.ms_per_request = believed.ms_per_request
+        message.ms_per_token = believed.ms_per_token
+    return message

@@ -1,0 +1,159 @@
+"""What placement knows of workers, in columns: one array for each quantity, one place in it for each worker.
+
+A request is weighed at all workers of its model at once (see `policy`), so their loads and bookings stand in columns
+that arithmetic goes over as a whole. A report or a booking writes one place.
+
+Pure. Not safe for threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.router.placement.bookings import Bookings
+
+Values: TypeAlias = npt.NDArray[np.float64]
+Places: TypeAlias = npt.NDArray[np.intp]
+
+# The weight of a worker's own rates against the median of all workers.
+OWN_SHARE = 0.1
+
+# The columns. Rates stand there raised to OWN_SHARE, as the policy needs them; 0 is unknown.
+(
+    RUNNING,
+    WAITING,
+    UNCACHED_TOKENS,
+    BLOCKS,
+    FREE_BLOCKS,
+    CACHED_BLOCKS,
+    PREFILL_RATE,
+    STEP_MS,
+    MAX_NUM_SEQS,
+    AS_OF_S,
+    BLOCK_SIZE,
+    BOOKED_REQUESTS,
+    BOOKED_TOKENS,
+    BOOKED_BLOCKS,
+) = range(14)
+_NUM_COLUMNS = 14
+
+
+class LoadReport(msgspec.Struct, frozen=True, gc=False):
+    """A worker's latest report; units as in worker.proto. All zero before the first one. The numbers of its engine
+    are of `as_of_s`."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncached_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+    max_num_seqs: int = 0
+    as_of_s: float = 0.0
+    num_arrived: int = 0
+    arrived_tokens: int = 0
+    arrived_blocks: int = 0
+
+    def has_room(self, num_booked: int) -> bool:
+        """Whether the worker takes another request, with `num_booked` requests that this report does not show: into
+        its batch, or into the short queue that keeps the batch full."""
+        if not self.max_num_seqs:
+            return True  # nothing is known of it yet
+        short_queue = 1 + self.max_num_seqs // 16
+        # What waits there although the batch has seats waits for KV blocks.
+        if self.num_waiting >= short_queue:
+            return False
+        return self.num_running + self.num_waiting + num_booked < self.max_num_seqs + short_queue
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A worker that serves the request's model, as this router sees it.
+
+    `num_booked_requests`, `num_booked_tokens` (uncached) and `num_booked_blocks` are of requests that the numbers of
+    its engine do not show yet: those that have arrived there, and those that this router placed there a moment ago.
+    """
+
+    worker_id: str
+    load: LoadReport
+    block_size: int
+    num_booked_requests: int = 0
+    num_booked_tokens: int = 0
+    num_booked_blocks: int = 0
+
+    @classmethod
+    def of(cls, worker_id: str, load: LoadReport, block_size: int, bookings: Bookings) -> Candidate:
+        """A worker with this report, where these bookings are not in it."""
+        return cls(
+            worker_id,
+            load,
+            block_size,
+            load.num_arrived + bookings.num_pending,
+            load.arrived_tokens + bookings.num_tokens,
+            load.arrived_blocks + bookings.num_blocks,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Workers that a request may go to. `values` has a row for each column and a place for each worker; `numbers` says
+    for each name its place."""
+
+    worker_ids: Sequence[str]
+    numbers: Mapping[str, int]
+    values: Values
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Candidates:
+        """These, in their order."""
+        table = CandidateTable()
+        for number, candidate in enumerate(candidates):
+            table.put(number, candidate)
+        worker_ids = [candidate.worker_id for candidate in candidates]
+        numbers = {worker_id: number for number, worker_id in enumerate(worker_ids)}
+        return cls(worker_ids, numbers, table.at(np.arange(len(worker_ids))))
+
+    def __len__(self) -> int:
+        """Number of workers."""
+        return len(self.worker_ids)
+
+
+class CandidateTable:
+    """The columns, by slot. The owner of the table assigns the slots."""
+
+    def __init__(self) -> None:
+        self._values: Values = np.zeros((_NUM_COLUMNS, 16))
+
+    def put(self, slot: int, candidate: Candidate) -> None:
+        """Note load and bookings of the worker at a slot."""
+        values = self._values
+        if slot >= values.shape[1]:
+            values = self._values = np.hstack([values, np.zeros((_NUM_COLUMNS, max(slot, values.shape[1])))])
+        load = candidate.load
+        values[:, slot] = (
+            load.num_running,
+            load.num_waiting,
+            load.num_uncached_tokens,
+            load.num_blocks,
+            load.num_free_blocks,
+            load.num_cached_blocks,
+            load.prefill_tokens_per_s**OWN_SHARE,
+            load.decode_step_ms**OWN_SHARE,
+            load.max_num_seqs,
+            load.as_of_s,
+            candidate.block_size,
+            candidate.num_booked_requests,
+            candidate.num_booked_tokens,
+            candidate.num_booked_blocks,
+        )
+
+    def at(self, slots: Places) -> Values:
+        """A copy of the columns at these slots, in their order."""
+        return self._values.take(slots, axis=1)

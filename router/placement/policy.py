@@ -1,0 +1,385 @@
+"""Which worker gets a request: the one with the least expected milliseconds.
+
+Everything is counted in milliseconds of expected time, the one unit in which a cached prefix, a queue and a slow host
+can be weighed against each other:
+
+    cost_ms = queue_ms      waiting for a place in the batch
+            + backlog_ms    prompts ahead of this one that are still to be computed there
+            + prefill_ms    the part of this prompt that is not cached there
+            + decode_ms     generating the answer, in a batch that this request makes larger by one, beside what is left
+                            of the prompts there
+            + eviction_ms   cached blocks that must give way, times the chance that somebody wanted them
+            + pressure_ms   blocks that are missing altogether: somebody is preempted and computed again
+
+Decided per request: there is no global switch between affinity and balance. A worker whose rates are not known yet is
+taken to be as fast as the best of the others (it has to be tried to be learned); when nobody's are known, the stated
+priors hold. Costs that differ by less than the noise are a tie, broken at random, so that several routers with the same
+picture do not run in step.
+
+Where several routers place on the same workers, each decides without knowing what the others place in the same moment.
+So a placement says what was believed of its worker, and by how much that may be wrong before another worker would have
+been better; a worker that is busier than that gives the request back (docs/decisions/0035).
+
+Pure: the same request, candidates, time and random numbers give the same Placement.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.router.placement.candidates import (
+    AS_OF_S,
+    BLOCK_SIZE,
+    BLOCKS,
+    BOOKED_BLOCKS,
+    BOOKED_REQUESTS,
+    BOOKED_TOKENS,
+    CACHED_BLOCKS,
+    FREE_BLOCKS,
+    MAX_NUM_SEQS,
+    OWN_SHARE,
+    PREFILL_RATE,
+    RUNNING,
+    STEP_MS,
+    UNCACHED_TOKENS,
+    WAITING,
+    Candidates,
+    Values,
+)
+
+
+class Priors(msgspec.Struct, frozen=True, gc=False):
+    """What is assumed where nothing is known yet. Each is stated with its unit."""
+
+    prefill_tokens_per_s: float = 1000.0
+    decode_step_ms: float = 30.0
+    # Tokens of an answer, by which waiting for others to end is counted.
+    answer_tokens: int = 128
+    # Tokens of an answer whose slowing down is weighed against the time to its first one, unless max_tokens is lower.
+    weighed_tokens: int = 128
+    # Tokens of prompts that a worker computes for each token of a stream, as long as it has any.
+    prompt_tokens_per_step: int = 128
+    # A decode step takes twice the time of an idle one at this many sequences.
+    batch_for_double_step: float = 32.0
+    # Chance that a cached block that gives way would have been used again.
+    reuse_chance: float = 0.1
+    # A request goes to its session's worker if that costs at most this much more than the best.
+    session_slack_ms: float = 250.0
+    # Costs that differ by less are equal.
+    noise_ms: float = 1.0
+    # A placement holds although its worker turns out to be dearer than any other by this much.
+    give_back_ms: float = 50.0
+
+
+class Belief(msgspec.Struct, frozen=True, gc=False):
+    """What a placement counted with of its worker: `num_requests` and `num_uncached_tokens` that are there, and what
+    more of each would cost the request. It holds unless more of them cost over `slack_ms`; infinite without another
+    worker."""
+
+    num_requests: int
+    num_uncached_tokens: int
+    ms_per_request: float
+    ms_per_token: float
+    slack_ms: float
+
+
+class RequestFacts(msgspec.Struct, frozen=True, gc=False):
+    """What placement needs to know of a request. `num_prompt_tokens` counts resumed tokens too.
+
+    Workers whose first token is expected within `max_ttft_ms` come before all others.
+    """
+
+    num_prompt_tokens: int
+    max_new_tokens: int | None = None
+    session_worker_id: str | None = None
+    max_ttft_ms: float = math.inf
+
+
+class CostTerms(msgspec.Struct, frozen=True, gc=False):
+    """The terms of a worker's cost for one request, each in milliseconds."""
+
+    queue_ms: float
+    backlog_ms: float
+    prefill_ms: float
+    decode_ms: float
+    eviction_ms: float
+    pressure_ms: float
+    total_ms: float
+
+    @property
+    def ttft_ms(self) -> float:
+        """Expected time to the first token."""
+        return self.queue_ms + self.backlog_ms + self.prefill_ms
+
+
+class PlacementReason(enum.Enum):
+    """What decided. The value is the label in metrics."""
+
+    ONLY = "only"  # there was no other worker to choose
+    PREFIX = "prefix"  # the cheapest, and none has more of the prompt cached
+    LOAD = "load"  # the cheapest, although another one has more cached or none has anything
+    SESSION = "session"  # the worker of the session, near enough to the cheapest
+
+
+# The terms at all candidates: a row for each field of CostTerms, in their order.
+_TOTAL = 6
+
+
+class Weighed(msgspec.Struct, frozen=True, gc=False):
+    """What a request would cost at a worker, and how many tokens of its prompt are cached there."""
+
+    worker_id: str
+    num_cached_tokens: int
+    cost: CostTerms
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """A decision with its reasons. `cost` and `belief` are those of the chosen worker, `number` is its place among the
+    candidates. `weighed` has the requested number of candidates, cheapest first."""
+
+    worker_id: str
+    number: int
+    reason: PlacementReason
+    predicted_cached_tokens: int
+    cost: CostTerms
+    num_candidates: int
+    weighed: Sequence[Weighed]
+    belief: Belief
+
+    @property
+    def costs(self) -> dict[str, CostTerms]:
+        """The cost at each of `weighed`."""
+        return {weighed.worker_id: weighed.cost for weighed in self.weighed}
+
+
+def place(
+    request: RequestFacts,
+    candidates: Candidates,
+    cached_blocks: npt.ArrayLike,
+    now_s: float,
+    rng: random.Random,
+    *,
+    num_described: int = 0,
+    priors: Priors = Priors(),  # noqa: B008  frozen
+) -> Placement | None:
+    """Choose a worker, or None if there is no candidate.
+
+    `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found there.
+    `num_described` is how many candidates the placement describes. Times are on the clock of
+    `LoadReport.as_of_s`.
+    """
+    if not len(candidates):
+        return None
+    most_tokens = max(request.num_prompt_tokens - 1, 0)  # the last one is always computed, for its logits
+    cached_tokens = np.minimum(np.asarray(cached_blocks) * candidates.values[BLOCK_SIZE], most_tokens)
+    rates = believed_rates(candidates.values, priors)
+    terms = _weighed(request, candidates.values, rates, cached_tokens, now_s, priors)
+    totals = _totals(request, terms)
+    chosen, reason = _choose(request, candidates, totals, cached_tokens, rng, priors)
+
+    def described(number: int) -> Weighed:
+        return Weighed(candidates.worker_ids[number], int(cached_tokens[number]), CostTerms(*terms[:, number].tolist()))
+
+    own = described(chosen)
+    cheapest = terms[_TOTAL].argsort(kind="stable")[:num_described].tolist() if num_described else ()
+    return Placement(
+        worker_id=own.worker_id,
+        number=chosen,
+        reason=reason,
+        predicted_cached_tokens=own.num_cached_tokens,
+        cost=own.cost,
+        num_candidates=len(candidates),
+        weighed=tuple(map(described, cheapest)),
+        belief=_belief(request, candidates.values[:, chosen], rates, totals, chosen, reason, priors),
+    )
+
+
+def _belief(
+    request: RequestFacts,
+    worker: Values,
+    rates: tuple[Values, Values],
+    totals: Values,
+    chosen: int,
+    reason: PlacementReason,
+    priors: Priors,
+) -> Belief:
+    """What is believed of the chosen worker, with its column, and by how much that may be wrong."""
+    others_ms = min(totals[:chosen].min(initial=math.inf), totals[chosen + 1 :].min(initial=math.inf))
+    slack_ms = others_ms - totals[chosen] + (priors.session_slack_ms if reason is PlacementReason.SESSION else 0.0)
+    batch = max(worker[RUNNING], 1.0) + priors.batch_for_double_step
+    return Belief(
+        num_requests=int(worker[RUNNING] + worker[WAITING] + worker[BOOKED_REQUESTS]),
+        num_uncached_tokens=int(worker[UNCACHED_TOKENS] + worker[BOOKED_TOKENS]),
+        ms_per_request=float(rates[1][chosen] * _answer_tokens(request, priors) / batch),
+        ms_per_token=float(1000.0 / rates[0][chosen]),
+        slack_ms=max(float(slack_ms), 0.0) + priors.give_back_ms,
+    )
+
+
+def _answer_tokens(request: RequestFacts, priors: Priors) -> int:
+    """Tokens of the answer that are weighed."""
+    most = request.max_new_tokens
+    return priors.weighed_tokens if most is None else min(most, priors.weighed_tokens)
+
+
+def _weighed(
+    request: RequestFacts,
+    values: Values,
+    rates: tuple[Values, Values],
+    cached_tokens: Values,
+    now_s: float,
+    priors: Priors,
+) -> Values:
+    """What the request is expected to cost at each candidate, term by term: rows as the fields of CostTerms."""
+    answer = _answer_tokens(request, priors)
+    double = priors.batch_for_double_step
+    running, uncached, max_num_seqs = values[RUNNING], values[UNCACHED_TOKENS], values[MAX_NUM_SEQS]
+    prefill_rate, decode_step_ms = rates
+    ms_per_token = 1000.0 / prefill_rate
+    terms = np.zeros((_TOTAL + 1, values.shape[1]))
+    queue_ms, backlog_ms, prefill_ms, decode_ms = terms[:4]
+    np.multiply(request.num_prompt_tokens - cached_tokens, ms_per_token, out=prefill_ms)
+
+    # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
+    batch = running + values[BOOKED_REQUESTS]
+    step_ms = decode_step_ms * (batch + (double + 1.0)) / (np.maximum(running, 1.0) + double)
+    np.multiply(step_ms, answer, out=decode_ms)
+
+    # Places come free as answers end; those in the batch are half through on average.
+    requests = batch + values[WAITING]
+    half_answer_ms = step_ms * (priors.answer_tokens * 0.5)
+    is_full = (requests >= max_num_seqs) & (max_num_seqs > 0.0)
+    if is_full.any():
+        np.divide((requests + 1.0 - max_num_seqs) * half_answer_ms, max_num_seqs, out=queue_ms, where=is_full)
+
+    # What was reported has been worked on since.
+    np.multiply(uncached, ms_per_token, out=backlog_ms)
+    backlog_ms -= (now_s - values[AS_OF_S]) * 1000.0
+    np.maximum(backlog_ms, 0.0, out=backlog_ms)
+    backlog_ms += values[BOOKED_TOKENS] * ms_per_token
+
+    # Workers compute the shortest rest first: each request there delays this one by at most what it takes itself.
+    ahead_ms = np.maximum(requests, 1.0) * prefill_ms
+    # Requests after it slow its answer down. Half of that counts: they may be shorter than assumed, and they may share
+    # its prefix.
+    behind_ms = np.maximum(backlog_ms - ahead_ms, 0.0) * 0.5
+    decode_ms += np.minimum(behind_ms, ms_per_token * (answer * priors.prompt_tokens_per_step))
+    np.minimum(backlog_ms, ahead_ms, out=backlog_ms)
+
+    _weigh_blocks(
+        terms, request.num_prompt_tokens - cached_tokens + answer, answer, values, ms_per_token, step_ms, priors
+    )
+    terms[:_TOTAL].sum(axis=0, out=terms[_TOTAL])
+    return terms
+
+
+def _weigh_blocks(
+    terms: Values,
+    new_tokens: Values,
+    answer: int,
+    values: Values,
+    ms_per_token: Values,
+    step_ms: Values,
+    priors: Priors,
+) -> None:
+    """Add what it costs to make room for so many new tokens, of which `answer` are the answer's, in the KV cache."""
+    queue_ms, eviction_ms, pressure_ms = terms[0], terms[4], terms[5]
+    size, blocks = values[BLOCK_SIZE], values[BLOCKS]
+    ms_per_block = size * ms_per_token
+    needed = np.ceil(new_tokens / size)
+    free = values[FREE_BLOCKS] - values[BOOKED_BLOCKS]
+    # At least so many are empty: cached blocks that are in use are not among the free.
+    displaced = needed - np.maximum(free - values[CACHED_BLOCKS], 0.0)
+    is_known = blocks > 0.0
+    np.multiply(np.maximum(displaced, 0.0), ms_per_block * priors.reuse_chance, out=eviction_ms, where=is_known)
+    short = needed - np.maximum(free, 0.0)
+    # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.
+    missing = short + np.floor(values[UNCACHED_TOKENS] / size) - np.floor(answer / size)
+    is_short = (np.maximum(short, missing) > 0.0) & is_known
+    if not is_short.any():
+        return
+    lacking = np.where(is_short, np.maximum(short, 0.0), 0.0)
+    pressure_ms += lacking * ms_per_block + lacking / np.maximum(needed, 1.0) * priors.weighed_tokens * step_ms
+    # Blocks come free as the requests that hold the others end.
+    held = blocks - values[FREE_BLOCKS]
+    waits = is_short & (missing > 0.0) & (held > 0.0)
+    part = np.minimum(np.divide(missing, held, out=np.zeros_like(held), where=waits), 1.0)
+    np.maximum(queue_ms, part * step_ms * (priors.answer_tokens * 0.5), out=queue_ms)
+
+
+def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) -> float:
+    """How long a request waits after `num_ahead` others until one of these full workers has room.
+
+    Each ends max_num_seqs answers in the time of one; 0 when none of them says how many it takes.
+    """
+    if not len(candidates):
+        return 0.0
+    step_ms = believed_rates(candidates.values, priors)[1]
+    ended_per_ms = float((candidates.values[MAX_NUM_SEQS] / step_ms).sum()) / priors.answer_tokens
+    return (num_ahead + 1) / ended_per_ms if ended_per_ms else 0.0
+
+
+def believed_rates(values: Values, priors: Priors) -> tuple[Values, Values]:
+    """The rates to count with: of each candidate its prefill tokens a second, and its milliseconds of a decode step.
+
+    What a worker has learned says more about the prompts that it happened to have than about its host: among equal
+    hosts it differs fourfold. So on a scale of ratios a tenth of it counts, and nine tenths the median of all; who has
+    learned nothing is taken for the best. (Compared in docs/simulation.md.)
+    """
+    prefill = _drawn_to_median(values[PREFILL_RATE])
+    if not prefill.all():
+        prefill[prefill == 0.0] = prefill.max() or priors.prefill_tokens_per_s
+    step_ms = _drawn_to_median(values[STEP_MS])
+    if not step_ms.all():
+        is_known = step_ms > 0.0
+        step_ms[~is_known] = step_ms[is_known].min() if is_known.any() else priors.decode_step_ms
+    return prefill, step_ms
+
+
+def _drawn_to_median(raised: Values) -> Values:
+    """Each rate drawn to the median of those that are known; 0 stays 0. They come raised to OWN_SHARE."""
+    ordered = np.sort(raised)
+    num_unknown = int(ordered.searchsorted(0.0, side="right"))
+    if num_unknown == len(ordered):
+        return np.zeros_like(raised)
+    part_of_median: float = ordered[(num_unknown + len(ordered)) // 2].item() ** (1.0 / OWN_SHARE - 1.0)
+    drawn: Values = raised * part_of_median
+    return drawn
+
+
+def _totals(request: RequestFacts, terms: Values) -> Values:
+    """The costs to choose by. Who keeps to the request's bound comes before all others."""
+    totals: Values = terms[_TOTAL]
+    if request.max_ttft_ms != math.inf:
+        is_in_time = terms[:3].sum(axis=0) <= request.max_ttft_ms
+        if is_in_time.any():
+            totals = np.where(is_in_time, totals, math.inf)
+    return totals
+
+
+def _choose(
+    request: RequestFacts,
+    candidates: Candidates,
+    totals: Values,
+    cached_tokens: Values,
+    rng: random.Random,
+    priors: Priors,
+) -> tuple[int, PlacementReason]:
+    """The number of the chosen one."""
+    if len(totals) == 1:
+        return 0, PlacementReason.ONLY
+    best_ms = totals.min()
+    session = candidates.numbers.get(request.session_worker_id or "")
+    if session is not None and totals[session] <= best_ms + priors.session_slack_ms:
+        return session, PlacementReason.SESSION
+    ties = (totals <= best_ms + priors.noise_ms).nonzero()[0]
+    chosen = int(ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))])
+    is_longest = cached_tokens[chosen] == cached_tokens.max() > 0
+    return chosen, PlacementReason.PREFIX if is_longest else PlacementReason.LOAD

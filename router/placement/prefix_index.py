@@ -1,0 +1,351 @@
+"""Which worker holds which blocks of which prompts: block hash -> set of workers, as one int of bits.
+
+Each worker has a slot, and a hash maps to an int with the bits of the workers at which it can be found. What a worker
+holds is closed under prefixes: it holds a block only with all blocks before it in its chain (see KvEvents). So the
+set of workers only shrinks along a chain, and where it is the same at two blocks it is the same between them: one
+bisection finds, for all workers at once, where each of them drops out.
+
+                    block 0   block 1   block 2   block 3
+    worker 0 (001)     x         x         x         .        matched 3
+    worker 1 (010)     x         .         .         .        matched 1
+    worker 2 (100)     .         .         .         .        matched 0
+    mask              011       001       001       000
+
+An entry is a pair of hash and worker that the worker itself confirmed. Beside the entries stand predictions: the blocks
+of a prompt count as present where it was placed a moment ago, so that its siblings follow it before the first event
+arrives. They go on where a worker's entries end.
+
+The number of entries is bounded. In a full index a worker that holds its fair share (the bound divided by the number
+of workers) has its further hashes dropped; one that holds less takes room from the newest entries of the worker that
+holds most. Newest gives way rather than oldest because chains are stored from the root on: what remains can still be
+matched, whereas a chain without its root matches nothing. What comes for a worker after something of it was dropped
+may lack the block before it: until it is reset the worker counts as having gaps, and is walked block by block too.
+Predictions have a bound of their own; what finds no room is not predicted.
+
+Pure: no I/O, no clock of its own. Not safe for threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.router.placement.predictions import Predictions, Run
+
+Depths: TypeAlias = npt.NDArray[np.intp]
+
+# So many workers are noted one by one; it takes an array to note more of them.
+_FEW_BITS = 8
+# Masks that are kept to be shared.
+_MAX_SHARED_MASKS = 4096
+# Hashes that left, in a log, beyond those that are held.
+_LOG_SLACK = 64
+
+
+class _Holding:
+    """What one worker holds. The masks say which hashes; `log` has them in order of arrival. It may also name some that
+    left, and one that left and came again twice."""
+
+    __slots__ = ("bit", "count", "digest", "log", "slot", "worker_id")
+
+    def __init__(self, worker_id: str, slot: int) -> None:
+        self.worker_id = worker_id
+        self.slot = slot
+        self.bit = 1 << slot
+        self.count = 0
+        self.log = array("Q")
+        self.digest = 0  # exclusive or of the hashes
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class PrefixIndex:
+    """Block hash -> workers, fed by the events of the workers.
+
+    `max_entries` bounds the pairs of hash and worker (up to 160 bytes each), `max_predicted` the blocks that are
+    predicted. `prediction_ttl_s` is how long a prediction counts without an event. Times are seconds of any one
+    monotonic clock.
+    """
+
+    def __init__(self, max_entries: int, max_predicted: int, prediction_ttl_s: float) -> None:
+        assert max_entries > 0, "the index needs room"
+        self.max_entries = max_entries
+        self._num_entries = 0
+        self._num_dropped = 0
+        self._mask: dict[int, int] = {}
+        self._gapped = 0  # the bits of the workers that may hold a block without the one before it
+        self._holdings: dict[str, _Holding] = {}
+        self._holding_of_slot: list[_Holding | None] = []
+        self._shared_masks: dict[int, int] = {}
+        self._giver: _Holding | None = None  # gives way in a full index until it holds `_giver_floor`
+        self._giver_floor = 0
+        self._predictions = Predictions(max_predicted, prediction_ttl_s)
+
+    def __len__(self) -> int:
+        """Number of entries."""
+        return self._num_entries
+
+    @property
+    def num_predicted(self) -> int:
+        """Blocks predicted and not yet expired, those confirmed meanwhile included."""
+        return self._predictions.num_blocks
+
+    @property
+    def num_dropped(self) -> int:
+        """Entries that were given up for lack of room, since the start."""
+        return self._num_dropped
+
+    def num_entries_of(self, worker_id: str) -> int:
+        """Number of entries of a worker; 0 if it is unknown."""
+        holding = self._holdings.get(worker_id)
+        return 0 if holding is None else len(holding)
+
+    def digest_of(self, worker_id: str) -> int:
+        """Exclusive or of all hashes of a worker, whatever their order; 0 if it is unknown. Costs nothing to ask."""
+        holding = self._holdings.get(worker_id)
+        return 0 if holding is None else holding.digest
+
+    @property
+    def max_predicted(self) -> int:
+        """Bound of `num_predicted`."""
+        return self._predictions.max_blocks
+
+    def add_worker(self, worker_id: str) -> int:
+        """Make a worker known, with no blocks; its slot. No effect if it is known."""
+        if worker_id in self._holdings:
+            return self._holdings[worker_id].slot
+        if None in self._holding_of_slot:
+            slot = self._holding_of_slot.index(None)
+        else:
+            slot = len(self._holding_of_slot)
+            self._holding_of_slot.append(None)
+        self._holdings[worker_id] = self._holding_of_slot[slot] = _Holding(worker_id, slot)
+        return slot
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker and all its blocks. No effect if it is unknown."""
+        if worker_id in self._holdings:
+            self.reset(worker_id)
+            holding = self._holdings.pop(worker_id)
+            self._holding_of_slot[holding.slot] = None
+            self._giver = None
+
+    def reset(self, worker_id: str) -> None:
+        """Forget all blocks of a known worker, predicted ones included."""
+        holding = self._holdings[worker_id]
+        self._take_out(holding, holding.log)
+        assert not holding.count, "the log names all"
+        self._gapped &= ~holding.bit
+        holding.log = array("Q")
+        self._predictions.forget(holding.bit)
+
+    def evict(self, worker_id: str, hashes: Iterable[int]) -> None:
+        """A known worker no longer holds these blocks, nor any that follow them. Hashes that it does not have here are
+        skipped."""
+        holding = self._holdings[worker_id]
+        self._take_out(holding, hashes)
+        self._compact(holding)
+
+    def store(self, worker_id: str, hashes: Iterable[int]) -> None:
+        """A known worker now holds these blocks, parents before children. Predictions among them are confirmed."""
+        holding = self._holdings[worker_id]
+        bit, log, masks, noted = holding.bit, holding.log, self._mask, self._predictions.noted
+        before, after = 0, bit  # blocks in a row are mostly held by the same workers
+        for block_hash in hashes:
+            if block_hash in noted:
+                self._predictions.confirm(bit, block_hash)
+            mask = masks.get(block_hash, 0)
+            if mask & bit:
+                continue
+            if self._num_entries >= self.max_entries:
+                if not self._make_room(holding):
+                    continue
+                mask = masks.get(block_hash, 0)
+            if mask is not before:
+                before, after = mask, self._shared(mask | bit)
+            masks[block_hash] = after
+            log.append(block_hash)
+            holding.count += 1
+            holding.digest ^= block_hash
+            self._num_entries += 1
+        self._compact(holding)
+
+    def hashes_of(self, worker_id: str) -> set[int]:
+        """All that a known worker holds. Looks at every one."""
+        holding = self._holdings[worker_id]
+        return {block_hash for block_hash in holding.log if self._mask.get(block_hash, 0) & holding.bit}
+
+    def predict(self, worker_id: str, hashes: Sequence[int], start: int, now_s: float) -> Run | None:
+        """Count the blocks of this chain from `start` on, where its match at a known worker ends, as present there.
+
+        Until events confirm them, `prediction_ttl_s` pass or `withdraw` is called with what this returns. What finds no
+        room is left out; None if that is all.
+        """
+        return self._predictions.add(self._holdings[worker_id].bit, hashes, start, now_s)
+
+    def withdraw(self, prediction: Run) -> None:
+        """The request does not come to the worker: its blocks are expected there no longer."""
+        self._predictions.withdraw(prediction)
+
+    def expire(self, now_s: float) -> None:
+        """End the predictions whose time is over."""
+        self._predictions.expire(now_s)
+
+    def match(self, hashes: Sequence[int], worker_ids: Iterable[str]) -> dict[str, int]:
+        """For each of these known workers: how many blocks from the start of the chain can be found there."""
+        depths = self.depths(hashes)
+        return {worker_id: int(depths[self._holdings[worker_id].slot]) for worker_id in worker_ids}
+
+    def depths(self, hashes: Sequence[int]) -> Depths:
+        """For each slot: how many blocks from the start of the chain can be found at its worker."""
+        depths: Depths = np.zeros(len(self._holding_of_slot), np.intp)
+        if hashes:
+            self._bisect(depths, hashes)
+            if self._gapped:
+                self._walk(depths, hashes, self._gapped)
+        return depths
+
+    def _bisect(self, depths: Depths, hashes: Sequence[int]) -> None:
+        """Note the depths of all workers without gaps.
+
+        A segment (start, there, end, beyond) stands for the blocks from `start` to `end`. The workers `there` hold the
+        first block; `beyond`, a subset of them, hold the block at `end`, if there is one.
+        """
+        mask_of, closed = self._mask.get, ~self._gapped
+        there = mask_of(hashes[0], 0) & closed
+        self._extend(depths, hashes, 0, closed ^ there)
+        segments = [(0, there, len(hashes), 0)]
+        while segments:
+            start, there, end, beyond = segments.pop()
+            while there != beyond:
+                if end - start == 1:
+                    _note(depths, there ^ beyond, end)
+                    self._extend(depths, hashes, end, there ^ beyond)
+                    break
+                middle = (start + end) >> 1
+                held = mask_of(hashes[middle], 0) & there
+                if held == there:
+                    start = middle
+                else:
+                    if held != beyond:
+                        segments.append((middle, held, end, beyond))
+                    end, beyond = middle, held
+
+    def _extend(self, depths: Depths, hashes: Sequence[int], depth: int, workers: int) -> None:
+        """Go on with what is predicted, for workers whose entries end at this depth."""
+        for bit, end in self._predictions.reach(hashes, depth, workers).items():
+            _note(depths, bit, end)
+
+    def _walk(self, depths: Depths, hashes: Sequence[int], alive: int) -> None:
+        """Note the depths of these workers, which may have gaps, by looking at each block."""
+        mask_of = self._mask.get
+        resumed: dict[int, int] = {}  # depth at which predictions end -> the workers that go on with entries there
+        for depth, block_hash in enumerate(hashes):
+            alive |= resumed.pop(depth, 0)
+            still = mask_of(block_hash, 0) & alive
+            if still != alive:
+                _note(depths, alive ^ still, depth)
+                for bit, end in self._predictions.reach(hashes, depth, alive ^ still).items():
+                    resumed[end] = resumed.get(end, 0) | bit
+                alive = still
+                if not alive and not resumed:
+                    return
+        _note(depths, alive | resumed.get(len(hashes), 0), len(hashes))
+
+    def check(self) -> None:
+        """Assert that masks, holdings and counts agree. For tests: it looks at every entry."""
+        expected: dict[int, int] = {}
+        slots = 0
+        for slot, holding in enumerate(self._holding_of_slot):
+            if holding is None:
+                continue
+            slots |= holding.bit
+            assert holding.bit == 1 << slot, "a worker has the bit of its slot"
+            assert self._holdings[holding.worker_id] is holding, "slot and name lead to the same holding"
+            hashes = self.hashes_of(holding.worker_id)
+            assert holding.count == len(hashes), "the count of each is exact"
+            assert len(holding.log) <= 2 * holding.count + _LOG_SLACK, "what left goes from the log"
+            assert holding.digest == functools.reduce(operator.xor, hashes, 0), "the digest is exact"
+            for block_hash in hashes:
+                expected[block_hash] = expected.get(block_hash, 0) | holding.bit
+        assert self._mask == expected, "masks follow from the holdings"
+        assert self._num_entries == sum(mask.bit_count() for mask in expected.values()), "the count is exact"
+        assert self._num_entries <= self.max_entries, "the bound of entries holds"
+        assert len(self._holdings) == slots.bit_count()
+        assert self._gapped & slots == self._gapped, "gaps are of known workers"
+        assert self._predictions.bits() & slots == self._predictions.bits(), "predictions are of known workers"
+        self._predictions.check()
+
+    def _take_out(self, holding: _Holding, hashes: Iterable[int]) -> None:
+        """Take these hashes from a worker, as far as it holds them. A hash without workers is removed."""
+        bit, masks = holding.bit, self._mask
+        before, after = 0, 0
+        for block_hash in hashes:
+            mask = masks.get(block_hash, 0)
+            if not mask & bit:
+                continue
+            if mask == bit:
+                del masks[block_hash]
+            else:
+                if mask is not before:
+                    before, after = mask, self._shared(mask ^ bit)
+                masks[block_hash] = after
+            holding.count -= 1
+            holding.digest ^= block_hash
+            self._num_entries -= 1
+
+    def _shared(self, mask: int) -> int:
+        """An equal mask that others use too, where there is one: a mask has a bit for each worker, and most hashes are
+        held by the same few sets of them."""
+        if not mask & (mask - 1):
+            holding = self._holding_of_slot[mask.bit_length() - 1]
+            assert holding is not None, "a bit without a worker"
+            return holding.bit
+        if len(self._shared_masks) >= _MAX_SHARED_MASKS:
+            self._shared_masks.clear()
+        return self._shared_masks.setdefault(mask, mask)
+
+    def _compact(self, holding: _Holding) -> None:
+        """Keep the log within a constant factor of what is held."""
+        if len(holding.log) > 2 * holding.count + _LOG_SLACK:
+            masks, bit = self._mask, holding.bit
+            newest_first = dict.fromkeys(reversed(holding.log))
+            held = [block_hash for block_hash in newest_first if masks.get(block_hash, 0) & bit]
+            holding.log = array("Q", reversed(held))
+
+    def _make_room(self, holding: _Holding) -> bool:
+        """Free one entry for this worker; False if it has to go without."""
+        self._num_dropped += 1
+        if len(holding) * len(self._holdings) >= self.max_entries:
+            self._gapped |= holding.bit
+            return False
+        giver = self._giver
+        if giver is None or giver.count <= self._giver_floor:
+            # It gives way for a while: to look for the largest each time would cost a look at all workers.
+            giver = self._giver = max(self._holdings.values(), key=len)
+            self._giver_floor = giver.count - max(giver.count // 64, 1)
+        while not self._mask.get(newest := giver.log.pop(), 0) & giver.bit:
+            pass
+        self._take_out(giver, (newest,))
+        self._gapped |= giver.bit
+        return True
+
+
+def _note(depths: Depths, bits: int, depth: int) -> None:
+    """Set the depth of the workers with these bits."""
+    if bits.bit_count() > _FEW_BITS:
+        num_bytes = (bits.bit_length() + 7) >> 3
+        flags = np.unpackbits(np.frombuffer(bits.to_bytes(num_bytes, "little"), np.uint8), bitorder="little")
+        depths[flags.nonzero()[0]] = depth
+        return
+    while bits:
+        slot = bits.bit_length() - 1
+        depths[slot] = depth
+        bits ^= 1 << slot
