@@ -112,12 +112,6 @@ DRAIN_TIMEOUT_S = 2.0
     help="Target time between two tokens of a running stream. Default: 150 ms, or 1.9 times the time of a step without "
     "prompts, whichever is longer.",
 )
-@click.option(
-    "--max-pause-ms",
-    type=click.FloatRange(0),
-    help="Longest pause of running streams while prompts are computed. They pause at most half of the time. Default: "
-    "300, or no pauses with --target-tpot-ms.",
-)
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Maximum number of waiting requests.")
 @click.option(
     "--max-context-tokens",
@@ -199,8 +193,6 @@ def command(
 
 def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, Any]) -> WorkerConfig:
     """The configuration that the flags describe. ConfigurationError if flags contradict each other."""
-    if options["target_tpot_ms"] is not None and options["max_pause_ms"]:
-        raise ConfigurationError("--target-tpot-ms excludes pauses; leave out --max-pause-ms")
     if options["keep_kv_memory"] and options["kv_memory"] is None:
         raise ConfigurationError("--keep-kv-memory needs a directory; give it with --kv-memory")
     listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])

@@ -35,7 +35,6 @@ class WorkerConfig:
     max_ttft_s: float = 60.0
     stuck_after_s: float = 60.0
     target_tpot_ms: float | None = None
-    max_pause_ms: float | None = None
     max_context_tokens: int | None = None
     metrics: str | None = None
     tls_dir: Path | None = None

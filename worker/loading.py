@@ -13,7 +13,6 @@ from headrace.protos import inference_pb2, worker_pb2
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
-from headrace.worker.engine.pauses import LONGEST_S
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.host.binding import Region
 from headrace.worker.host.numa import num_threads_for
@@ -190,15 +189,7 @@ def engine_for(
     journal: Journal | None = None,
 ) -> Engine:
     """The engine that the flags describe. `journal` is told what blocks hold."""
-    return build_engine(
-        runner,
-        sampler,
-        num_blocks,
-        limits,
-        target_step_ms=config.target_tpot_ms,
-        max_pause_s=LONGEST_S if config.max_pause_ms is None else config.max_pause_ms / 1000,
-        journal=journal,
-    )
+    return build_engine(runner, sampler, num_blocks, limits, target_step_ms=config.target_tpot_ms, journal=journal)
 
 
 def log_limits(limits: StepLimits, exact_rows: int) -> None:

@@ -22,7 +22,6 @@ from headrace.cli.models.model_cache import model_directory
 from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.engine.pauses import LONGEST_S
 from headrace.worker.engine.step_cost import StepCostModel
 from headrace.worker.model import head as vocabulary_head
 from headrace.worker.model import runner as model_runner
@@ -69,22 +68,13 @@ class RealEngine:
             self.logits.setdefault(request, []).append(row.copy())
         return logits
 
-    def fresh(
-        self,
-        *,
-        num_blocks: int = NUM_BLOCKS,
-        budget: int = 256,
-        max_num_seqs: int = 64,
-        longest_pause_s: float = LONGEST_S,
-    ) -> Engine:
+    def fresh(self, *, num_blocks: int = NUM_BLOCKS, budget: int = 256, max_num_seqs: int = 64) -> Engine:
         """An engine with an empty cache, whose steps have `budget` tokens at most, and no more than are exact here,
         however long they take."""
         budget = min(budget, self.runner.exact_rows)
         max_num_seqs = min(max_num_seqs, budget - ROOM_FOR_PROMPTS)
         limits = StepLimits(max_num_seqs, budget, budget, is_exact=True)
-        return build_engine(
-            self.runner, BatchSampler(), num_blocks, limits, max_pause_s=longest_pause_s, step_costs=CHEAP_STEPS
-        )
+        return build_engine(self.runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS)
 
     def run(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> list[Request]:
         """Run greedy requests to their end, checked after every step."""
@@ -198,9 +188,7 @@ def test_a_graph_made_anew_gives_the_bits_of_the_model_as_it_is(
     monkeypatch.setattr(vocabulary_head, "states_of_rows", lambda states, rows, model: gathered(states, rows))
     plain = real_engine("performance")
     prompts = [prompt_of(50 + i, 3 + 40 * i) for i in range(6)]
-    ours, theirs = (
-        engine.run(engine.fresh(budget=100, longest_pause_s=0.0), prompts, 5) for engine in (default, plain)
-    )
+    ours, theirs = (engine.run(engine.fresh(budget=100), prompts, 5) for engine in (default, plain))
     assert texts(ours) == texts(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert_same_bits(default.logits[one], plain.logits[other])

@@ -33,12 +33,11 @@ def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[
 
 
 class FakeRunner:
-    """`num_blocks` blocks of `block_size` token ids, and one for padding. Counts the tokens it was given, and the
-    padding; `decode_sizes` are the sequences and the padding of decode steps."""
+    """`num_blocks` blocks of `block_size` token ids, and one for padding. Counts the tokens it was given,
+    without padding."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self.padding_block = num_blocks
-        self.num_padding = 0
         self.blocks = np.full((num_blocks + 1, block_size), EMPTY, np.int64)
         self.vocab_size, self.block_size = vocab_size, block_size
         self.infer_s = 0.0
@@ -46,7 +45,6 @@ class FakeRunner:
         self._logits: deque[Logits] = deque(maxlen=2)
         self.num_tokens = 0
         self.batch_sizes: list[int] = []
-        self.decode_sizes: list[tuple[int, int]] = []
         self.fail_next: Exception | None = None
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
@@ -58,11 +56,8 @@ class FakeRunner:
         for source, destination in batch.copies:
             self.blocks[destination] = self.blocks[source]
         num_padding = int(np.count_nonzero(batch.block_indices == self.padding_block))
-        self.num_padding += num_padding
         self.num_tokens += len(batch.input_ids) - num_padding
         self.batch_sizes.append(len(batch.past_lens) - num_padding)
-        if batch.is_decode:
-            self.decode_sizes.append((self.batch_sizes[-1], num_padding))
         contexts = [self._compute(batch, sequence) for sequence in range(len(batch.past_lens))]
         ends = (batch.subsequence_begins[1:] - 1).tolist()
         logits = np.zeros((len(batch.sampled_tokens_indices), self.vocab_size), np.float32)

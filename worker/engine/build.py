@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.isolation import Sampler
-from headrace.worker.engine.pauses import LONGEST_S, Pauses
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCosts
 from headrace.worker.kv.block_pool import BlockPool, Journal
@@ -22,7 +21,6 @@ def build_engine(
     limits: StepLimits,
     *,
     target_step_ms: float | None = None,
-    max_pause_s: float = LONGEST_S,
     step_costs: StepCosts | None = None,
     journal: Journal | None = None,
 ) -> Engine:
@@ -32,7 +30,6 @@ def build_engine(
         runner.block_size,
         limits,
         target_step_ms=target_step_ms,
-        max_pause_s=max_pause_s,
         step_costs=step_costs,
         journal=journal,
     )
@@ -45,16 +42,15 @@ def build_scheduler(
     limits: StepLimits,
     *,
     target_step_ms: float | None = None,
-    max_pause_s: float = LONGEST_S,
     step_costs: StepCosts | None = None,
     clock: Callable[[], float] = time.monotonic,
     journal: Journal | None = None,
 ) -> Scheduler:
     """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens.
 
-    `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `max_pause_s` is
-    the longest pause of streams for prompts. `step_costs` is what is known of steps so far. `journal` is told what
-    blocks hold. ValueError if the limits leave prompts no room beside a full batch.
+    `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `step_costs` is
+    what is known of steps so far. `journal` is told what blocks hold. ValueError if the limits leave prompts no room
+    beside a full batch.
     """
     return Scheduler(
         KVCacheManager(BlockPool(num_blocks, block_size, journal)),
@@ -62,7 +58,6 @@ def build_scheduler(
         limits.max_num_batched_tokens,
         limits.max_num_mixed_tokens,
         target_step_ms=target_step_ms,
-        pauses=Pauses(max_pause_s),
         step_costs=StepCosts() if step_costs is None else step_costs,
         clock=clock,
     )

@@ -4,7 +4,7 @@ Requests are in two lists, `waiting` and `running`, in order of rank: higher pri
 whose clients already read the answer, then earlier arrival. A step
 
 1. admits waiting requests while the batch and the KV cache have room,
-2. shares the time of the step: one token for each request in decode, unless these pause. An eighth of the rest
+2. shares the time of the step: one token for each request in decode. An eighth of the rest
    (`step_budget`) goes to the prompt that is first in rank, so that even the longest prompt makes progress. The
    remainder goes to resumed requests, then to the prompts with the least left to compute,
 3. reserves blocks in order of rank. If blocks are short, the requests that are last in rank are preempted.
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.protos.status import StatusError
-from headrace.worker.engine.pauses import Pauses
 from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, Prompt, Room, StepBudget
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.manager import BlockCopy, KVCacheManager
@@ -65,11 +64,6 @@ def is_urgent(request: Request, first: Request) -> bool:
     return request.is_resumed and request.priority >= first.priority
 
 
-def is_worth_pausing(caught_up: Sequence[Request], behind: Sequence[Request]) -> bool:
-    """Whether streams may pause for prompts: not for those of lower priority. Both are in order of rank."""
-    return bool(caught_up and behind) and behind[0].priority >= caught_up[0].priority
-
-
 def chunk_of(remaining: int, room: int) -> int:
     """How many of `remaining` tokens to compute now, at most `room`. Neither this chunk nor the rest is a single token,
     because other kernels compute a single token and give other bits (docs/decisions/0006). 0 if that is not
@@ -93,7 +87,6 @@ class Scheduler:
     max_num_mixed_tokens: int
     step_costs: StepCosts = field(default_factory=StepCosts)
     target_step_ms: float | None = None
-    pauses: Pauses = field(default_factory=Pauses)
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -155,11 +148,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. It is empty if nothing can be computed."""
         self._admit()
-        may_pause = self.target_step_ms is None
-        scheduled = self._reserve(self._share_budget(may_pause=may_pause))
-        if not scheduled and self.pauses.is_pause:
-            # The prompts wait for blocks of the streams that pause for them.
-            scheduled = self._reserve(self._share_budget(may_pause=False))
+        scheduled = self._reserve(self._share_budget())
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
         return SchedulerOutput(scheduled, self._num_tokens, self.kv_cache.take_copies())
 
@@ -229,9 +218,9 @@ class Scheduler:
             request.num_cached_tokens += of_prompt
             self.stats.prompt_tokens_cached += of_prompt
 
-    def _share_budget(self, *, may_pause: bool) -> dict[Request, int]:
-        """How many tokens each running request should compute. A request may wait for a block that another computes,
-        and streams may pause for prompts."""
+    def _share_budget(self) -> dict[Request, int]:
+        """How many tokens each running request should compute. A request may wait for a block that another
+        computes."""
         wanted: dict[Request, int] = {}
         behind: list[Request] = []
         for request in self.running:
@@ -239,32 +228,21 @@ class Scheduler:
                 wanted[request] = 1
             else:
                 behind.append(request)
-        if behind or self.pauses.is_pause:
-            self._share_with(behind, wanted, may_pause=may_pause)
+        if behind:
+            self._share_with(behind, wanted)
         return wanted
 
-    def _share_with(self, behind: list[Request], wanted: dict[Request, int], *, may_pause: bool) -> None:
-        """Add to `wanted` what prompts should compute. If streams pause for them, empty it first."""
+    def _share_with(self, behind: list[Request], wanted: dict[Request, int]) -> None:
+        """Add to `wanted` what prompts should compute, at least one."""
         for request in behind:
             self._count_cached_tokens(request, self.kv_cache.reuse(request))
-        first = behind[0] if behind else None
-        served = sorted(behind, key=lambda request: (not is_urgent(request, behind[0]), request.num_uncomputed_tokens))
+        first = behind[0]
+        served = sorted(behind, key=lambda request: (not is_urgent(request, first), request.num_uncomputed_tokens))
         prompts = [Prompt(request.num_computed_tokens, request.num_uncomputed_tokens) for request in served]
-        place = served.index(first) if first else 0
+        place = served.index(first)
         budget = self._budget()
         streams = StepShape.of((request.num_computed_tokens, 1) for request in wanted)
-        left_ms = 1000 * self.pauses.left_s(self.clock())
-        is_pause = may_pause and left_ms > 0 and is_worth_pausing(list(wanted), behind)
-        longest_ms = 1000 * self.pauses.longest_s
-        is_pause = is_pause and budget.is_worth_pausing(streams, prompts, place, left_ms, longest_ms)
-        self.pauses.begin(is_pause=is_pause)
-        if first is None:
-            return
-        if is_pause:
-            wanted.clear()
-            room = budget.alone(prompts, place, longest_ms)
-        else:
-            room = budget.with_streams(streams, prompts, place) if wanted else budget.alone(prompts, place)
+        room = budget.with_streams(streams, prompts, place) if wanted else budget.alone(prompts, place)
         self._share_among(served, first, room, wanted)
 
     def _budget(self) -> StepBudget:
@@ -280,8 +258,7 @@ class Scheduler:
         """How fast prompts progress after `past` tokens, with the streams that run now."""
         caught_up = (request.num_computed_tokens for request in self.running if request.num_uncomputed_tokens == 1)
         streams = StepShape.of((computed, 1) for computed in caught_up)
-        longest_pause_ms = 1000 * self.pauses.longest_s if self.target_step_ms is None else 0.0
-        return 1000 * self._budget().tokens_per_ms(streams, past, longest_pause_ms)
+        return 1000 * self._budget().tokens_per_ms(streams, past)
 
     def _share_among(self, served: list[Request], first: Request, room: Room, wanted: dict[Request, int]) -> None:
         left = room.tokens - room.for_first

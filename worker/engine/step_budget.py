@@ -1,13 +1,11 @@
 """How many prompt tokens a step computes, decided by their predicted time.
 
-Three kinds of steps have prompts in them:
+Two kinds of steps have prompts in them:
 
 - **with streams**: running streams wait for the whole step, so it has a target time. The default is `TARGET_STEP_MS`,
   or 1.9 times the time of the streams and of reading the computed part of the first prompt from the cache, if that is
   longer. After a long context the step takes so long that this reading is an eighth of it. A target set by the user
   may be out of reach; prompts still get a fifth of the step's time then.
-- **alone, while streams pause**: at most as long as the streams may still pause. They pause only if prompts progress
-  faster alone, and if steps with streams are short compared with a pause.
 - **alone**: only other prompts wait. The fixed cost of a step, and that of reading the computed part of the first
   prompt, are an eighth of its time, or it takes `ALONE_MS`.
 
@@ -39,8 +37,6 @@ STEP_COST_SHARE = 1 / 8
 FIRST_IN_RANK_SHARE = 8
 # With this much room, a prompt of any length makes progress; see scheduler.chunk_of.
 MIN_CHUNK_ROOM = 3
-# There are no pauses if a step with streams and prompts takes longer than this share of the longest pause.
-LONGEST_STEP_BETWEEN_PAUSES = 0.5
 # A change in the number of tokens costs time (docs/decisions/0025). So a step that divides prompts keeps the number of
 # the step before, if that is at least this share of what it could have. Otherwise it takes a number of few significant
 # bits.
@@ -94,33 +90,17 @@ class StepBudget:
         least = max(MIN_CHUNK_ROOM, MIN_PROMPT_STEP - streams.tokens)
         return self._room(limit_ms, streams, prompts, first, least, self.max_num_mixed_tokens - streams.tokens)
 
-    def alone(self, prompts: Sequence[Prompt], first: int, limit_ms: float | None = None) -> Room:
-        """The room in a step of prompts alone, which takes at most `limit_ms`."""
+    def alone(self, prompts: Sequence[Prompt], first: int) -> Room:
+        """The room in a step of prompts alone."""
         costs = self.costs.prompts
-        useful_ms = max(ALONE_MS, (costs.step_ms + costs.reread_ms(prompts[first].past)) / STEP_COST_SHARE)
-        most_ms = useful_ms if limit_ms is None else min(useful_ms, limit_ms)
-        return self._room(most_ms, NOTHING, prompts, first, MIN_PROMPT_STEP, self.max_num_batched_tokens)
+        limit_ms = max(ALONE_MS, (costs.step_ms + costs.reread_ms(prompts[first].past)) / STEP_COST_SHARE)
+        return self._room(limit_ms, NOTHING, prompts, first, MIN_PROMPT_STEP, self.max_num_batched_tokens)
 
-    def is_worth_pausing(
-        self, streams: StepShape, prompts: Sequence[Prompt], first: int, saved_ms: float, longest_ms: float
-    ) -> bool:
-        """Whether streams should pause because prompts progress faster alone. Streams may pause for `saved_ms` now, and
-        for `longest_ms` at most. A step that `saved_ms` would cut short is not worth it."""
-        alone, mixed = self.alone(prompts, first, longest_ms), self.with_streams(streams, prompts, first)
-        if alone.step_ms > saved_ms or mixed.step_ms > LONGEST_STEP_BETWEEN_PAUSES * longest_ms:
-            return False
-        return alone.tokens_per_ms > mixed.tokens_per_ms
-
-    def tokens_per_ms(self, streams: StepShape, past: int, longest_pause_ms: float) -> float:
-        """How fast prompts progress after `past` tokens while these streams run. If pauses are worth it, they take half
-        of the time."""
+    def tokens_per_ms(self, streams: StepShape, past: int) -> float:
+        """How fast prompts progress after `past` tokens while these streams run."""
         prompts = [Prompt(past, self.max_num_batched_tokens)]
-        if not streams.sequences:
-            return self.alone(prompts, 0).tokens_per_ms
-        mixed = self.with_streams(streams, prompts, 0).tokens_per_ms
-        if not self.is_worth_pausing(streams, prompts, 0, longest_pause_ms, longest_pause_ms):
-            return mixed
-        return (mixed + self.alone(prompts, 0, longest_pause_ms).tokens_per_ms) / 2
+        room = self.with_streams(streams, prompts, 0) if streams.sequences else self.alone(prompts, 0)
+        return room.tokens_per_ms
 
     def _room(
         self, limit_ms: float, others: StepShape, prompts: Sequence[Prompt], first: int, least: int, most: int

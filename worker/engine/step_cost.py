@@ -2,9 +2,8 @@
 
     cost = fixed + per token + per attended position + per position read + per sequence + per change of size
 
-A `StepShape` has the quantities. The scheduler sizes steps with this model, padding compares the cost of a token with
-that of a change of size, and waits are predicted with it. The rates reported to routers are averages over the same
-observations. The simulator uses the same shapes.
+A `StepShape` has the quantities. The scheduler sizes steps with this model, and waits are predicted with it. The rates
+reported to routers are averages over the same observations. The simulator uses the same shapes.
 
 **Two models.** Steps with prompts and decode steps have a model each (`StepCosts`). They may use different graphs
 (docs/decisions/0029), and the first tokens of a product cost more than later ones. Nearly every step with prompts has

@@ -1,12 +1,15 @@
-"""The size of each step, padding included, and what it costs: predicted before the step, learned from it afterwards."""
+"""The size of each step, padding included, and what it costs: predicted before the step, learned from it afterwards.
+
+A step with a prompt is padded to MIN_PROMPT_STEP tokens (docs/decisions/0006).
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace.worker.engine.padding import Padding
 from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput
 from headrace.worker.engine.step_cost import StepCosts, StepRates, StepShape
+from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
 # The longest recent step is expected to happen again. It counts 0.1 % less with each step.
 _FORGETTING = 0.999
@@ -25,11 +28,12 @@ class StepMeter:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.padding, self.small_padding = Padding(), Padding()
         self.longest_expected_step_s = 0.0
         """How long the current step may take: its predicted time, or that of the longest recent step."""
         self._longest_step_s = 0.0
         self._seen: set[tuple[bool, int]] = set()
+        # Tokens of the last step of each graph.
+        self._num_tokens: dict[bool, int] = {}
 
     @property
     def costs(self) -> StepCosts:
@@ -38,15 +42,12 @@ class StepMeter:
 
     def size(self, output: SchedulerOutput, *, is_small: bool = False) -> StepSize:
         """Decide the padding of the next step and predict its time. Each graph has its own run of steps."""
-        padding = self.small_padding if is_small else self.padding
-        num_padding = padding.of(
-            output.num_tokens,
-            is_decode=output.is_decode,
-            token_ms=self.costs.of(is_decode=output.is_decode).token_ms,
-            change_ms=self.costs.decode.change_ms,
-        )
+        num_padding = 0 if output.is_decode else max(0, MIN_PROMPT_STEP - output.num_tokens)
+        num_tokens = output.num_tokens + num_padding
+        changed = num_tokens != self._num_tokens.get(is_small, 0)
+        self._num_tokens[is_small] = num_tokens
         tokens = ((request.num_computed_tokens, new) for request, new in output.scheduled)
-        shape = StepShape.of(tokens, padding=num_padding, changed=padding.changed)
+        shape = StepShape.of(tokens, padding=num_padding, changed=changed)
         model = self.costs.of(is_decode=shape.prompt_tokens == 0)
         predicted_s = model.predict_ms(shape) / 1000 if model.num_steps else 0.0
         self.longest_expected_step_s = max(self._longest_step_s, predicted_s)
@@ -62,6 +63,5 @@ class StepMeter:
 
     def end_warm_up(self) -> None:
         """Forget everything that depends on the steps so far, except what steps cost and which kernels are built."""
-        self.padding, self.small_padding = Padding(), Padding()
         self.costs.rates = StepRates()
         self.longest_expected_step_s = self._longest_step_s = 0.0

@@ -221,3 +221,18 @@ def test_a_worker_that_has_warmed_up_knows_what_its_steps_cost() -> None:
         engine.engine.warm_up(Request("warm-up", [1] * num_tokens, sampling, 0))
     assert costs.prompts.num_steps >= len(WARM_UP_TOKENS)
     assert costs.decode.num_steps >= len(WARM_UP_TOKENS)
+
+
+@pytest.mark.parametrize(("step_ms", "change_ms"), [(8.0, 5.0), (45.0, 7.0), (145.0, 6.0)])
+def test_the_cost_of_a_change_is_learned_among_streams_that_come_and_go(step_ms: float, change_ms: float) -> None:
+    """In large models it is a small part of a step. Some steps take five times as long."""
+    costs, rng = StepCosts(), random.Random(1)
+    streams = before = 16
+    for _ in range(2000):
+        if rng.random() < 0.1:
+            streams = max(1, min(32, streams + rng.choice([-2, -1, 1, 2])))
+        changed, before = streams != before, streams
+        took_ms = step_ms + step_ms / 40 * streams + change_ms * changed
+        took_ms *= 5.0 if rng.random() < 0.002 else rng.uniform(0.9, 1.1)
+        costs.observe(StepShape.of([(300, 1)] * streams, changed=changed), took_ms, is_first=False)
+    assert 0.6 * change_ms < costs.decode.change_ms < 1.4 * change_ms + 0.1 * step_ms

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.engine.step_cost import StepCostModel
+from headrace.worker.engine.scheduler import SchedulerOutput
+from headrace.worker.engine.step_meter import StepSize
 from headrace.worker.model.decode_graph import wants_decode_graph
-from tests.worker.conftest import VOCAB_SIZE, make_engine
-from tests.worker.fake_runner import expected_tokens
+from tests.worker.conftest import make_engine
 
 WEIGHTS = 1000
 
@@ -60,19 +60,26 @@ def test_what_does_not_go_together_is_refused(model_dir: Path, different: dict[s
     assert not wants(model_dir, model_dir, False, **different)
 
 
-def test_each_graph_keeps_a_token_count_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three streams that end one by one, and then prompts between the steps of others: small steps are padded to small
-    ones only, never to those that the other graph computed."""
-    monkeypatch.setattr(StepCostModel, "token_ms", 0.25)
-    monkeypatch.setattr(StepCostModel, "change_ms", 5.0)
-    engine = make_engine()
+def test_each_graph_has_a_size_of_its_own() -> None:
+    """A decode step that follows one of the other graph has another size only if the last one of its own graph had."""
+    engine = make_engine(num_blocks=64)
     engine.runner.small_decode = 4
-    requests = [engine.request(list(range(9, 15 + number)), max_tokens=3 + 4 * number) for number in range(7)]
+    sizes = []
+    size = engine.engine.meter.size
+
+    def watch(output: SchedulerOutput, *, is_small: bool = False) -> StepSize:
+        sizes.append(size(output, is_small=is_small))
+        return sizes[-1]
+
+    engine.engine.meter.size = watch  # type: ignore[method-assign]
+    for number in range(3):
+        engine.request(list(range(9, 15 + number)), max_tokens=30)
+    while len(engine.scheduler.running) < 3 or sizes[-1].shape.prompt_tokens:
+        engine.step()
+    engine.step()
+    engine.request(list(range(20)), max_tokens=1)
+    del sizes[:]
+    engine.step()
+    engine.step()
+    assert [(step.is_small, step.shape.changed) for step in sizes] == [(False, True), (True, False)]
     engine.run()
-    for number, request in enumerate(requests):
-        assert engine.tokens[request] == expected_tokens(list(range(9, 15 + number)), 3 + 4 * number, VOCAB_SIZE)
-    small = [(size, padding) for size, padding in engine.runner.decode_sizes if size <= 4]
-    large = [(size, padding) for size, padding in engine.runner.decode_sizes if size > 4]
-    assert all(size + padding <= 4 for size, padding in small)
-    assert any(padding for _, padding in small)
-    assert any(padding for _, padding in large)

@@ -1,8 +1,8 @@
-"""What the order of prompts, pauses of streams (docs/decisions/0028) and larger steps of prompts alone (0030) gain:
-`python -m benchmarks.pauses MODEL_DIR`.
+"""What the order of prompts (docs/decisions/0028) and larger steps of prompts alone (0030) gain:
+`python -m benchmarks.prompt_steps MODEL_DIR`.
 
-The engine on the Poisson load of benchmarks.engine, in four ways in turn, on fresh tokens each time: prompts in the
-order of arrival; by what remains to compute; with that and pauses; with all that and larger steps. Prints p95 TTFT, the
+The engine on the Poisson load of benchmarks.engine, in three ways in turn, on fresh tokens each time: prompts in the
+order of arrival; by what remains to compute; with that and larger steps. Prints p95 TTFT, the
 mean time per output token, and the medians of the ratios to the first; the load is another one in each round. Before
 that the same in virtual time, the scheduler with the simulator's step cost or that of a file, at several rates, means
 over many loads: there, only loads differ.
@@ -26,15 +26,13 @@ from headrace.sim.one_worker import OneWorker
 from headrace.sim.step_cost import StepCost
 from headrace.sim.worker import WorkerSettings
 from headrace.worker.engine import step_budget
-from headrace.worker.engine.pauses import LONGEST_S, Pauses
 
 
 class Way(NamedTuple):
-    """How steps are made: one part in how many is for the first in rank (1: prompts in the order of arrival); how long
-    streams wait; the most tokens."""
+    """How steps are made: one part in how many is for the first in rank (1: prompts in the order of arrival); the most
+    tokens."""
 
     first_in_rank_share: int
-    longest_pause_s: float
     max_num_batched_tokens: int
 
     def patch(self) -> AbstractContextManager[object]:
@@ -42,11 +40,10 @@ class Way(NamedTuple):
         return patch.object(step_budget, "FIRST_IN_RANK_SHARE", self.first_in_rank_share)
 
 
-AS_IT_IS = Way(step_budget.FIRST_IN_RANK_SHARE, LONGEST_S, 1024)
+AS_IT_IS = Way(step_budget.FIRST_IN_RANK_SHARE, 1024)
 WAYS = {
-    "in the order of arrival": Way(1, 0.0, 256),
-    "by what remains": AS_IT_IS._replace(longest_pause_s=0.0, max_num_batched_tokens=256),
-    "with pauses": AS_IT_IS._replace(max_num_batched_tokens=256),
+    "in the order of arrival": Way(1, 256),
+    "by what remains": AS_IT_IS._replace(max_num_batched_tokens=256),
     "with larger steps": AS_IT_IS,
 }
 REQUESTS = 120
@@ -64,7 +61,6 @@ def in_virtual_time(jobs: Sequence[Job], cost: StepCost, way: Way) -> tuple[tupl
         max_num_batched_tokens=way.max_num_batched_tokens,
     )
     alone = OneWorker(settings)
-    alone.worker.scheduler.pauses = Pauses(way.longest_pause_s)
     simulated = [
         trace.Job(number, job.arrival_s, ((number, len(job.prompt)),), job.output).hashed(BLOCK_SIZE)
         for number, job in enumerate(jobs)
@@ -101,7 +97,6 @@ def compare_on_the_engine(model_dir: Path, rounds: int, per_s: float) -> None:
     for number in range(rounds):
         order = list(enumerate(WAYS.values()))
         for position, way in order if number % 2 else order[::-1]:
-            side.engine.scheduler.pauses = Pauses(way.longest_pause_s)
             side.engine.scheduler.max_num_batched_tokens = way.max_num_batched_tokens
             jobs = mixed_jobs(np.random.default_rng([number, position]), REQUESTS, per_s, number)
             with way.patch():
