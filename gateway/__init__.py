@@ -1,7 +1,7 @@
-"""The text edge: OpenAI calls over HTTP and Text over gRPC in, token-level Inference out."""
+"""The text edge: takes HTTP and gRPC requests with text, and sends routers requests with tokens."""
 
 import sys
 
-# Importing OpenVINO reports the import over the network, from a forked child. A server reports nothing to anyone, and
-# must not fork beside gRPC's threads; without the module OpenVINO takes its own stub.
+# Importing OpenVINO forks a child that reports the import over the network. A server must not report, and must not
+# fork beside gRPC's threads. Without the module, OpenVINO uses a stub of its own.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ MAX_FILES = 65_536
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_GATEWAY", "show_default": True})
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="Port of the HTTP API; 0 takes a free one.")
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="Port of the HTTP API; 0 for any free one.")
 @click.option("--grpc-port", default=0, type=click.IntRange(0, 65535), help="Port of the gRPC API; 0 for none.")
 @click.option(
     "--router",
@@ -40,13 +40,13 @@ MAX_FILES = 65_536
     "--drain-timeout",
     default=DRAIN_TIMEOUT_S,
     type=click.FloatRange(min=0),
-    help="Seconds that running requests may take to end after SIGTERM; nobody else can go on with them.",
+    help="Seconds that running requests have to finish after SIGTERM. No other gateway can continue them.",
 )
 @click.option(
     "--worker-wait",
     "worker_wait_s",
     type=click.FloatRange(min=0),
-    help="Most seconds that a new request waits for a worker or router that is away. Default: as its client does.",
+    help="Maximum seconds that a new request waits for a reachable worker. Default: as long as its client waits.",
 )
 @click.option(
     "--tool-parser",
@@ -55,7 +55,7 @@ MAX_FILES = 65_536
     envvar="HEADRACE_GATEWAY_TOOL_PARSER",
     callback=lambda context, parameter, values: _parsers(values, TOOL_PARSERS),
     metavar="[MODEL=]NAME",
-    help=f"How models write tool calls, if not as their chat templates tell: {', '.join(TOOL_PARSERS)}.",
+    help=f"Format of tool calls, instead of the one detected from the chat template: {', '.join(TOOL_PARSERS)}.",
 )
 @click.option(
     "--reasoning-parser",
@@ -64,7 +64,7 @@ MAX_FILES = 65_536
     envvar="HEADRACE_GATEWAY_REASONING_PARSER",
     callback=lambda context, parameter, values: _parsers(values, REASONING_PARSERS),
     metavar="[MODEL=]NAME",
-    help=f"How models write reasoning, if not as their chat templates tell: {', '.join(REASONING_PARSERS)}.",
+    help=f"Format of reasoning, instead of the one detected from the chat template: {', '.join(REASONING_PARSERS)}.",
 )
 @click.option(
     "--plain-grpc",
@@ -72,9 +72,13 @@ MAX_FILES = 65_536
     help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
 @security_options
-@click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least level of log lines.")
-@click.option("--log-format", default="text", type=click.Choice(FORMATS), help="Log lines for people or for machines.")
-@click.option("--access-log/--no-access-log", default=False, help="Whether every request gets a log line.")
+@click.option(
+    "--log-level", default="info", type=click.Choice(LEVELS), help="Lowest level of log lines that are written."
+)
+@click.option(
+    "--log-format", default="text", type=click.Choice(FORMATS), help="Log lines as text, or as JSON for machines."
+)
+@click.option("--access-log/--no-access-log", default=False, help="Log every request.")
 @click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
 def command(
     log_level: str,
@@ -105,7 +109,7 @@ def _parsers(values: tuple[str, ...], known: Sequence[str]) -> dict[str, str]:
 
 
 def _raise_file_limit() -> None:
-    """Let there be as many connections as the system lets this process have: shells give it few."""
+    """Raise the limit of open files to the system's maximum. The default of a shell allows few connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -113,7 +117,7 @@ def _raise_file_limit() -> None:
 
 
 def main() -> None:
-    """Run the command; exit status 2 and one sentence on standard error if the flags cannot be honoured."""
+    """Run the command; exit status 2 and one sentence on standard error if the flags are wrong."""
     try:
         command.main(prog_name="headrace gateway", standalone_mode=False)
     except (click.ClickException, CannotServeError, SecurityError, TracingUnavailableError) as error:

@@ -13,7 +13,7 @@ def invalid(field_name: str, message: str) -> StatusError:
 
 
 def unsupported(name: str, message: str) -> StatusError:
-    """The error for a field that is known and cannot be honoured."""
+    """The error for a known field that is not supported."""
     return StatusError(Reason.UNSUPPORTED, message, field=name)
 
 

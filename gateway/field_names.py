@@ -1,7 +1,6 @@
-"""Failures in the caller's terms: the names of its protocol's fields for those of the chat that its request is (pure).
+"""Renames the fields in errors to those of the caller's protocol (pure).
 
-Responses and messages of other protocols are planned as chats. What is wrong with a chat is then said of fields that
-the caller never wrote; here they get the names that it did write.
+Requests of other protocols are planned as chats, so errors name the fields of a chat, which the caller never wrote.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ class FieldNames:
     """Renames fields."""
 
     def __init__(self, names: Sequence[tuple[str, str]]) -> None:
-        """Regular expressions for the chat's names and what stands for them, as `re.sub` takes them; the first
-        that fits holds."""
+        """Pairs for `re.sub`: a regular expression for names of a chat, and its replacement. The first match
+        is used."""
         self._names = [(re.compile(rf"(?<![\w.\]]){pattern}(?!\w)"), name) for pattern, name in names]
 
     @contextmanager
@@ -39,7 +38,7 @@ class FieldNames:
         return StatusError(error.reason, self._rename(error.message), field=field, retry_after_s=error.retry_after_s)
 
     def _rename(self, text: str) -> str:
-        # Names that were written are not looked at again: one protocol's name may be another's for something else.
+        # A name is replaced once: the new name may be another field of a chat.
         pieces: list[str] = []
         pos = 0
         while pos < len(text):

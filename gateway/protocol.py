@@ -22,7 +22,7 @@ class CannotServeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a protocol is opened with."""
+    """The arguments with which a protocol is opened."""
 
     services: Services
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -35,9 +35,9 @@ class OpenProtocol:
     """A protocol while the gateway runs. Subclasses override what they need."""
 
     endpoints: Sequence[Endpoint] = ()
-    """What it serves over HTTP."""
+    """Its HTTP endpoints."""
     grpc_services: Sequence[GrpcService] = ()
-    """What it serves over gRPC, if the gateway has a gRPC port."""
+    """Its gRPC services, for a gateway with a gRPC port."""
 
     def redis_states(self) -> Mapping[str, RedisState]:
         """The state of each Redis that it uses, by purpose. Health endpoints show them."""
@@ -48,7 +48,7 @@ class OpenProtocol:
         await asyncio.Event().wait()
 
     def refuse_new(self) -> None:
-        """The gateway stops: refuse new requests that do not come over HTTP."""
+        """Refuse new requests that do not come over HTTP, because the gateway stops."""
 
     async def drain(self, timeout_s: float) -> None:
         """Finish work that no open request waits for, within this time."""
@@ -64,7 +64,7 @@ class Protocol:
     open: Callable[[Setup], OpenProtocol]
     """Opens it on the running event loop. Raises `CannotServeError`."""
     operations: Sequence[Operation] = ()
-    """What the OpenAPI document says of its endpoints."""
+    """Its endpoints in the OpenAPI document."""
     options: Sequence[click.Option] = ()
     """Its flags of `headrace gateway`."""
 

@@ -1,4 +1,4 @@
-"""The gateway as a process: wires the parts, listens, and stops within a bound when told to."""
+"""The gateway as a process: connects the parts, listens, and stops within a time limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.routers import Upstream
 
 NUM_TOKENIZER_THREADS = 2
-# Beyond the drain timeout, for the last events of streams that are interrupted then.
+# Added to the drain timeout, for the last events of streams that it interrupts.
 STOP_S = 1.0
 
 _LOG = logging.getLogger("headrace.gateway")
@@ -41,12 +41,12 @@ _LOG = logging.getLogger("headrace.gateway")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line says."""
+    """The values of the command line."""
 
     host: str
     port: int
     grpc_port: int
-    """0 for no gRPC edge."""
+    """0: no gRPC."""
     routers: tuple[str, ...]
     drain_timeout_s: float
     """How long running requests may take to end after SIGTERM."""
@@ -54,7 +54,7 @@ class Settings:
     """Names of formats by model; see `Formats`."""
     reasoning_parsers: Mapping[str, str]
     worker_wait_s: float | None
-    """How long a new request waits for a worker that is away; None: as long as its client."""
+    """How long a new request waits if no worker is reachable; None: as long as its client."""
     plain_grpc: bool
     """Whether each request is an RPC of its own."""
     security: SecuritySettings
@@ -63,7 +63,7 @@ class Settings:
 
 
 class _Threads:
-    """Threads for what would block the event loop."""
+    """Threads for work that would block the event loop."""
 
     def __init__(self) -> None:
         self.tokenizing = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize")
@@ -76,7 +76,7 @@ class _Threads:
 
 
 async def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `CannotServeError` or `SecurityError` for what cannot be done."""
+    """Serve until SIGTERM or SIGINT. Raises `CannotServeError` or `SecurityError` if the settings are wrong."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -131,7 +131,7 @@ async def _run(
     application = with_cors(edge, security.cors_origins)
     http_server = HttpServer(application, stop_timeout_s, security.connections, security.tls)
     serving = asyncio.create_task(http_server.serve(sockets=[bound]))
-    # OpenVINO takes a third of a second to import: by the time a router has a model, it is there.
+    # Importing OpenVINO takes a third of a second. It is done before a router has a model.
     threads.loading.submit(importlib.import_module, "headrace.gateway.text.tokenizer")
     works = (services.models.run(), *(protocol.run() for protocol in opened), _wait(stop))
     tasks = [asyncio.create_task(work) for work in works]

@@ -1,4 +1,4 @@
-"""What all protocols work with."""
+"""The services that all protocols share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.gateway.upstream.routers import Upstream
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What endpoints and gRPC services work with."""
+    """The services that endpoints and gRPC services use."""
 
     models: Models
     chats: Chats

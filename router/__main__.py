@@ -201,7 +201,7 @@ def wired(
 )
 @click.option("--probe", metavar="HOST:PORT", help="Answer gRPC health here too, without TLS.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Lowest level of log lines.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines for people or for machines.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines as text or as JSON.")
 @click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
 @click.option(
     "--drain-timeout",

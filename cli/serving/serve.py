@@ -297,9 +297,9 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     show_default=True,
     help="Keep the KV caches when a worker fails: the process that replaces it still has the cached prefixes.",
 )
-@_file_option("--api-keys", "Only callers with one of these keys; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
-@_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this chain.", "HEADRACE_GATEWAY_TLS_CERT")
-@_file_option("--tls-key", "The private key to --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
+@_file_option("--api-keys", "Require one of the API keys in this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
+@_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this certificate chain.", "HEADRACE_GATEWAY_TLS_CERT")
+@_file_option("--tls-key", "The private key of --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
 @_file_option("--tls-dir", "Mutual TLS between the processes: ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")
 @_file_option(
     "--join-token-file", "File with the secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE"

@@ -3,12 +3,11 @@
     request -> key known? (401) -> within its key's rate limits? (429) -> handler
                                        prompt known -> within its token limit? (429) -> generation -> settled
 
-Without keys everybody is admitted; the bounds of the gateway itself hold for all.
+Without keys, all callers are admitted. The limits of the gateway itself apply to all.
 
-A request is charged before generation: for the tokens of its prompts, and for the longest answers that it allows
-(`max_tokens` times the number of answers), if it says so. At its end the charge is corrected to what was used: prompts
-and generated tokens, or nothing if there was no answer. A request without `max_tokens` is charged for its answers only
-then, which can use up the next minutes of its key.
+A request is charged before generation: for the tokens of its prompts, and for `max_tokens` times the number of answers
+if it has `max_tokens`. When it ends, the charge is corrected to the tokens of prompts and answers, or to nothing if
+there was no answer. Without `max_tokens`, answers are charged only at the end, and can use up the key's next minutes.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class AdmissionBounds:
-    """Bounds of the gateway itself, for all callers together; times in seconds."""
+    """Limits of the gateway itself, for all callers together; times in seconds."""
 
     max_requests: int = 4096
     """Requests at a time."""
     request_timeout_s: float = 3600.0
     """From a request's arrival to the end of its answer."""
     early_headers_s: float | None = None
-    """When a stream begins without a token; None: never."""
+    """When the response to a streaming request begins even without a token; None: never."""
     open_metrics: bool = False
     """Whether metrics may be read without a key."""
     wants_certificate: bool = False
@@ -63,7 +62,7 @@ class Limits(Protocol):
         """Count tokens, or give them back if negative, even without room."""
 
     def leave(self, key: KeyLimits, request: str) -> None:
-        """An admitted request has ended."""
+        """Note that an admitted request has ended."""
 
     def retain(self, key_ids: Collection[str]) -> None:
         """Forget all keys but these."""
@@ -98,7 +97,7 @@ class OwnLimits:
 
 
 class Authorization:
-    """What a key allows one request, and what the request has used of it."""
+    """What a key allows one request, and what the request has used."""
 
     def __init__(self, key: ApiKey, name: str, limits: Limits) -> None:
         self.key = key
@@ -114,7 +113,7 @@ class Authorization:
         entry = await self._limits.enter(self._of_key, self._name)
         self._requests = entry.state
         if entry.is_at_max_concurrent:
-            problem = f"this key may have {self.key.max_concurrent} requests at a time, and has them"
+            problem = f"this key may have {self.key.max_concurrent} requests at a time, and all are in use"
             raise StatusError(Reason.QUOTA, problem, retry_after_s=CONCURRENCY_RETRY_S)
         if entry.wait_us:
             problem = f"this key may make {self.key.requests_per_minute} requests a minute"
@@ -123,7 +122,7 @@ class Authorization:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While inside, the request counts, even if its exchange has ended."""
+        """Context manager: the request counts until it exits, even if its exchange has ended."""
         self._num_holders += 1
         try:
             yield
@@ -131,7 +130,7 @@ class Authorization:
             self.leave()
 
     def leave(self) -> None:
-        """A holder is done; the request ends with the last one."""
+        """Release a hold on the request. It ends with the last one."""
         self._num_holders -= 1
         if self._num_holders == 0:
             self._limits.leave(self._of_key, self._name)
@@ -165,7 +164,7 @@ class Authorization:
             raise _too_soon(problem, answer.wait_us)
 
     def settle(self, delta: int) -> None:
-        """Correct the count: so many more tokens (or fewer, if negative) were used than taken."""
+        """Correct the count by `delta` tokens, negative if fewer were used than taken."""
         self._limits.settle(self._of_key, delta)
 
     def headers(self) -> Headers:
@@ -219,14 +218,14 @@ class AdmissionControl:
     async def admitted(
         self, authorization: Authorization | None, *, counted: bool, timeout_s: float | None = None
     ) -> AsyncIterator[None]:
-        """While inside, the request is admitted. Only `counted` requests count against limits. `timeout_s` is the
-        caller's own bound.
+        """Context manager: the request is admitted until it exits. Only `counted` requests count against limits.
+        `timeout_s` is the caller's own limit.
 
         Raises StatusError: QUOTA beyond the limits of the key, QUEUE_FULL when the gateway is full, DEADLINE when the
         answer takes too long.
         """
         if counted and self._num_admitted >= self.bounds.max_requests:
-            problem = f"the gateway has {self._num_admitted} requests at a time, as many as it takes"
+            problem = f"the gateway has {self._num_admitted} requests at a time, its maximum"
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=CONCURRENCY_RETRY_S)
         self._num_admitted += counted
         try:
@@ -259,7 +258,7 @@ class AdmissionControl:
 
 
 def secret_of(header: Callable[[str], str]) -> str:
-    """The key in a request's headers, by lower-case name; empty if there is none."""
+    """The key in a request's headers, which `header` finds by lower-case name; empty if there is none."""
     authorization = header("authorization")
     if authorization[: len(_BEARER)].lower() == _BEARER:
         return authorization[len(_BEARER) :].strip()
@@ -267,7 +266,7 @@ def secret_of(header: Callable[[str], str]) -> str:
 
 
 def duration_of(microseconds: int) -> str:
-    """A time as OpenAI's headers have it: 0s, 20ms, 1.5s, 6m0s, 1h0m0s; rounded up to milliseconds."""
+    """A time in the format of OpenAI's headers: 0s, 20ms, 1.5s, 6m0s, 1h0m0s; rounded up to milliseconds."""
     ms = -(-microseconds // 1000)
     if ms < 1000:
         return f"{ms}ms" if ms else "0s"

@@ -1,4 +1,4 @@
-"""Who asks."""
+"""The caller of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.gateway.access.admission import Authorization
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as logs and traces know it, and since when."""
+    """The caller of a request: its ids in logs and traces, its time, its key."""
 
     request_id: str
     traceparent: str
@@ -19,7 +19,7 @@ class Caller:
     authorization: Authorization | None = None
     """What its key allows; None without keys."""
     deadline_s: float | None = None
-    """Monotonic time at which the caller wants no answer any more; None if it did not say."""
+    """Monotonic time at which the caller stops waiting; None if unknown."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

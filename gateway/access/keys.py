@@ -1,8 +1,7 @@
-"""Who may ask: the API keys, from a file or from Redis, read again when they change.
+"""The API keys, from a file or from Redis, read again when they change.
 
-A change that cannot be read is no change: the keys that are known stay valid, and the log says what is wrong. So a
-file that is gone or broken, and a Redis that is away or was restarted empty, neither lock anybody out nor let anybody
-in. To take a key back, revoke it.
+If a change cannot be read, the known keys stay valid and the log says why. So a missing or broken file, or a Redis that
+is unreachable or was restarted empty, neither locks callers out nor lets others in. To withdraw a key, revoke it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class KeysError(Exception):
-    """The keys cannot be read now; the message says why, without anything from them."""
+    """The keys cannot be read now. The message says why and contains no key."""
 
 
 class KeySource(Protocol):
@@ -40,7 +39,7 @@ class KeySource(Protocol):
 
 
 class KeyFile:
-    """Keys in a file. It is read whole whenever its inode, time or size is another one."""
+    """Keys in a file, which is read again when its inode, time or size changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,7 +58,7 @@ class KeyFile:
         except OSError as error:
             raise KeysError(f"{self._path} cannot be read: {error.strerror}") from None
         except ValueError as error:
-            raise KeysError(f"{self._path} has no keys that make sense: {error}") from None
+            raise KeysError(f"{self._path} has no valid list of keys: {error}") from None
         self._stamp = stamp
         return keys
 
@@ -71,7 +70,7 @@ class KeyTable:
     """Keys in Redis, under the names in `headrace.common.stores.api_keys`."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for what is not a Redis URL."""
+        """Raises ValueError if `url` is not a Redis URL."""
         self._redis: RedisClient = connect(url, _REDIS_TIMEOUT_S)
         self._version: bytes | None = None
         self._was_read = False
@@ -91,7 +90,7 @@ class KeyTable:
         try:
             keys = checked(map(load_key, table.values()))
         except ValueError as error:
-            raise KeysError(f"Redis has no keys that make sense: {error}") from None
+            raise KeysError(f"Redis has no valid list of keys: {error}") from None
         self._version, self._was_read = version, True
         return keys
 
@@ -104,7 +103,7 @@ class KeyRing:
     """The keys that are valid now."""
 
     def __init__(self, source: KeySource, on_change: Callable[[Collection[str]], None] = lambda key_ids: None) -> None:
-        """`on_change` gets the ids of all keys whenever they were read anew."""
+        """`on_change` is called with the ids of all keys after they were read again."""
         self._source = source
         self._on_change = on_change
         self._by_sha256: Mapping[str, ApiKey] = {}
@@ -112,10 +111,10 @@ class KeyRing:
         self._problem = ""
 
     def find(self, secret: str | bytes) -> ApiKey:
-        """Whose key this is. Raises StatusError: UNAUTHENTICATED if nobody's, NO_CAPACITY before keys were read."""
+        """The key with this secret. Raises StatusError: UNAUTHENTICATED, or NO_CAPACITY before keys were read."""
         if not self._is_known:
             raise StatusError(Reason.NO_CAPACITY, "the API keys cannot be read at the moment", retry_after_s=1.0)
-        # A lookup by hash tells nothing of how near a guess came.
+        # A lookup by hash takes the same time for all wrong guesses.
         key = self._by_sha256.get(sha256_of(secret)) if len(secret) <= MAX_SECRET_BYTES else None
         if key is None:
             raise StatusError(Reason.UNAUTHENTICATED, "the API key is not valid")
@@ -138,7 +137,7 @@ class KeyRing:
             except KeysError as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
-                    _LOG.warning("the API keys stay as they are known: %s", error)
+                    _LOG.warning("the known API keys stay valid: %s", error)
             else:
                 self._problem = ""
             await asyncio.sleep(LOOK_S)

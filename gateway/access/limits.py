@@ -9,7 +9,7 @@ the exact time at which the same request will fit:
     full     at N * 60,000,000, below 2^53 for every limit that a key may have: Redis computes with doubles and still
              decides the same (see `quota`)
 
-A request may use more than was taken for it. Then the level is over full, and the debt drains first.
+A request may use more than was taken for it. Then the level exceeds the limit, and drains below it first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EMPTY = Bucket(0, 0)
 
 
 class LimitState(NamedTuple):
-    """The state of a limit for its caller: the limit, what remains of it, and the time until it is whole again."""
+    """The state of a limit for its caller: the limit, how much remains, and the time until it is full again."""
 
     limit: int
     remaining: int
@@ -42,21 +42,21 @@ class LimitState(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """`wait_us` is 0 if the cost was taken. Otherwise nothing was, and the same cost fits in so many microseconds."""
+    """`wait_us` is 0 if the cost was taken. Otherwise nothing was taken, and the same cost fits after `wait_us`."""
 
     wait_us: int
     state: LimitState
 
 
 def drained(bucket: Bucket, limit: int, now_us: int) -> int:
-    """The level now. A clock that went back drains nothing."""
+    """The level now. If the clock went back, nothing drains."""
     return max(0, bucket.level - limit * max(0, now_us - bucket.at_us))
 
 
 def take(bucket: Bucket, limit: int, cost: int, now_us: int, *, anyway: bool = False) -> tuple[Bucket, Answer]:
     """The bucket with `cost` in it, if there is room or it is put in `anyway`; a negative cost is taken out.
 
-    A cost over the limit never has room: the caller sees to it.
+    A cost over the limit never has room; the caller must check that.
     """
     level = drained(bucket, limit, now_us)
     full = limit * LEVELS

@@ -1,17 +1,17 @@
-"""Limits that all gateways of a fleet share, in Redis; and what holds while it is away.
+"""Limits that all gateways of a fleet share in Redis, and local limits while it is unreachable.
 
     headrace:quota:{KEY}:requests    hash of `level` and `at_us`, a bucket as in `limits`
     headrace:quota:{KEY}:tokens      the same for tokens
-    headrace:quota:{KEY}:inside      sorted set of requests at a time, each with the time at which its lease ends
+    headrace:quota:{KEY}:inside      sorted set of running requests, each with the time at which its lease ends
 
 Decisions are scripts: they are atomic, and they use the clock of Redis, so gateways need not agree on the time. An
 admitted request holds a lease that its gateway renews. When the gateway dies, the lease ends and the place is free.
 
-A gateway sends its decisions and notes over one connection, in order, with as many as are ready in one message.
+A gateway sends its decisions and notes over one connection, in order, and all that are ready in one message.
 
-While Redis is away, each gateway counts by itself and begins with the requests that it has already admitted. A key
-cannot start over, but it gets its limits from each gateway. The first message that fails or takes longer than
-`TIMEOUT_S` shows that Redis is away. Until it answers again nobody waits for it, and the gateway looks every `LOOK_S`.
+While Redis is unreachable, each gateway counts by itself, beginning with the requests that it has already admitted. A
+key cannot start over, but each gateway grants it its limits. Redis counts as unreachable when a message fails or takes
+longer than `TIMEOUT_S`. Until it answers again no request waits for it, and the gateway tries it every `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TIMEOUT_S = 1.0
 LOOK_S = 0.5
 LEASE_S = 30.0
 MAX_NOTES = 10_000
-"""Bound of ended requests and corrections that wait for Redis. Beyond it, corrections are lost and leases end."""
+"""Maximum of ended requests and corrections that wait for Redis. Beyond it, corrections are lost and leases expire."""
 _BATCH = 256
-# A wait that ends this late says that the gateway itself stood still, and nothing about Redis.
+# If a wait ends this late, the gateway itself was blocked; that says nothing about Redis.
 _STALL_S = 0.25
 _SOCKET_TIMEOUT_S = 5.0
 _LOOKED_KEY = "headrace:quota:looked"
@@ -129,7 +129,7 @@ _LEASE_US = round(LEASE_S * 1e6)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Script:
-    """A script to be run. Somebody waits for the `answer`, or nobody does."""
+    """A script to run. `answer` is None if no request waits for it."""
 
     text: str
     keys: Sequence[str]
@@ -138,7 +138,7 @@ class _Script:
 
 
 class SharedLimits:
-    """The limits of all gateways at one Redis. `local` holds while it is away, and follows along while it is not."""
+    """The limits of all gateways at one Redis. `local` counts all requests, and decides while Redis is unreachable."""
 
     def __init__(self, url: str, local: LocalLimits) -> None:
         """Raises ValueError for what is not a Redis URL."""
@@ -152,17 +152,17 @@ class SharedLimits:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Find out whether Redis answers, and keep an eye on it from then on."""
+        """Find out whether Redis answers, and check regularly from then on."""
         await self._look()
         if not self.is_shared:
-            _LOG.warning("Redis does not answer: keys are held to their limits by each gateway for itself")
+            _LOG.warning("Redis does not answer: each gateway applies the limits of keys by itself")
         self._tasks = [
             asyncio.create_task(self._keep_looking(), name="Redis"),
             asyncio.create_task(self._keep_telling(), name="limits in Redis"),
         ]
 
     async def close(self) -> None:
-        """Send what waits to be sent, if Redis answers, and stop."""
+        """Send the notes that are left, if Redis answers, and stop."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -205,26 +205,26 @@ class SharedLimits:
         return Answer(wait_us, LimitState(limit, remaining, reset_us))
 
     def settle(self, key: KeyLimits, delta: int) -> None:
-        """So many tokens more (or fewer, if negative) were used than taken. Redis hears of it a moment later."""
+        """Correct the count by `delta` tokens, negative if fewer were used than taken. Redis is told a moment later."""
         if key.tokens_per_minute is not None and delta:
             self._local.take_tokens(key, delta, anyway=True)
             self._note(_Script(TAKE, [_name(key, "tokens")], ["", delta, key.tokens_per_minute, 1]))
 
     def leave(self, key: KeyLimits, request: str) -> None:
-        """An admitted request has ended. Redis hears of it a moment later."""
+        """Note that an admitted request has ended. Redis is told a moment later."""
         self._local.leave(key, request)
         self._inside.pop(request, None)
         if key.max_concurrent is not None:
             self._note(_Script(LEAVE, [_name(key, "inside")], [request]))
 
     def retain(self, key_ids: Collection[str]) -> None:
-        """Forget all other keys, where nothing of them is inside."""
+        """Forget all other keys that have no running requests."""
         self._local.retain(key_ids)
 
     # --- Redis ------------------------------------------------------------------------------------------------------
 
     async def _ask(self, text: str, keys: Sequence[str], arguments: Sequence[Any]) -> list[int] | None:
-        """What a script says; None if Redis is away."""
+        """The result of a script; None if Redis is unreachable."""
         if not self.is_shared:
             return None
         script = _Script(text, keys, arguments, asyncio.get_running_loop().create_future())
@@ -265,7 +265,7 @@ class SharedLimits:
                 self._is_away()
 
     async def _in_time(self, command: asyncio.Future[Any]) -> Any:
-        """The outcome; None if there is none in time, or it is a failure."""
+        """The result; None if it failed or took too long."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         try:
@@ -280,7 +280,7 @@ class SharedLimits:
         finally:
             command.cancel()
         if self.is_shared:
-            _LOG.warning("Redis is away (%s): each gateway holds keys to their limits for itself", problem[:200])
+            _LOG.warning("Redis is unreachable (%s): each gateway applies the limits of keys by itself", problem[:200])
         return None
 
     def _is_away(self) -> None:
@@ -294,7 +294,7 @@ class SharedLimits:
                 script.answer.set_result(None)
 
     async def _look(self) -> None:
-        # A replica and a server without memory would answer a ping, too.
+        # A replica and a server that is out of memory answer a ping too.
         looking = asyncio.ensure_future(self._redis.set(_LOOKED_KEY, b"1", px=1000))
         if await self._in_time(looking) is None:
             self._is_away()
@@ -327,5 +327,5 @@ class SharedLimits:
 
 
 def _name(key: KeyLimits, kind: str) -> str:
-    # What is in braces decides the slot in a cluster: a script's keys must be in one.
+    # In a cluster, the part in braces decides the slot, and a script's keys must be in one slot.
     return f"headrace:quota:{{{key.key_id}}}:{kind}"

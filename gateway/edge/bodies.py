@@ -21,7 +21,7 @@ class Bodies:
     def take(self, num_bytes: int) -> None:
         """Count bytes that are kept until `give_back`. Raises StatusError (QUEUE_FULL)."""
         if self.num_bytes + num_bytes > self.max_total_bytes:
-            problem = f"the requests at the gateway have {self.max_total_bytes} bytes, as many as it takes"
+            problem = f"the requests at the gateway have {self.max_total_bytes} bytes in their bodies, the maximum"
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
         self.num_bytes += num_bytes
 

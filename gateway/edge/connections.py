@@ -1,11 +1,11 @@
-"""Bounds of HTTP connections, which hold before there is a request that could be refused.
+"""Limits of HTTP connections, which apply before there is a request to refuse.
 
     connected --head_timeout_s--> head complete --> answered --75 s--> closed
                                   413, 408 by the exchange; then closed
 
-There are bounds for open connections, the time until a request's head is complete, the size of the head (and of
-trailers), the framing around a body, and the time for the rest of a body whose request is already answered. Refusals
-are JSON in OpenAI's error format.
+There are limits for open connections, the time until a request's head is complete, the size of the head and of
+trailers, the framing of a body, and the time for the rest of a body whose request is already answered. Refusals are
+JSON in OpenAI's error format.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BoundedConnection(HttpToolsProtocol):
             shown = connection.getpeercert(binary_form=True)
             self._certificates = [ssl.DER_cert_to_PEM_cert(shown)] if shown else []
         if len(self.connections) > self._bounds.max_connections:
-            problem = f"the gateway has {self._bounds.max_connections} connections, as many as it takes"
+            problem = f"the gateway has {self._bounds.max_connections} connections, its maximum"
             self._refuse(HttpError(503, "too_many_connections", problem, [(b"retry-after", b"1")]))
         else:
             self._arm(self._bounds.head_timeout_s)
@@ -75,7 +75,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, and see that what was fed is within bounds."""
+        """Feed the parser, and check the limits."""
         if self.transport.is_closing():
             return
         self._num_new_bytes = len(data)
@@ -86,8 +86,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(self._head_too_large())
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request, or what a bound refuses."""
-        self._refuse(self._refusal or HttpError(400, "invalid_request", "this is no HTTP request"))
+        """Refuse data that is no request or exceeds a limit."""
+        self._refuse(self._refusal or HttpError(400, "invalid_request", "this is not an HTTP request"))
 
     # --- callbacks of the parser ------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is there: what may take how long now is for the one who answers."""
+        """The head is complete. From now on the exchange has its own time limits."""
         super().on_headers_complete()
         self._in_head = False
         self._disarm()
@@ -124,7 +124,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """All of the request is there."""
+        """The request is complete."""
         self._is_open_message = False
         self._disarm()
         super().on_message_complete()
@@ -166,7 +166,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer in place of the application, and close. Where an answer is under way or was given, only close."""
+        """Answer instead of the application, and close. If an answer has begun, only close."""
         if self.transport.is_closing():
             return
         is_idle = self.cycle is None or self.cycle.response_complete
@@ -177,7 +177,7 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def connections_within(bounds: ConnectionBounds) -> Callable[..., BoundedConnection]:
-    """What uvicorn makes connections with."""
+    """The factory of connections for uvicorn."""
     return partial(BoundedConnection, bounds=bounds)
 
 

@@ -11,7 +11,7 @@ import msgspec
 TEXT = "text/plain"
 EVENTS = "text/event-stream"
 API = ("/v1", "/v3")
-"""Where the API is: at its own place, and where clients of OpenVINO Model Server look for it."""
+"""Prefixes of the API: its own, and the one that clients of OpenVINO Model Server use."""
 
 
 class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -50,11 +50,11 @@ class Operation:
     prefixes: Sequence[str] = ("",)
     error: Any = Error
     status: int | None = 200
-    """Of an answer; None where there is none but errors."""
+    """Type of an answer; None if there are only errors."""
     content_type: str = TEXT
-    """Of an answer without a type."""
+    """Content type of an answer without a type."""
     unavailable: Any = None
-    """Type of a 503 that is no failure."""
+    """Type of a 503 that reports a state rather than an error."""
     query: Mapping[str, Any] = field(default_factory=dict)
     """Schemas of the parameters in the query, by name."""
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)

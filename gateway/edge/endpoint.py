@@ -25,7 +25,7 @@ class Endpoint:
     """In metrics and logs."""
     handler: Handler
     errors: ErrorShape = OPENAI_ERRORS
-    """How its failures look, including those that come before the handler."""
+    """The format of its errors, including those before the handler."""
     is_open: bool = False
     """Whether it is answered without a key, where others are not."""
     makes_work: bool = True
@@ -33,7 +33,7 @@ class Endpoint:
 
     @property
     def is_probe(self) -> bool:
-        """Whether machines ask it over and over how the gateway is: no request in flight, no line of the access log."""
+        """Whether it is polled by machines: then it is not in the access log or among requests in flight."""
         return self.name in _PROBES
 
 

@@ -22,7 +22,7 @@ from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.failures import ErrorShape, Headers, HttpError, failure_of
 from headrace.protos.status import Reason, StatusError
 
-# Bytes beyond the bound that are read and discarded, so that the client receives the refusal.
+# Bytes beyond the limit that are read and discarded, so that the client receives the refusal.
 MAX_DISCARDED_BYTES = 48 * 1024 * 1024
 KEEP_ALIVE_S = 15.0
 TIMEOUT_HEADER = "x-request-timeout"
@@ -48,13 +48,13 @@ class Exchange:
         bodies: Bodies | None = None,
         early_headers_s: float | None = None,
     ) -> None:
-        """`early_headers_s` is when the response to a streaming request begins although nothing came yet; its status is
-        200 then, whatever follows. None: never."""
+        """After `early_headers_s`, the response to a streaming request begins even if there is no event yet. Its
+        status is then 200, and later errors are events. None: never."""
         self._early_headers_s = early_headers_s
         self._bodies = Bodies() if bodies is None else bodies
         self._num_body_bytes = 0
         self.errors = errors
-        """The format of failures; a stream that has begun may have another one."""
+        """The format of errors. A stream that has begun may have another format."""
         self.scope = scope
         self._receive = receive
         self._send = send
@@ -77,13 +77,13 @@ class Exchange:
         self.status = 0
         """Of the response, once it has begun."""
         self.keep_alive_event = COMMENT
-        """What is sent on a stream that is idle."""
+        """The event that keeps an idle stream alive."""
         self.stream_type = EVENT_STREAM
         """The content type of a stream."""
         self.disconnected = False
-        """The client is gone; the task was cancelled for it."""
+        """Whether the client has disconnected, which cancels the task."""
         self.interrupted = False
-        """The server stops; the task was cancelled for it."""
+        """Whether the server stops, which cancels the task."""
 
     def header(self, name: str) -> str:
         """A header of the request, by its name in lower case; empty if there is none."""
@@ -96,7 +96,7 @@ class Exchange:
         return bool(self.scope.get("extensions", {}).get("tls", {}).get("client_cert_chain"))
 
     def timeout_s(self) -> float | None:
-        """Seconds that the client gives the answer; None if it does not say. Raises `StatusError`."""
+        """The client's time limit for the answer in seconds; None if it has none. Raises `StatusError`."""
         text = self.header(TIMEOUT_HEADER)
         if not text:
             return None
@@ -105,12 +105,12 @@ class Exchange:
         except ValueError:
             seconds = math.nan
         if not 0 < seconds < math.inf:
-            problem = f"{TIMEOUT_HEADER} must be a number of seconds over 0, such as 30 or 2.5"
+            problem = f"{TIMEOUT_HEADER} must be a number of seconds greater than 0, such as 30 or 2.5"
             raise StatusError(Reason.INVALID_FIELD, problem, field=TIMEOUT_HEADER)
         return seconds
 
     def enter(self, authorization: Authorization | None, timeout_s: float | None = None) -> None:
-        """The request is authorized, with a key or without; the client gives it `timeout_s` from its arrival."""
+        """Note that the request is authorized, with a key or without one; `timeout_s` counts from its arrival."""
         if timeout_s is not None:
             self.caller = replace(self.caller, deadline_s=self.caller.arrived_s + timeout_s)
         if authorization is not None:
@@ -118,7 +118,7 @@ class Exchange:
             self.owner = authorization.key.tenant
 
     async def body(self) -> bytes:
-        """The whole body; from now on, the task is cancelled when the client disconnects.
+        """Read the whole body. From then on, the task is cancelled when the client disconnects.
 
         Raises `HttpError` (413, 408), or `StatusError` when all bodies together are too large.
         """
@@ -181,7 +181,7 @@ class Exchange:
             self._task.cancel()
 
     async def close(self) -> None:
-        """End what accompanies the request."""
+        """End the tasks that accompany the request."""
         self._ended = True
         self._bodies.give_back(self._num_body_bytes)
         self._num_body_bytes = 0
@@ -204,7 +204,7 @@ class Exchange:
         self.status = status
         start = [
             (b"content-type", content_type),
-            # That of a 304 would be the length of what is not sent.
+            # In a 304 it would be the length of a body that is not sent.
             *([] if status == 304 else [(b"content-length", b"%d" % len(body))]),
             (b"x-request-id", self.caller.request_id.encode()),
             *self._limits(),
@@ -218,7 +218,7 @@ class Exchange:
         return [] if self.caller.authorization is None else self.caller.authorization.headers()
 
     async def fail(self, error: StatusError | HttpError) -> None:
-        """Tell the client of a failure: as the response, or as the last event of the stream that has begun."""
+        """Send an error: as the response, or as the last event if a stream has begun."""
         failure = failure_of(error)
         if self._started:
             await self.write(self.errors.event(failure), last=True)
@@ -248,9 +248,9 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def keep_alive(self, begun: asyncio.Event | None = None) -> None:
-        """For ever: send `keep_alive_event` when nothing was written for `KEEP_ALIVE_S`.
+        """Run for ever: send `keep_alive_event` when nothing was written for `KEEP_ALIVE_S`.
 
-        It also begins the response, and so waits for `begun`, if that is given: before, a failure is a status.
+        This may begin the response, after which an error can no longer be a status. So it waits for `begun`, if given.
         """
         self._last_write_s = time.monotonic()
         if begun is not None:

@@ -1,4 +1,4 @@
-"""Failures as HTTP clients see them, before a protocol gives them its error format."""
+"""Errors for HTTP clients, before a protocol gives them its format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANDOM = random.Random()
 
 
 class HttpError(Exception):
-    """A failure that exists on HTTP only: it has no row in the table of statuses."""
+    """An error that exists only in HTTP and is not in the table of statuses."""
 
     def __init__(
         self, status: int, code: str, message: str, headers: Headers | None = None, param: str | None = None
@@ -34,7 +34,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure as HTTP knows it."""
+    """An error as HTTP has it."""
 
     status: int
     kind: str
@@ -48,10 +48,10 @@ class Failure:
 
 
 class ErrorShape(Protocol):
-    """How a protocol says that a request failed."""
+    """The error format of a protocol."""
 
     def whole(self, failure: Failure) -> bytes:
-        """The body of a response that is nothing but the failure."""
+        """The body of an error response."""
 
     def event(self, failure: Failure) -> bytes:
         """The last events of a stream that had begun."""
@@ -69,7 +69,7 @@ def spread(error: StatusError) -> StatusError:
 
 
 def failure_of(error: StatusError | HttpError) -> Failure:
-    """The failure that an error is to an HTTP client."""
+    """The error as an HTTP client gets it."""
     if isinstance(error, HttpError):
         return Failure(error.status, "invalid_request_error", error.code, error.message, error.param, error.headers)
     row = error.row
@@ -78,7 +78,7 @@ def failure_of(error: StatusError | HttpError) -> Failure:
         told_s = spread(error).retry_after_s
         wait_s = MIN_RETRY_AFTER_S if told_s is None else told_s
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
-        # Clients of OpenAI's makers look at this one first.
+        # OpenAI's own clients read this header first.
         headers.append((b"retry-after-ms", b"%d" % math.ceil(wait_s * 1000)))
     elif row.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
@@ -86,26 +86,26 @@ def failure_of(error: StatusError | HttpError) -> Failure:
 
 
 def draining() -> StatusError:
-    """The error for requests that a stopping server does not bring to their end."""
+    """The error for requests that a stopping server does not finish."""
     return StatusError(Reason.DRAINING, "the gateway is stopping; try again", retry_after_s=1.0)
 
 
 def error_value(failure: Failure) -> dict[str, Any]:
-    """The inside of an `error` object."""
+    """The members of an `error` object."""
     return {"message": failure.message, "type": failure.kind, "param": failure.param, "code": failure.code}
 
 
 class _OpenAiErrors:
-    """The one shape of all errors of OpenAI's protocol."""
+    """OpenAI's error format."""
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
         return encode({"error": error_value(failure)})
 
     def event(self, failure: Failure) -> bytes:
-        """The event that ends a stream which failed: no chunk and no [DONE] may follow."""
+        """The event that ends a failed stream. No chunk and no [DONE] may follow."""
         return b"data: " + self.whole(failure) + b"\n\n"
 
 
 OPENAI_ERRORS = _OpenAiErrors()
-"""Also the shape of failures outside of any protocol."""
+"""Also the format of errors outside of any protocol."""

@@ -1,4 +1,4 @@
-"""The gRPC edge: a server of the services that protocols have, behind the same keys and limits as HTTP.
+"""The gRPC edge: a server for the protocols' services, with the same keys and limits as HTTP.
 
 Health and reflection need no key.
 """
@@ -23,7 +23,7 @@ from headrace.protos.status import StatusError, abort
 authorization_var: contextvars.ContextVar[Authorization | None] = contextvars.ContextVar("authorization", default=None)
 """The authorization of the call that the running task answers; None without keys."""
 
-# gRPC calls at a time besides the requests that admission lets in, such as health and reflection.
+# Concurrent gRPC calls beyond the admitted requests, such as health and reflection.
 OTHER_CALLS = 256
 
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -46,7 +46,7 @@ class GrpcService:
 async def start_grpc_server(
     services: Sequence[GrpcService], address: str, admission: AdmissionControl, tls: EdgeTls | None = None
 ) -> tuple[grpc.aio.Server, int]:
-    """Serve the services on an address; gives the server and its port. Raises RuntimeError if the address is taken."""
+    """Serve the services on an address; returns server and port. Raises RuntimeError if the address is in use."""
     server = grpc.aio.server(
         interceptors=[AuthInterceptor(admission, services)],
         options=SERVER_OPTIONS,

@@ -1,7 +1,7 @@
 """The HTTP edge: finds the endpoint of a request, admits the request and counts its outcome.
 
 Starlette only finds the route; requests are read and answered on the bare ASGI messages (see `exchange`), so that a
-chunk of a stream costs one prepared write. What is served is listed in `gateway/protocols.py`.
+chunk of a stream costs one prepared write. `gateway/protocols.py` lists the endpoints.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HttpEdge:
         for endpoint in endpoints:
             resources.setdefault(endpoint.path, {})[endpoint.method] = endpoint
         self.paths = [(path, method) for path, by_method in resources.items() for method in by_method]
-        """What is served: each path with each of its methods."""
+        """The routes: each path with each of its methods."""
         routes = [Route(path, _Resource(self, by_method)) for path, by_method in resources.items()]
         self._router = Router(routes, redirect_slashes=False, default=_Resource(self, {"": _UNKNOWN}))
 
@@ -70,7 +70,7 @@ class HttpEdge:
             exchange.interrupt()
 
     async def answer(self, exchange: Exchange, endpoint: Endpoint) -> None:
-        """Run an endpoint; whatever goes wrong becomes an error of its shape. Counts the outcome."""
+        """Run an endpoint, answer every exception with an error in its format, and count the outcome."""
         outcome = "ok"
         self._running.add(exchange)
         self._metrics.in_flight.inc(not endpoint.is_probe)
@@ -162,7 +162,7 @@ _UNKNOWN = Endpoint("", "", "unknown", _unknown_path, is_open=True)
 
 
 class HttpServer(uvicorn.Server):
-    """The server of an `HttpEdge` or what is around one. Signals are the caller's business: it sets `should_exit`."""
+    """The server of an `HttpEdge`, which may be wrapped. The caller handles signals and sets `should_exit`."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             application,
-            # Called to make connections, as a class would be.
+            # uvicorn calls this to make a connection.
             http=cast("type[asyncio.Protocol]", connections_within(bounds or ConnectionBounds())),
             ssl_context_factory=None if tls is None else lambda config, default: tls.context,
             ws="none",
@@ -194,7 +194,7 @@ class HttpServer(uvicorn.Server):
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, so that whether it is free is known before anything else starts.
+    """A socket bound to the address. Binding first shows whether the address is free before anything else starts.
 
     Port 0 binds any free port. Raises `OSError`.
     """

@@ -1,4 +1,4 @@
-"""The security flags of the gateway, and what is made of them: admission control, bounds, and TLS on both sides."""
+"""The security flags of the gateway, and the objects made from them: admission control, limits, TLS on both sides."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FILE = click.Path(path_type=Path)
 
 
 class SecurityError(ValueError):
-    """The flags cannot be honoured. The message is a sentence with the remedy."""
+    """The flags are wrong. The message is a sentence with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecuritySettings:
-    """What the command line says. Sizes in MiB or KiB as named, times in seconds."""
+    """The values of the command line. Sizes in MiB or KiB as named, times in seconds."""
 
     api_keys: Path | None = None
     api_keys_redis: bool = False
@@ -55,7 +55,7 @@ class SecuritySettings:
 
 
 class Security:
-    """The parts, made of the settings. `start` and `close` frame their life on one event loop."""
+    """The objects made from the settings. Call `start` and `close` on one event loop."""
 
     def __init__(self, settings: SecuritySettings) -> None:
         """Raises SecurityError."""
@@ -134,7 +134,7 @@ class Security:
 
 def _check(settings: SecuritySettings) -> None:
     if settings.api_keys is not None and settings.api_keys_redis:
-        raise SecurityError("--api-keys and --api-keys-redis are two places of keys: choose one")
+        raise SecurityError("--api-keys and --api-keys-redis exclude each other; choose one")
     if settings.api_keys_redis and settings.redis_url is None:
         raise SecurityError("--api-keys-redis needs --redis URL")
     if (settings.tls_cert is None) != (settings.tls_key is None):
@@ -143,11 +143,11 @@ def _check(settings: SecuritySettings) -> None:
         raise SecurityError("--tls-client-ca needs --tls-cert and --tls-key")
     for origin in settings.cors_origins:
         if origin != "*" and ("://" not in origin or origin.count("/") != 2 or not origin.isascii()):
-            raise SecurityError(f"--cors-origin {origin[:100]!r} is none: write SCHEME://HOST[:PORT], or *")
+            raise SecurityError(f"--cors-origin {origin[:100]!r} is not an origin: write SCHEME://HOST[:PORT], or *")
 
 
 def security_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options, and hand it what they say as `security`."""
+    """Add the options to a command, which gets their values as `security`."""
     names = [field.name for field in fields(SecuritySettings)]
 
     @functools.wraps(command)
@@ -162,26 +162,30 @@ def security_options(command: Callable[..., None]) -> Callable[..., None]:
 
 _OPTIONS = (
     click.option(
-        "--api-keys", type=_FILE, metavar="FILE", help="Only callers with one of these keys; see headrace keys."
+        "--api-keys", type=_FILE, metavar="FILE", help="Require one of the API keys in this file; see headrace keys."
     ),
-    click.option("--api-keys-redis", is_flag=True, help="Only callers with one of the keys in the Redis of --redis."),
+    click.option("--api-keys-redis", is_flag=True, help="Require one of the API keys in the Redis of --redis."),
     click.option(
         "--redis",
         "redis_url",
         envvar="HEADRACE_GATEWAY_REDIS",
         metavar="URL",
-        help="What gateways share: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
+        help="Redis that gateways share: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
     ),
-    click.option("--open-metrics", is_flag=True, help="Metrics may be read without a key."),
-    click.option("--tls-cert", type=_FILE, metavar="FILE", help="Serve HTTPS, and gRPC over TLS, with this chain."),
-    click.option("--tls-key", type=_FILE, metavar="FILE", help="The private key to --tls-cert."),
-    click.option("--tls-client-ca", type=_FILE, metavar="FILE", help="Only clients with a certificate from here."),
+    click.option("--open-metrics", is_flag=True, help="Serve metrics without a key."),
+    click.option(
+        "--tls-cert", type=_FILE, metavar="FILE", help="Serve HTTPS, and gRPC over TLS, with this certificate chain."
+    ),
+    click.option("--tls-key", type=_FILE, metavar="FILE", help="The private key of --tls-cert."),
+    click.option(
+        "--tls-client-ca", type=_FILE, metavar="FILE", help="Require client certificates signed by this authority."
+    ),
     click.option(
         "--tls-dir",
         envvar="HEADRACE_TLS_DIR",
         type=_FILE,
         metavar="DIR",
-        help="Mutual TLS with routers: ca.pem, cert.pem and key.pem there, read again when they change.",
+        help="Mutual TLS with routers: directory with ca.pem, cert.pem, key.pem, read again when they change.",
     ),
     click.option(
         "--join-token-file",
@@ -196,35 +200,44 @@ _OPTIONS = (
         multiple=True,
         envvar="HEADRACE_GATEWAY_CORS_ORIGIN",
         metavar="ORIGIN",
-        help="Pages of this origin may use the API, such as https://chat.example; * for all; may be repeated.",
+        help="Allow pages of this origin to use the API, such as https://chat.example; * for all; may be repeated.",
     ),
-    click.option("--max-requests", default=4096, type=click.IntRange(min=1), help="Requests at a time."),
+    click.option("--max-requests", default=4096, type=click.IntRange(min=1), help="Maximum of concurrent requests."),
     click.option(
         "--request-timeout",
         default=3600.0,
         type=click.FloatRange(min=0, min_open=True),
-        help="Seconds from a request to the end of its answer.",
+        help="Maximum seconds from the arrival of a request to the end of its answer.",
     ),
     click.option(
         "--early-headers",
         type=click.FloatRange(min=0, min_open=True),
-        help="Begin a stream after so many seconds although nothing came yet, for proxies that give up silent "
-        "connections; later failures are events in it. Default: never, failures before the first token are statuses.",
+        help="Begin the response to a streaming request after so many seconds even without a token, for proxies that "
+        "close silent connections. Later errors are events. Default: never; earlier errors are statuses.",
     ),
     click.option("--max-connections", default=10_000, type=click.IntRange(min=1), help="Open HTTP connections."),
     click.option(
         "--head-timeout",
         default=15.0,
         type=click.FloatRange(min=0, min_open=True),
-        help="Seconds until the headers of a request are here.",
+        help="Maximum seconds until the headers of a request are complete.",
     ),
-    click.option("--max-head-kb", default=64, type=click.IntRange(min=1), help="KiB of the headers of a request."),
+    click.option(
+        "--max-head-kb",
+        default=64,
+        type=click.IntRange(min=1),
+        help="Maximum size of the headers of a request, in KiB.",
+    ),
     click.option(
         "--body-timeout",
         default=60.0,
         type=click.FloatRange(min=0, min_open=True),
-        help="Seconds until the body of a request is here.",
+        help="Maximum seconds until the body of a request is complete.",
     ),
-    click.option("--max-body-mb", default=16, type=click.IntRange(min=1), help="MiB of the body of a request."),
-    click.option("--max-bodies-mb", default=1024, type=click.IntRange(min=1), help="MiB of all bodies together."),
+    click.option(
+        "--max-body-mb", default=16, type=click.IntRange(min=1), help="Maximum size of the body of a request, in MiB."
+    ),
+    click.option(
+        "--max-bodies-mb", default=1024, type=click.IntRange(min=1), help="Maximum size of all bodies together, in MiB."
+    ),
 )

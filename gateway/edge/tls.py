@@ -1,7 +1,7 @@
-"""TLS of the gateway's own edges, towards clients: the files, and contexts that follow them.
+"""TLS towards clients: certificate files, and TLS contexts that follow their changes.
 
-With a client authority, a client that shows a certificate must show one that it has signed. HTTP asks for one but for
-/health, which probes without certificates need; gRPC asks for one in the handshake.
+With a client authority, a client certificate must be signed by it. gRPC requires one in the handshake. HTTP requires
+one for all paths but /health, which probes without certificates need.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class TlsError(ValueError):
 
 
 class EdgeTls:
-    """Certificate, key and authority of clients, as they are in the files; looked at at most once a second.
+    """Certificate, key and client authority, from files that are checked at most once a second.
 
-    Connections that exist keep what they were made with. Files that do not fit together are left alone.
+    Existing connections keep their certificate. Files that do not fit together are ignored.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EdgeTls:
         self._files = WatchedFiles(self._paths, clock)
         self._context = self._load()
         self._raw = self._read()
-        # What a listening socket has: each handshake turns to the current context by way of it.
+        # The context of the listening socket. Each handshake switches from it to the current context.
         self.context = self._load()
         self.context.sni_callback = self._turn
 
@@ -53,7 +53,7 @@ class EdgeTls:
         return len(self._paths) > 2
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server; also these follow the files."""
+        """For a gRPC server; they follow the files too."""
         return grpc.dynamic_ssl_server_credentials(
             self._grpc_configuration(), self._grpc_configuration, self.wants_client_certificate
         )

@@ -62,5 +62,5 @@ def _position(raw: bytes, message: str) -> str:
 
 
 def padding(num_chars: int) -> str:
-    """Random letters that pad a delta of so many characters to one of a few lengths."""
+    """Random letters that pad a delta of `num_chars` characters to one of a few lengths."""
     return secrets.token_hex(_PADDED_CHARS)[: -num_chars % _PADDED_CHARS]

@@ -22,6 +22,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+# The two bodies list eight fields each on their own: a msgspec struct has a single base, and theirs is the neutral one.
 class ChatRequest(Chat, kw_only=True):
     """Body of POST /v1/chat/completions. Fields of type Any are known but honoured in their neutral value only."""
 

@@ -1,1 +1,1 @@
-"""What operators and tools ask: health, metrics, the OpenAPI document."""
+"""Endpoints for operators and tools: health, metrics, the OpenAPI document."""

@@ -1,6 +1,6 @@
-"""What answers to operators look like, for the OpenAPI document. Tests hold real answers to these types.
+"""The types of answers to operators, for the OpenAPI document.
 
-Answers are written from prepared bytes and not from these; a field that is not here is in no answer.
+Real answers are written from prepared bytes; tests compare them with these types.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace.gateway.edge.description import Shape
 
 
 class RedisStates(Shape):
-    """Whether what is kept in Redis can be read and written. None of it keeps requests from being served."""
+    """Whether Redis can be read and written. Requests are served in any case."""
 
     leases: Literal["ok", "unwritable", "unreachable"] | msgspec.UnsetType = msgspec.UNSET
     responses: Literal["ok", "unwritable", "unreachable"] | msgspec.UnsetType = msgspec.UNSET
@@ -33,7 +33,7 @@ class Version(Shape):
 
 
 class VersionError(Shape):
-    """What is wrong with a version of a model: nothing."""
+    """The error of a version of a model; there is never one."""
 
     error_code: str
     error_message: str

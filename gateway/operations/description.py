@@ -1,4 +1,4 @@
-"""What is served here, for the OpenAPI document (pure)."""
+"""The operations of this folder, for the OpenAPI document (pure)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from headrace.gateway.edge.description import Operation
 from headrace.gateway.operations import answer_types
 
 OPERATIONS: tuple[Operation, ...] = (
-    Operation("GET", "/v1/config", "Status of the models, as OpenVINO Model Server tells it", answer_types.Config),
+    Operation("GET", "/v1/config", "Status of the models, in the format of OpenVINO Model Server", answer_types.Config),
     Operation("GET", "/health/live", "Whether the gateway runs", answer_types.Health, prefixes=("", "/v2")),
     Operation(
         "GET",
         "/health/ready",
-        "Whether a model can be asked for",
+        "Whether a model is ready",
         answer_types.Health,
         prefixes=("", "/v2"),
         unavailable=answer_types.Health,
     ),
     *(
-        Operation("GET", path, "Whether a model can be asked for", answer_types.Health, unavailable=answer_types.Health)
+        Operation("GET", path, "Whether a model is ready", answer_types.Health, unavailable=answer_types.Health)
         for path in ("/health", "/ping")
     ),
     Operation("GET", "/version", "The version of the gateway", answer_types.Version),

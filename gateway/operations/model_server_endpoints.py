@@ -1,4 +1,4 @@
-"""What clients of OpenVINO Model Server ask besides the OpenAI API: the status of the models."""
+"""The status of the models, for clients of OpenVINO Model Server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The OpenAPI document of what is served: written from the types that requests are decoded into (pure).
+"""Makes the OpenAPI document from the types into which requests are decoded (pure).
 
-The types say names and kinds, the tables of the checks say ranges: neither is repeated here, so the document cannot
-drift from them. Each protocol describes its operations in its `description`.
+Names and kinds come from these types, ranges from the tables of the checks, so the document always agrees with both.
+Each protocol describes its operations in its `description`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/protocol.md"
 _SCHEMAS = "#/components/schemas/{name}"
 
 
-# Keywords for fields whose checks are no table: by field, or by type and field.
+# Keywords for fields whose checks are not in a table: by field, or by type and field.
 _BOUNDS: dict[str, dict[str, Any]] = {
     "n": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
     "best_of": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
@@ -56,7 +56,7 @@ _FUNCTION = {
     "required": ["name"],
 }
 _JSON_SCHEMA = {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]}
-# What is in values that requests keep as they are, for their own modules to read: by type of value and field.
+# Schemas of values that are not decoded with the request but by their own modules: by type of value and field.
 _INSIDE: dict[str, dict[str, Any]] = {
     "array.tools": {
         "items": {
@@ -203,7 +203,7 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
         responses = {str(one.status): {"description": "The answer", "content": content}, **responses}
     if one.unavailable is not None:
         schema = {"application/json": {"schema": reference_of[str(one.unavailable)]}}
-        responses["503"] = {"description": "Not yet, or no more", "content": schema}
+        responses["503"] = {"description": "Not ready yet, or stopping", "content": schema}
     value: dict[str, Any] = {
         "operationId": "_".join([one.method.lower(), *words]).replace(".", "_"),
         "summary": one.summary,
@@ -226,14 +226,14 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
 
 
 def _bound(name: str, schema: dict[str, Any], neutral_values: Mapping[str, Sequence[Any]]) -> None:
-    """Add to a type's schema what the checks of its fields say."""
+    """Add the ranges of its fields' checks to a type's schema."""
     for name_of_field, value in schema.get("properties", {}).items():
         if value.get("default", 0) is None:
             del value["default"]
         neutral = () if name_of_field in _REFUSED.get(name, ()) else neutral_values.get(name_of_field)
         if neutral is not None and not set(value) - {"description"}:
             value["enum"] = [None, *neutral]
-            value["description"] = "Known, and refused with other values"
+            value["description"] = "Known; other values are refused"
             continue
         keywords = _BOUNDS.get(f"{name}.{name_of_field}", _BOUNDS.get(name_of_field))
         for branch in value.get("anyOf", [value]):

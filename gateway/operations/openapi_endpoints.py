@@ -1,4 +1,4 @@
-"""The description of what is served, for tools that read one."""
+"""The OpenAPI document, for tools."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ RedisStates: TypeAlias = Callable[[], Mapping[str, RedisState]]
 
 
 def endpoints(services: Services, redis_states: Sequence[RedisStates]) -> Sequence[Endpoint]:
-    """GET /metrics, /version, and the gateway's state, under the paths where clients of other servers ask for it.
+    """GET /metrics, /version, and the gateway's state, also under the paths of other servers.
 
     `redis_states` give the state of each Redis besides that of the leases, by purpose.
     """
@@ -66,7 +66,7 @@ class _State:
 
     async def ready(self, exchange: Exchange) -> None:
         ready = self._services.models.ready
-        body: dict[str, Any] = {"status": "ready" if ready else "no model can be asked for"}
+        body: dict[str, Any] = {"status": "ready" if ready else "no model is ready"}
         if states := self._redis_states():
             body["redis"] = states
         await exchange.respond(encode(body), status=200 if ready else 503)

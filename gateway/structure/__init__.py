@@ -1,1 +1,1 @@
-"""What form an answer must have: schemas, expressions and grammars, as the worker takes them."""
+"""The form that an answer must have: JSON schemas, regular expressions and grammars for the worker."""

@@ -20,7 +20,7 @@ class Constraints:
         self._num_pending = 0
 
     async def of(self, request: ConstraintFields) -> Structure | None:
-        """What a request asks of its answer's form; None for any text. Raises `StatusError`."""
+        """The constraint that a request sets for its answer; None for any text. Raises `StatusError`."""
         found = structure_of(request)
         return await self._translated(found) if isinstance(found, Gbnf) else found
 

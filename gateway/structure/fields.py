@@ -1,8 +1,8 @@
-"""What text an answer must be, from the fields in which callers say it (pure).
+"""Reads the constraint of an answer from the fields of a request (pure).
 
-response_format is OpenAI's; the others are those of other servers of open models. All of them end in one Constraint.
-Grammars in GBNF are still to be translated (`constraints`). Whether a schema, an expression or a grammar can be kept,
-the worker knows: it compiles them.
+`response_format` is OpenAI's; the other fields are those of other servers of open models. All give one Constraint.
+Grammars in GBNF must still be translated (`constraints`). Only the worker, which compiles schemas, expressions and
+grammars, can tell whether they are usable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
 from headrace.protos.status import Reason, StatusError
 
 _GUIDED = ("json", "regex", "choice", "grammar")
-# Fields of llama.cpp's server and of SGLang, and what they say.
+# Fields of llama.cpp's server and of SGLang, and their kind of constraint.
 _BARE = {"json_schema": "json", "regex": "regex", "grammar": "gbnf", "ebnf": "gbnf"}
 # Types of response_format, and the field that each one needs.
 _FORMATS: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ class ConstraintFields(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A constraint and the name of the caller's field that it is from."""
+    """A constraint and the name of the field that it comes from."""
 
     constraint: Constraint
     field: str
@@ -61,13 +61,13 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Gbnf:
-    """A grammar in GBNF and the name of the caller's field that it is from."""
+    """A grammar in GBNF and the name of the field that it comes from."""
 
     text: str
     field: str
 
     def translated(self) -> Structure:
-        """The constraint. This may take a second. Raises `StatusError` for what is malformed or cannot be expressed."""
+        """The constraint. This may take a second. Raises `StatusError` if it is malformed or cannot be expressed."""
         try:
             return Structure(Constraint(grammar=lark_of(self.text)), self.field)
         except GrammarError as error:
@@ -78,7 +78,7 @@ _Found: TypeAlias = Structure | Gbnf
 
 
 def structure_of(request: ConstraintFields) -> Structure | Gbnf | None:
-    """What a request asks of its answer's form; None for any text. Raises `StatusError` for what is malformed."""
+    """The constraint that a request sets for its answer; None for any text. Raises `StatusError` if it is malformed."""
     found = [structure for structure in _all_of(request) if structure is not None]
     if len(found) > 1:
         raise invalid(found[1].field, f"{found[1].field} and {found[0].field} exclude each other; give one of them")
@@ -86,7 +86,7 @@ def structure_of(request: ConstraintFields) -> Structure | Gbnf | None:
 
 
 def in_callers_terms(error: StatusError, structure: Structure | None) -> StatusError:
-    """A worker's refusal of a constraint under the name of the caller's field; any other error as it is."""
+    """A worker's refusal of a constraint, with the name of the caller's field. Other errors are unchanged."""
     wire_field = error.field or ""
     if structure is None or not wire_field.startswith("sampling.constraint"):
         return error
@@ -103,7 +103,7 @@ def _all_of(request: ConstraintFields) -> list[_Found | None]:
             found.append(_guided(kind, value, f"guided_{kind}"))
     for name, kind in _BARE.items():
         value = getattr(request, name)
-        if value is not None and value != "":  # which is how llama.cpp's clients say none
+        if value is not None and value != "":  # llama.cpp's clients send an empty text for none
             found.append(_guided(kind, value, name))
     if request.structured_outputs is not None:
         found += _of_structured_outputs(request.structured_outputs)
@@ -118,7 +118,7 @@ def _of_response_format(value: Mapping[str, Any]) -> _Found | None:
     said = [name for name in ("schema", "json_schema", "pattern", "grammar") if value.get(name) is not None]
     for name in said:
         if name not in _FORMATS[kind]:
-            raise invalid(f"response_format.{name}", f"response_format.{name} does not go with the type {kind}")
+            raise invalid(f"response_format.{name}", f"response_format.{name} does not belong to the type {kind}")
     if len(said) > 1:
         field = f"response_format.{said[1]}"
         raise invalid(field, f"{field} and response_format.{said[0]} exclude each other; give one of them")

@@ -19,7 +19,7 @@ SURROGATES = (0xD800, 0xDFFF)
 
 
 class GrammarError(ValueError):
-    """The grammar is not GBNF, or says what cannot be expressed. The text says what and in which line."""
+    """The grammar is not GBNF, or cannot be expressed. The text has the reason and the line."""
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -29,14 +29,14 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character within any of these ranges of code points, which are sorted and apart."""
+    """One character in any of these ranges of code points, which are sorted and disjoint."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Seq:
-    """One after the other; nothing if there are none."""
+    """A sequence; it may be empty."""
 
     items: tuple[Node, ...]
 
@@ -50,7 +50,7 @@ class Alt:
 
 @dataclass(frozen=True)
 class Repeat:
-    """So many in a row; `most` None for any number."""
+    """A repetition; `most` is None if there is no maximum."""
 
     item: Node
     least: int
@@ -270,7 +270,7 @@ class _Reader:
 
 
 def union(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """The same characters in ranges that are sorted and apart."""
+    """The same characters in ranges that are sorted and disjoint."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:

@@ -2,8 +2,8 @@
 
     text -> rules (`gbnf`) -> Lark
 
-GBNF knows no tokens: any character may belong to any rule. Lark has a lexer, which takes the longest match. So that the
-translation derives the same texts, it takes the first of three forms that is exact:
+GBNF has no tokens: any character may belong to any rule. Lark has a lexer, which takes the longest match. The
+translation must derive the same texts, so it uses the first of three forms that is exact:
 
 1. No rule is recursive: the grammar is one regular expression.
 2. Parts without recursion are terminals, whole runs of them or each by itself, if `Lexing.is_exact`.
@@ -34,7 +34,7 @@ from headrace.gateway.structure.gbnf import (
 from headrace.gateway.structure.lexing import Lexing, Shapes
 
 MAX_CHARS = 16_384
-# Of larger grammars, every character is a terminal: the analysis takes time that grows faster than they do.
+# In larger grammars, every character is a terminal, because the time of the analysis grows faster than the grammar.
 MAX_ANALYSED_CHARS = 4096
 MAX_ANALYSED_RULES = 32
 
@@ -81,7 +81,7 @@ class _Grammar:
 
     @cached_property
     def _regular(self) -> frozenset[str]:
-        """Rules that reach no recursion."""
+        """Rules from which no recursion can be reached."""
         regular: dict[str, bool] = {}
         uses = {name: frozenset(_refs(node)) for name, node in self._rules.items()}
         users: dict[str, list[str]] = {name: [] for name in uses}
@@ -103,7 +103,7 @@ class _Grammar:
         return all(name in self._regular for name in _refs(node))
 
     def _part(self, node: Node, takes_runs: bool) -> Node:
-        """The tree with parts that are regular as terminals; with `takes_runs`, neighbours as one."""
+        """The tree with its regular parts as terminals; with `takes_runs`, neighbouring parts become one."""
         if self._is_regular(node):
             return self._term(node)
         if isinstance(node, Seq):
@@ -214,7 +214,7 @@ def _char(chars: Chars) -> str:
         return json.dumps(chr(first), ensure_ascii=first < 32 or first == 127)
     ranges = []
     for low, high in chars.ranges:
-        # The ends of a range are characters; those between need not be.
+        # The ends of a range must be characters; code points between them need not be.
         low = SURROGATES[1] + 1 if SURROGATES[0] <= low <= SURROGATES[1] else low
         high = SURROGATES[0] - 1 if SURROGATES[0] <= high <= SURROGATES[1] else high
         ranges.append(rf"\x{{{low:x}}}" + (rf"-\x{{{high:x}}}" if high > low else ""))

@@ -12,7 +12,7 @@ from headrace.gateway.structure.gbnf import ROOT, Alt, Chars, Node, Ranges, Ref,
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What is known of the texts that a regular tree matches. Sets may be larger than they are, never smaller."""
+    """Properties of the texts that a regular tree matches. The sets may contain too much, never too little."""
 
     nullable: bool
     first: Ranges
@@ -20,7 +20,7 @@ class _Shape:
     inner: Ranges
     """Characters at later places."""
     more: Ranges
-    """Characters by which a whole text can go on and become the beginning of a longer one."""
+    """Characters that can follow a complete text in a longer one."""
 
 
 _NOTHING = _Shape(True, (), (), ())
@@ -30,7 +30,7 @@ def _then(one: _Shape, two: _Shape) -> _Shape:
     first = union([*one.first, *(two.first if one.nullable else ())])
     inner = union([*one.inner, *two.first, *two.inner])
     more = union([*two.more, *([*two.first, *one.more] if two.nullable else ())])
-    if _meet(one.more, two.first):  # where the first part ends is not clear
+    if _meet(one.more, two.first):  # the end of the first part is ambiguous
         more = inner
     return _Shape(one.nullable and two.nullable, first, inner, more)
 
@@ -55,7 +55,7 @@ def _again(one: _Shape, least: int, most: int | None) -> _Shape:
 
 
 class Shapes:
-    """The shapes of regular trees, whose rules are these."""
+    """Computes the shapes of regular trees with these rules."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self._rules = rules
@@ -111,7 +111,7 @@ class Lexing:
             pass
 
     def is_exact(self) -> bool:
-        """Whether no terminal can swallow, or be swallowed as a part of another, what may follow it."""
+        """Whether no terminal can match characters that may belong to the next one."""
         places = {self._firsts[ROOT], *self._follow.values()}
         shapes = {term: self._shape_of(term.node) for term in self._follow}
         next_chars = {

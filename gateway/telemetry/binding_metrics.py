@@ -1,4 +1,4 @@
-"""Where the workers' threads and memory are, as metrics: what each of them read from its kernel."""
+"""Metrics of where the workers' threads and memory are, as each worker read it from its kernel."""
 
 from __future__ import annotations
 

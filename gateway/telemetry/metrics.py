@@ -1,4 +1,4 @@
-"""What the gateway measures, in the Prometheus text format, and the fleet as its router sees it."""
+"""Metrics in the Prometheus text format: the gateway's own, and those of the fleet from its router."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.protos.worker_pb2 import Counters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# The times at which series began say nothing that the process's start does not.
+# All series begin when the process starts, so their own times of creation are left out.
 prometheus_client.disable_created_metrics()
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -36,7 +36,7 @@ _LOAD_GAUGES = {
 
 
 def outcome_of(error: StatusError, *, has_deadline: bool) -> str:
-    """The outcome of a request that failed. That a time was over which the caller gave is no fault of the fleet."""
+    """The outcome of a request that failed. If the caller's own time limit passed, that is no fault of the fleet."""
     if error.reason is Reason.DEADLINE and has_deadline:
         return "client_deadline"
     return error.reason.name.lower()
@@ -107,7 +107,7 @@ class Metrics:
             self._per_token.observe(decoding_s / (num_generated_tokens - 1))
 
     def timed(self, finish: Finish) -> None:
-        """Observe where a worker says that the time went, if this is the finish of one."""
+        """Observe the times of a generation that a worker reports with its finish."""
         if finish.HasField("timings"):
             self._queue.observe(1e-6 * finish.timings.queue_us)
             self._prefill.observe(1e-6 * finish.timings.prefill_us)
@@ -125,7 +125,7 @@ class Metrics:
 
 
 class _Fleet:
-    """Collector of what the router knows of its workers."""
+    """Collects the metrics of the workers that the router knows."""
 
     def __init__(self, workers: list[WorkerInfo]) -> None:
         self._workers = workers

@@ -1,7 +1,7 @@
-"""The last minutes of a gateway, for people who look at them: in intervals, bounded, without a timer (pure).
+"""The last minutes of a gateway for the console: figures by interval, bounded, without a timer (pure).
 
-Figures are entered as they arise into the interval of that moment; intervals in which nothing happened do not exist.
-Intervals are numbered by the clock, so whoever looks again and again can ask for those that are new.
+A figure goes into the interval of its moment; intervals without events do not exist. Intervals are numbered by the
+clock, so a reader can ask for the new ones only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.protos.status import Reason
 INTERVAL_S = 2.0
 NUM_INTERVALS = 150
 MAX_SAMPLES = 256
-"""Times to the first token that one interval keeps; of more, the latest."""
+"""How many times to the first token one interval keeps; the latest, if there are more."""
 
 GENERATING = frozenset({"chat", "completions", "responses", "messages", "grpc_chat", "grpc_complete"})
 """Endpoints whose requests count: those that generate."""
@@ -32,9 +32,9 @@ FAULTS = frozenset(
         Reason.DEADLINE,
     )
 )
-"""Outcomes that are faults of the fleet, whatever the request was."""
+"""Outcomes that are faults of the fleet, independent of the request."""
 GIVEN_UP = frozenset({"cancelled", "client_deadline"})
-"""Outcomes that the caller decided: it went away, or the time that it gave was over."""
+"""Outcomes that the caller decided: it disconnected, or its own time limit passed."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Interval:
     num_answered: int = 0
     num_cancelled: int = 0
     num_refused: int = 0
-    """By a limit, for want of room, or because the request was wrong."""
+    """Because of a limit, for lack of capacity, or because the request was wrong."""
     num_failed: int = 0
     """By a fault of the fleet: see `FAULTS`."""
     reasons: dict[str, int] = field(default_factory=dict)
@@ -64,12 +64,12 @@ class Recent:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # One more than are shown: the present one is not complete.
+        # One more than is shown, because the current one is not complete.
         self._intervals: deque[Interval] = deque(maxlen=NUM_INTERVALS + 1)
 
     @property
     def number(self) -> int:
-        """Number of the present interval."""
+        """Number of the current interval."""
         return int(self._clock() / INTERVAL_S)
 
     def delivered(self, num_tokens: int) -> None:
@@ -122,7 +122,7 @@ class Recent:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """The least value that `share` (0 to 1) of all values do not exceed; None of none."""
+    """The smallest value that `share` (0 to 1) of all values do not exceed; None if there are none."""
     in_order = sorted(values)
     if not in_order:
         return None

@@ -7,7 +7,7 @@ from headrace.common.telemetry.tracing import current_span
 from headrace.protos.inference_pb2 import GenerateRequest
 
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
-# Fields of the message of the same name, and what conventions call them.
+# Fields of SamplingParams, and their names in the conventions.
 _SAMPLING = {
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",

@@ -1,1 +1,1 @@
-"""The gateway's client of routers, and the bundles that workers hand out through them."""
+"""The gateway's client of routers, and the tokenizer bundles that come through them."""

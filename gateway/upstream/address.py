@@ -1,4 +1,4 @@
-"""One address upstream: its channel and what is called through it."""
+"""One address of a router or worker: its channel and the stubs on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMED_SESSIONS = 4
 
 @dataclass(slots=True)
 class Address:
-    """One address. `is_worker` is learned: a worker does not know the Router service."""
+    """One address. `is_worker` is learned from the first call: a worker has no Router service."""
 
     address: str
     channel: grpc.aio.Channel
@@ -39,13 +39,13 @@ class Address:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection to a server that answers. If not, one is made."""
+        """Whether there is a connection. If not, reading this starts one."""
         is_ready = self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
         return is_ready and not self.sessions.is_silent
 
 
 def connect(address: str, transport: Transport, silences: Silences, *, plain_grpc: bool) -> Address:
-    """Make the channel to an address. `plain_grpc`: each generation is an RPC of its own."""
+    """Make the channel to an address. `plain_grpc`: each generation is a separate RPC."""
     channel = transport.channel(address, _CHANNEL_OPTIONS)
     num_sessions = NAMED_SESSIONS if _may_be_several(address) else 1
     sessions = SessionClient(channel, num_sessions, plain_grpc=plain_grpc, silences=silences)

@@ -1,6 +1,6 @@
 """The tokenizer bundle that a worker hands out: an uncompressed tar of a model's tokenizer files (pure, no I/O).
 
-Only members with the names below are looked at, whatever else the archive holds, and nothing is written to disk.
+Only members with the names below are read, and nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.common.model_files.names import BUNDLE_FILES
 MAX_BUNDLE_BYTES = 256 * 1024 * 1024
 MAX_MEMBERS = 64
 
-# Variables of a chat template that are texts of special tokens.
+# Variables of a chat template that contain special tokens.
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -36,7 +36,7 @@ class BundleError(Exception):
 def read_bundle(raw: bytes) -> dict[str, bytes]:
     """Content of the bundle's known files, by name. Raises `BundleError` if it is no tar archive or too large."""
     if len(raw) > MAX_BUNDLE_BYTES:
-        raise BundleError(f"the tokenizer bundle has {len(raw)} bytes; at most {MAX_BUNDLE_BYTES} are taken")
+        raise BundleError(f"the tokenizer bundle has {len(raw)} bytes; the maximum is {MAX_BUNDLE_BYTES}")
     files: dict[str, bytes] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
@@ -65,7 +65,7 @@ def json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Texts of special tokens by their name in templates (`bos_token`, ...), of those the bundle's JSON files give."""
+    """Texts of the special tokens in the bundle's JSON files, by their name in templates (`bos_token`, ...)."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         config = json_file(files, name)
@@ -81,7 +81,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
 def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
     """Chat templates by name; the one to use is `default`. Empty if the bundle's files have none.
 
-    `chat_template.jinja` goes before `chat_template` of chat_template.json, and that before the one of
+    `chat_template.jinja` takes precedence over `chat_template` of chat_template.json, and that over the one of
     tokenizer_config.json. In JSON it is a text or a list of `{"name", "template"}`.
     """
     named: dict[str, str] = {}

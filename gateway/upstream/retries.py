@@ -15,7 +15,7 @@ MAX_BACKOFF_S = 1.5
 
 @dataclass(slots=True)
 class Retries:
-    """How often a generation was attempted, and whether and when it is attempted again (pure)."""
+    """Counts the attempts of a generation, and decides on the next one (pure)."""
 
     num_addresses: int
     attempt: int = 0
@@ -29,7 +29,7 @@ class Retries:
         """Seconds from the beginning of the failed attempt to the next one; None to give up.
 
         `lost` means that the transport failed, `present` that there was a connection when the attempt began.
-        `progress` means that this attempt brought tokens, `started` that the client has any. An answer that has
+        `progress` means that this attempt delivered tokens, `started` that any attempt has. An answer that has
         started waits for room and is never refused.
         """
         if progress:

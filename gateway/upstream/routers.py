@@ -1,8 +1,8 @@
 """The gateway's client of one or more routers, or of a single worker.
 
 Calls use the addresses in turn. An address that is not connected, or has just failed, is skipped while another one
-works. When the transport of a generation fails, the generation is resumed after the delivered tokens, through the next
-address or the same one. The caller of `generate` sees a pause, never a gap or a repeat.
+works. When the transport of a generation fails, the generation resumes after the delivered tokens, through the next
+address or the same one. The caller of `generate` sees a pause but no gap and no repetition.
 
     attempt 0   t0 t1 t2 |x            the router dies
     attempt 1            | t3 t4 ...   resume_token_ids = [t0, t1, t2], start_pos = 3
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from headrace.common.telemetry.span import Span
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
@@ -47,9 +48,10 @@ TOKENIZER_TIMEOUT_S = 60.0
 GENERATE_TIMEOUT_S = 3600.0
 # An address that failed is skipped for this time, unless no other one is left.
 AVOID_S = 1.0
-# An address that keeps failing is logged again after so long without a failure.
+# A failing address is logged again if it had no failure for this time.
 LOG_AGAIN_S = 10.0
 
+_BROKEN_OFF = StatusError(Reason.WORKER_LOST, "the stream ended before the generation did")
 _NO_CARD = ModelCard()
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -169,7 +171,7 @@ class Upstream:
         return await self._first_that_works(ask)
 
     async def get_tokenizer(self, sha256: str) -> bytes:
-        """The tokenizer bundle with this hash. Raises `StatusError`, or `BundleError` if other bytes came."""
+        """The tokenizer bundle with this hash. Raises `StatusError`, or `BundleError` if its bytes have another."""
 
         async def ask(endpoint: Address) -> bytes:
             if not endpoint.is_worker:
@@ -185,7 +187,7 @@ class Upstream:
 
         raw = await self._first_that_works(ask)
         if hashlib.sha256(raw).hexdigest() != sha256:
-            raise BundleError(f"the tokenizer bundle that came for {sha256} has another hash")
+            raise BundleError(f"the tokenizer bundle for {sha256} has another hash")
         return raw
 
     async def generate(
@@ -204,8 +206,7 @@ class Upstream:
         parts that several requests have in common, `num_prompt_tokens` is the length of the prompt if it is one of
         them. The model's `card` decides whether an answer that broke off is complete.
 
-        The last message has a finish. Raises `StatusError` when the generation is refused, fails, or cannot be
-        resumed within the bounds above.
+        The last message has a finish. Raises `StatusError` if the generation is refused, fails, or is lost for good.
         """
         answer = _Answer(request, num_prompt_tokens or len(request.token_ids), card)
         retries = Retries(len(self._endpoints), request.attempt)
@@ -214,9 +215,8 @@ class Upstream:
             num_before = len(answer.delivered)
             endpoint = self._next_endpoint()
             began_s, present = time.monotonic(), endpoint.is_connected
-            span = begin_attempt(request, endpoint.address)
-            wire = WireRequest(request.SerializeToString(), shared)
-            call = endpoint.sessions.generate(wire, metadata=span.onto(metadata), timeout=_remaining_s(deadline_s))
+            timeout_s = _remaining_s(deadline_s)
+            span, call = _begin(endpoint, request, shared, metadata, timeout_s)
             try:
                 while (raw := await call.read()) is not grpc.aio.EOF:
                     message = GenerateResponse.FromString(raw)
@@ -225,11 +225,9 @@ class Upstream:
                     yield message
                     if message.HasField("finish"):
                         return
-                failure, lost = StatusError(Reason.WORKER_LOST, "the stream ended before the generation did"), True
-                span.fail(failure.reason.name.lower(), failure.message)
+                failure, lost = _noted(span, _BROKEN_OFF), True
             except grpc.aio.AioRpcError as error:
-                failure, lost = error_of(error), is_peer_lost(error)
-                span.fail(failure.reason.name.lower(), failure.message)
+                failure, lost = _noted(span, error_of(error)), is_peer_lost(error)
             finally:
                 call.cancel()
                 span.end()
@@ -240,17 +238,18 @@ class Upstream:
             delay_s = retries.after(failure, lost=lost, progress=progress, started=started, present=present)
             if delay_s is None or (not started and self._waited_enough(asked_s)):
                 raise _for_clients(failure) if lost or delay_s is not None else failure
-            self._retry_elsewhere(endpoint, failure, len(answer.delivered))
-            await asyncio.sleep(max(0.0, began_s + delay_s - time.monotonic()))
+            await self._pause(endpoint, failure, len(answer.delivered), began_s + delay_s)
             request = answer.resumption(retries.attempt)
 
     def _waited_enough(self, asked_s: float) -> bool:
         return self._worker_wait_s is not None and time.monotonic() - asked_s >= self._worker_wait_s
 
-    def _retry_elsewhere(self, endpoint: Address, failure: StatusError, num_delivered: int) -> None:
+    async def _pause(self, endpoint: Address, failure: StatusError, num_delivered: int, until_s: float) -> None:
+        """Note a failure, and wait until the next attempt."""
         self._avoid(endpoint, failure)
         self.on_retry(failure.reason)
         _LOG.debug("through %s, after %d tokens: %s", endpoint.address, num_delivered, failure.message)
+        await asyncio.sleep(max(0.0, until_s - time.monotonic()))
 
     async def _first_that_works(self, ask: Callable[[Address], Awaitable[_T]]) -> _T:
         """The answer of one address, or of the next one while the transport fails. Raises `StatusError`."""
@@ -266,7 +265,7 @@ class Upstream:
         raise AssertionError("there is at least one address")
 
     def _next_endpoint(self) -> Address:
-        """The next address in turn, of those that seem to work if any does."""
+        """The next address in turn, preferably one that seems to work."""
         if self._transport.version != self._version:
             self._renew_channels()
         endpoints = self._endpoints
@@ -295,9 +294,24 @@ class Upstream:
         """Prefer other addresses for a while. The log gets one line for all requests that fail meanwhile."""
         now_s = time.monotonic()
         if endpoint.avoided_until_s + LOG_AGAIN_S < now_s:
-            _LOG.warning("%s fails requests, which go on or wait: %s", endpoint.address, failure.message)
+            _LOG.warning("%s fails; its requests use another address or wait: %s", endpoint.address, failure.message)
         endpoint.is_worker = False
         endpoint.avoided_until_s = now_s + AVOID_S
+
+
+def _begin(
+    endpoint: Address, request: GenerateRequest, shared: tuple[SharedPart, ...], metadata: Metadata, timeout_s: float
+) -> tuple[Span, Any]:
+    """Begin an attempt: its span and its call."""
+    span = begin_attempt(request, endpoint.address)
+    wire = WireRequest(request.SerializeToString(), shared)
+    return span, endpoint.sessions.generate(wire, metadata=span.onto(metadata), timeout=timeout_s)
+
+
+def _noted(span: Span, failure: StatusError) -> StatusError:
+    """Record a failure in the span of its attempt. Returns it."""
+    span.fail(failure.reason.name.lower(), failure.message)
+    return failure
 
 
 async def _joined(call: Any) -> bytes:
@@ -312,9 +326,9 @@ async def _joined(call: Any) -> bytes:
 
 
 def _for_clients(failure: StatusError) -> StatusError:
-    """The error for a client whose generation was lost for good: what happened, and to try again."""
+    """The error for a client whose generation is lost for good."""
     if failure.reason is Reason.WORKER_LOST:
-        problem = "the connection to the model was lost, and could not be made again in time; try again"
+        problem = "the connection to the model was lost and could not be restored in time; try again"
         return StatusError(failure.reason, problem, retry_after_s=failure.retry_after_s or 1.0)
     return failure
 
@@ -325,5 +339,5 @@ def _remaining_s(deadline_s: float | None) -> float:
         return GENERATE_TIMEOUT_S
     remaining_s = deadline_s - time.monotonic()
     if remaining_s <= 0:
-        raise StatusError(Reason.DEADLINE, "the time that this request was given is over")
+        raise StatusError(Reason.DEADLINE, "the time limit of this request has passed")
     return min(remaining_s, GENERATE_TIMEOUT_S)

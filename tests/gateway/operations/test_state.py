@@ -37,4 +37,4 @@ async def test_a_gateway_that_cannot_be_asked_tells_too(kit: Any, tiny_bundle: b
     async with kit.serving_router(router) as (address, _), kit.serving_gateway(address) as gateway:
         answer = await gateway.http.get("/health/ready")
         assert answer.status_code == 503
-        assert answer.json() == {"status": "no model can be asked for", "redis": {"leases": "unwritable"}}
+        assert answer.json() == {"status": "no model is ready", "redis": {"leases": "unwritable"}}
