@@ -22,6 +22,8 @@ class _Subcommand(NamedTuple):
 _SUBCOMMANDS = {
     "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
     "serve": _Subcommand("serving.serve:serve", "Serve a model on this host: workers, router and gateway."),
+    "run": _Subcommand("serving.run:run", "Chat with a model; serve it for as long if nothing does."),
+    "models": _Subcommand("serving.models:models", "List, show and remove models of the cache."),
     "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host."),
     "health": _Subcommand("fleet.health:health", "Ask one process whether it serves."),
     "drain": _Subcommand("fleet.drain:drain", "Let a worker end its requests, or take them again (--undo)."),

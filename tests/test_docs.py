@@ -141,7 +141,7 @@ def refuse_unknown(args: list[str]) -> None:
     context = click.Context(command, info_name=" ".join(words))
     values, _, order = command.make_parser(context).parse_args(args[len(words) :])
     for option in order:
-        if not isinstance(option.type, click.Path) and option.name in values:
+        if not isinstance(option.type, click.Path) and option.nargs != -1 and option.name in values:
             option.type_cast_value(context, values[option.name])
 
 

@@ -251,13 +251,20 @@ def chat(url: str | None, model: str | None, system: str | None, max_tokens: int
     /help shows the commands, /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With a
     pipe as input, each line is a question and gets its answer. Reasoning and figures go to standard error.
     """
-    client = ChatClient(url or default_url(), model, access, max_tokens=max_tokens)
+    talk(ChatClient(url or default_url(), model, access, max_tokens=max_tokens), Conversation(system))
+
+
+def talk(client: ChatClient, conversation: Conversation, question: str | None = None) -> None:
+    """Answer the one question, or else those that are typed or piped in. Closes the client."""
     interactive = sys.stdin.isatty()
     try:
+        if question is not None:
+            _ask(client, conversation, question)
+            return
         if interactive:
             import readline  # noqa: F401  gives input() its editing and history
 
             click.secho(f"{client.model}; {_HELP}", dim=True, err=True)
-        _converse(client, Conversation(system), interactive)
+        _converse(client, conversation, interactive)
     finally:
         client.close()

@@ -28,11 +28,13 @@ _MAX_RETRY_AFTER_S = 30.0
 
 
 class DownloadError(CommandFailed):
-    """A download that did not come about; the message says what and why. `http_status` is the last answer's, if any."""
+    """A download that did not come about; the message says what and why. `http_status` is the last answer's, if any,
+    and `hub_code` its X-Error-Code."""
 
-    def __init__(self, message: str, http_status: int | None = None) -> None:
+    def __init__(self, message: str, http_status: int | None = None, hub_code: str = "") -> None:
         super().__init__(message)
         self.http_status = http_status
+        self.hub_code = hub_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,8 @@ def _refuse_failure(response: httpx.Response, url: str) -> None:
     if status in _RETRIED_STATUS:
         asked = response.headers.get("Retry-After", "")
         raise _TryAgain(f"the server answered {status}", float(asked) if asked.isdigit() else None)
-    raise DownloadError(f"{url} could not be downloaded: the server answered {status}", status)
+    code = response.headers.get("X-Error-Code", "")
+    raise DownloadError(f"{url} could not be downloaded: the server answered {status}", status, code)
 
 
 def _range_start(response: httpx.Response) -> int | None:

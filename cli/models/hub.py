@@ -1,14 +1,14 @@
 """Fetch a model from a hub that speaks the Hugging Face API ($HF_ENDPOINT, $HF_TOKEN).
 
-Only two requests of that API are used: /api/models/REPO/revision/main?blobs=true, which lists the files with sizes and,
-for large ones, SHA-256; and /REPO/resolve/COMMIT/PATH, the file itself.
+Only two requests of that API are used: /api/models/REPO/revision/REVISION?blobs=true, which lists the files with sizes
+and, for large ones, SHA-256; and /REPO/resolve/COMMIT/PATH, the file itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,36 +16,12 @@ import httpx
 
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.models.download import DownloadError, Wanted, download
-from headrace.cli.models.model_cache import OPTIONAL_FILES, REQUIRED_FILES
 from headrace.cli.models.progress import progress_for
+from headrace.cli.models.reference import HubReference
+from headrace.cli.models.selection import HubFile, HubListing
 
 _PUBLIC_ENDPOINT = "https://huggingface.co"
-
-
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file of a repository. `sha256` (hex) is known for large files only."""
-
-    path: str
-    num_bytes: int | None
-    sha256: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class HubListing:
-    """The files of a repository at one commit."""
-
-    repository: str
-    commit: str
-    files: tuple[HubFile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HubChoice:
-    """What to download: the files of an OpenVINO model, or one GGUF file to be converted."""
-
-    files: tuple[HubFile, ...]
-    gguf: bool
+_DEFAULT_REVISION = "main"
 
 
 def hub_endpoint() -> str:
@@ -53,34 +29,10 @@ def hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or _PUBLIC_ENDPOINT).rstrip("/")
 
 
-def choose_files(listing: HubListing) -> HubChoice:
-    """An OpenVINO model if there is one, else the only GGUF file. Raises CommandError saying what was looked for."""
-    by_path = {file.path: file for file in listing.files}
-    if "openvino_model.xml" in by_path:
-        missing = [name for name in REQUIRED_FILES if name not in by_path]
-        if missing:
-            raise CommandError(f"{listing.repository} has openvino_model.xml but lacks {', '.join(missing)}")
-        return HubChoice(
-            tuple(by_path[name] for name in REQUIRED_FILES + OPTIONAL_FILES if name in by_path), gguf=False
-        )
-    ggufs = [file for file in listing.files if file.path.endswith(".gguf")]
-    if len(ggufs) == 1:
-        return HubChoice((ggufs[0],), gguf=True)
-    if ggufs:
-        names = ", ".join(file.path for file in ggufs[:8]) + (", ..." if len(ggufs) > 8 else "")
-        raise CommandError(
-            f"{listing.repository} has no openvino_model.xml and several GGUF files ({names}); "
-            "download the one you want and pull that file"
-        )
-    raise CommandError(
-        f"{listing.repository} has neither openvino_model.xml (an OpenVINO export) nor a .gguf file at its top level "
-        f"(looked through {len(listing.files)} files); export it with optimum-cli and pull the directory"
-    )
-
-
-def list_files(client: httpx.Client, repository: str) -> HubListing:
-    """The repository's files on its main branch. Raises CommandError."""
-    url = f"{hub_endpoint()}/api/models/{quote(repository)}/revision/main"
+def list_files(client: httpx.Client, reference: HubReference) -> HubListing:
+    """The repository's files at the revision. Raises CommandError."""
+    revision = reference.revision or _DEFAULT_REVISION
+    url = f"{hub_endpoint()}/api/models/{quote(reference.repository)}/revision/{quote(revision, safe='')}"
     try:
         response = client.get(url, params={"blobs": "true"}, headers=_headers())
     except httpx.HTTPError as error:
@@ -89,13 +41,33 @@ def list_files(client: httpx.Client, repository: str) -> HubListing:
             "set HF_ENDPOINT to one that can"
         ) from None
     if response.status_code in (401, 403, 404):
-        raise CommandError(
-            f"{hub_endpoint()} shows no model {repository} (it answered {response.status_code}); "
-            "check the name, and set HF_TOKEN if the model needs an account"
-        )
+        raise _refusal(reference, response.status_code, response.headers.get("X-Error-Code", ""))
     if response.status_code != 200:
         raise CommandFailed(f"{url} answered {response.status_code}")
-    return _parsed(response, repository, url)
+    return _parsed(response, reference.repository, url)
+
+
+def _refusal(reference: HubReference, status: int, code: str) -> CommandError:
+    """What a 401, 403 or 404 means, and what to do. `code` is the hub's X-Error-Code; mirrors may send none."""
+    repository, has_token = reference.repository, _token() is not None
+    page = f"{hub_endpoint()}/{repository}"
+    if code == "GatedRepo":
+        if has_token:
+            return CommandError(
+                f"{repository} is gated, and the account of HF_TOKEN has no access to it; ask for it at {page}"
+            )
+        return CommandError(
+            f"{repository} is gated: accept its terms at {page}, and set HF_TOKEN to a token of that account"
+        )
+    if code == "RevisionNotFound":
+        return CommandError(f"{repository} has no revision {reference.revision or _DEFAULT_REVISION}; see {page}")
+    if status == 401 and has_token:
+        return CommandError(f"{hub_endpoint()} does not accept the token in HF_TOKEN; make a new one, or unset it")
+    if has_token:
+        hint = "check the name, and that the account of HF_TOKEN may read it"
+    else:
+        hint = "check the name, and set HF_TOKEN if the model needs an account"
+    return CommandError(f"{hub_endpoint()} shows no model {repository} (it answered {status}); {hint}")
 
 
 def _parsed(response: httpx.Response, repository: str, url: str) -> HubListing:
@@ -111,32 +83,57 @@ def _file_of(sibling: Mapping[str, object]) -> HubFile:
     path, num_bytes, lfs = sibling["rfilename"], sibling.get("size"), sibling.get("lfs")
     if not isinstance(path, str):
         raise TypeError("rfilename")
-    sha256 = lfs.get("sha256") if isinstance(lfs, Mapping) else None
-    return HubFile(path, num_bytes if isinstance(num_bytes, int) else None, sha256 if isinstance(sha256, str) else None)
+    digest = lfs.get("sha256") if isinstance(lfs, Mapping) else None
+    return HubFile(path, num_bytes if isinstance(num_bytes, int) else None, digest if isinstance(digest, str) else None)
+
+
+def present_bytes(listing: HubListing, files: Iterable[HubFile], folder: Path) -> int:
+    """How much of the files earlier tries left in `folder`."""
+    waiting = [_waiting(listing, file, folder) for file in files]
+    found = [path for target in waiting for path in (target, target.with_name(f"{target.name}.part"))]
+    return sum(path.stat().st_size for path in found if path.is_file())
 
 
 def download_files(
-    client: httpx.Client, listing: HubListing, choice: HubChoice, parts: Path, into: Path
-) -> tuple[Path, ...]:
-    """Download the chosen files into `into`; large parts wait in `parts`, to be resumed after an interruption."""
-    fetched = []
-    for file in choice.files:
-        url = f"{hub_endpoint()}/{quote(listing.repository)}/resolve/{quote(listing.commit)}/{quote(file.path)}"
-        waiting = parts / (file.sha256 or f"{listing.repository.replace('/', '--')}--{file.path}")
-        progress = progress_for(f"{listing.repository} {file.path}")
-        try:
-            with progress:
-                download(client, Wanted(url, file.sha256, file.num_bytes, _headers()), waiting, progress)
-        except DownloadError as error:
-            if error.http_status in (401, 403):
-                raise CommandError(f"{error.message}; set HF_TOKEN to a token that may read it") from None
-            raise
-        target = into / file.path
-        waiting.replace(target)
-        fetched.append(target)
-    return tuple(fetched)
+    client: httpx.Client, reference: HubReference, listing: HubListing, files: Iterable[HubFile], folder: Path
+) -> dict[str, Path]:
+    """Download the files into `folder`, under names of their own: path in the repository -> file. What is there already
+    is taken as it is, so an interrupted download of many files goes on where it was. Raises CommandError."""
+    fetched = {}
+    for file in files:
+        target = _waiting(listing, file, folder)
+        if not _is_whole(file, target):
+            _download(client, reference, listing, file, target)
+        fetched[file.path] = target
+    return fetched
+
+
+def _waiting(listing: HubListing, file: HubFile, folder: Path) -> Path:
+    """Where a file waits for the others: by its content if that is known, else by commit and path."""
+    return folder / (file.sha256 or sha256(f"{listing.repository}\n{listing.commit}\n{file.path}".encode()).hexdigest())
+
+
+def _is_whole(file: HubFile, target: Path) -> bool:
+    """Whether an earlier try finished the file: only then it has this name, and its checksum was looked at."""
+    return file.sha256 is not None and target.is_file() and target.stat().st_size == file.num_bytes
+
+
+def _download(client: httpx.Client, reference: HubReference, listing: HubListing, file: HubFile, target: Path) -> None:
+    url = f"{hub_endpoint()}/{quote(listing.repository)}/resolve/{quote(listing.commit)}/{quote(file.path)}"
+    progress = progress_for(f"{listing.repository} {file.path}")
+    try:
+        with progress:
+            download(client, Wanted(url, file.sha256, file.num_bytes, _headers()), target, progress)
+    except DownloadError as error:
+        if error.http_status in (401, 403):
+            raise _refusal(reference, error.http_status, error.hub_code or "GatedRepo") from None
+        raise
+
+
+def _token() -> str | None:
+    return os.environ.get("HF_TOKEN") or None
 
 
 def _headers() -> dict[str, str]:
-    token = os.environ.get("HF_TOKEN")
+    token = _token()
     return {"Authorization": f"Bearer {token}"} if token else {}

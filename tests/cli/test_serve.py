@@ -84,11 +84,6 @@ def test_a_model_that_is_nowhere_is_refused_and_what_is_known_is_named(cache: Pa
     assert "there is no model 'nosuch': it is neither one of my-model, smollm2-135m" in result.stderr
 
 
-def test_a_hub_name_that_was_not_pulled_tells_how_to(cache: Path) -> None:
-    with pytest.raises(CommandError, match="headrace pull owner/model fetches it"):
-        find_model("owner/model")
-
-
 def test_a_directory_is_served_under_its_name(cache: Path, model_folder: Path) -> None:
     assert find_model(str(model_folder)) == (model_folder, "my-model")
 

@@ -1,0 +1,90 @@
+"""What a model will need: bytes to download, disk, and memory to serve it. Said and checked before the first byte."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.cli.errors import CommandError
+from headrace.cli.models.shape import ModelShape
+
+GIB = 1 << 30
+# A worker's process without weights and KV cache, as docs/how-to/sizing.md has it.
+PROCESS_BYTES = GIB // 2
+USUAL_CONTEXT_TOKENS = 8192
+# A converted model beside its GGUF file; tokenizers and what the file system takes.
+_CONVERTED_SHARE = 1.1
+_SPARE_DISK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """All in bytes. `present_bytes` of the download are there from an earlier try; `weight_bytes` is what the worker
+    will hold; `shape` is None where the model does not say it."""
+
+    download_bytes: int
+    present_bytes: int
+    weight_bytes: int
+    is_converted: bool
+    shape: ModelShape | None = None
+
+    @property
+    def disk_bytes(self) -> int:
+        """What is still to be written."""
+        converted = int(self.weight_bytes * _CONVERTED_SHARE) if self.is_converted else 0
+        return max(0, self.download_bytes - self.present_bytes) + converted + _SPARE_DISK_BYTES
+
+    def __str__(self) -> str:
+        here = f" ({_gb(self.present_bytes)} of it are here)" if self.present_bytes else ""
+        disk = f"{_gb(self.download_bytes)} to download{here}, {_gb(self.disk_bytes)} of disk"
+        return f"{disk}; serving takes {memory_sentence(self.weight_bytes, self.shape)}"
+
+
+def memory_sentence(weight_bytes: int, shape: ModelShape | None) -> str:
+    """What serving takes, for people."""
+    base = f"{(weight_bytes + PROCESS_BYTES) / GIB:.1f} GiB of memory"
+    if shape is None:
+        return f"{base} and the KV cache"
+    context = min(USUAL_CONTEXT_TOKENS, shape.context_tokens or USUAL_CONTEXT_TOKENS)
+    return f"{base} and {kv_cache_gib(shape, context):.1f} GiB for each context of {context} tokens"
+
+
+def kv_cache_gib(shape: ModelShape, context_tokens: int) -> float:
+    """GiB of KV cache that one context takes."""
+    return shape.kv_bytes_per_token * context_tokens / GIB
+
+
+def check_disk(name: str, needed: Requirements, folder: Path) -> None:
+    """Raise CommandError if the download and what is made of it do not fit on the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if needed.disk_bytes > free:
+        raise CommandError(
+            f"{name} needs {_gb(needed.disk_bytes)} of disk in {folder}, and {_gb(free)} are free; free some "
+            "(headrace models prune, headrace models rm), or set HEADRACE_CACHE to a larger disk"
+        )
+
+
+def check_weights_fit(
+    name: str, weight_bytes: int, num_workers: int = 1, meminfo: Path = Path("/proc/meminfo")
+) -> None:
+    """Raise CommandError if the weights of all workers are larger than the memory that is available."""
+    available = available_memory(meminfo)
+    needed = num_workers * (weight_bytes + PROCESS_BYTES)
+    if available is not None and needed > available:
+        each = f" for {num_workers} workers (--workers)" if num_workers > 1 else ""
+        raise CommandError(
+            f"{name} needs {needed / GIB:.1f} GiB of memory{each} before its KV cache, and {available / GIB:.1f} GiB "
+            "are available; choose a smaller model or quantisation"
+        )
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that processes can still take; None where the kernel does not say it."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    return None if found is None else int(found[1]) << 10
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1_000_000_000 else f"{num_bytes / 1e6:.1f} MB"

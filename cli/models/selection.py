@@ -1,0 +1,144 @@
+"""Which files of a repository make the model: an OpenVINO export, or one of its GGUF quantisations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from headrace.cli.errors import CommandError
+from headrace.cli.models.model_cache import OPTIONAL_FILES, REQUIRED_FILES
+
+# Chosen without being asked for, best first: a good answer for few bytes, then ever more bytes.
+_PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "F16", "BF16", "F32")
+_QUANTISATION = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d+(?:_[0-9A-Z]+)*|TQ\d_\d|BF16|F(?:P)?16|F(?:P)?32|MXFP4(?:_MOE)?))(?=$|[-._/])",
+    re.IGNORECASE,
+)
+_PIECE = re.compile(r"-(\d{5})-of-(\d{5})$")
+# GGUF files beside the model: projectors of images, statistics of the quantisation, vocabularies.
+_NOT_THE_MODEL = ("mmproj", "imatrix", "ggml-vocab")
+_MOST_NAMED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository. `sha256` (hex) is known for large files only."""
+
+    path: str
+    num_bytes: int | None
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HubListing:
+    """The files of a repository at one commit."""
+
+    repository: str
+    commit: str
+    files: tuple[HubFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HubChoice:
+    """What to download: the files of an OpenVINO model, or those of one GGUF model, to be converted. `quantisation` is
+    as the file's name has it; empty where it says none."""
+
+    files: tuple[HubFile, ...]
+    gguf: bool
+    quantisation: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files whose size the hub tells."""
+        return sum(file.num_bytes or 0 for file in self.files)
+
+
+def choose_files(listing: HubListing, quantisation: str | None = None) -> HubChoice:
+    """The GGUF of that quantisation; without one, an OpenVINO model if there is one, else the GGUF that most people
+    want. Raises CommandError that says what there is to choose from."""
+    by_path = {file.path: file for file in listing.files}
+    variants = _variants(listing)
+    if "openvino_model.xml" in by_path and not (quantisation and variants):
+        if quantisation:
+            raise CommandError(
+                f"{listing.repository} is an OpenVINO model with weights of one kind; leave out :{quantisation}"
+            )
+        missing = [name for name in REQUIRED_FILES if name not in by_path]
+        if missing:
+            raise CommandError(f"{listing.repository} has openvino_model.xml but lacks {', '.join(missing)}")
+        return HubChoice(tuple(by_path[name] for name in OPTIONAL_FILES + REQUIRED_FILES if name in by_path), False)
+    if not variants:
+        raise CommandError(
+            f"{listing.repository} has neither openvino_model.xml (an OpenVINO export) nor a .gguf file "
+            f"(looked through {len(listing.files)} files); look on the hub for a GGUF or OpenVINO version of it, or "
+            "export it with optimum-cli and pull the directory"
+        )
+    return _with_all_pieces(listing.repository, _chosen(listing.repository, variants, quantisation))
+
+
+def _variants(listing: HubListing) -> list[HubChoice]:
+    """The GGUF models of a repository, the pieces of each in order, the least bytes first."""
+    by_stem: dict[str, list[HubFile]] = {}
+    for file in sorted(listing.files, key=lambda file: file.path):
+        stem, dot, suffix = file.path.rpartition(".")
+        basename = stem.rpartition("/")[2].lower()
+        if suffix == "gguf" and dot and not any(word in basename for word in _NOT_THE_MODEL):
+            by_stem.setdefault(_PIECE.sub("", stem), []).append(file)
+    found = [HubChoice(tuple(files), True, _quantisation_of(stem)) for stem, files in by_stem.items()]
+    return sorted(found, key=lambda variant: variant.num_bytes)
+
+
+def _quantisation_of(stem: str) -> str:
+    found = _QUANTISATION.findall(stem)
+    return found[-1] if found else ""
+
+
+def _chosen(repository: str, variants: Sequence[HubChoice], quantisation: str | None) -> HubChoice:
+    if quantisation is None:
+        return _most_wanted(repository, variants)
+    wanted = quantisation.upper()
+    fitting = [variant for variant in variants if variant.quantisation.upper() == wanted]
+    fitting = fitting or [variant for variant in variants if _stem(variant).upper() == wanted]
+    if not fitting:
+        raise CommandError(f"{repository} has no GGUF file {quantisation}; there are {_listed(variants)}")
+    if len(fitting) > 1:
+        names = ", ".join(_stem(variant) for variant in fitting)
+        raise CommandError(f"{repository} has several GGUF files {quantisation}; name one of {names}")
+    return fitting[0]
+
+
+def _most_wanted(repository: str, variants: Sequence[HubChoice]) -> HubChoice:
+    for label in _PREFERRED:
+        for variant in variants:
+            if variant.quantisation.upper() == label:
+                return variant
+    if len(variants) > 1:
+        raise CommandError(
+            f"{repository} has several GGUF files: {_listed(variants)}; say which, such as "
+            f"{repository}:{variants[0].quantisation or _stem(variants[0])}"
+        )
+    return variants[0]
+
+
+def _stem(variant: HubChoice) -> str:
+    """The name of the file without its folder, its number and .gguf."""
+    return _PIECE.sub("", variant.files[0].path.rpartition("/")[2].removesuffix(".gguf"))
+
+
+def _listed(variants: Iterable[HubChoice]) -> str:
+    names = [f"{variant.quantisation or _stem(variant)} ({variant.num_bytes / 1e9:.1f} GB)" for variant in variants]
+    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+
+
+def _with_all_pieces(repository: str, variant: HubChoice) -> HubChoice:
+    numbers = [_PIECE.search(file.path.removesuffix(".gguf")) for file in variant.files]
+    present = {int(number[1]) for number in numbers if number}
+    total = max((int(number[2]) for number in numbers if number), default=0)
+    missing = sorted(set(range(1, total + 1)) - present)
+    if missing:
+        raise CommandError(
+            f"{repository} has {_stem(variant)} in {total} pieces and lacks number {missing[0]}; choose another "
+            "quantisation"
+        )
+    return variant

@@ -1,0 +1,239 @@
+"""`headrace models`: what is in the cache, what it needs, and how to get rid of it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.cli.errors import CommandError
+from headrace.cli.fleet.run_state import running_serves
+from headrace.cli.models.model_cache import (
+    cache_directory,
+    cached_names,
+    check_model_directory,
+    model_directory,
+    model_lock,
+    no_pulls,
+    read_manifest,
+    remove_path,
+)
+from headrace.cli.models.progress import say
+from headrace.cli.models.requirements import GIB, PROCESS_BYTES, kv_cache_gib
+from headrace.cli.models.shape import ModelShape, shape_of
+
+_CONTEXTS = (8192, 32768)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model of the cache. `problem` says why it cannot be served; it is empty for a good one."""
+
+    name: str
+    directory: Path
+    source: dict[str, str]
+    num_bytes: int
+    weight_bytes: int
+    config: dict[str, Any]
+    problem: str
+
+    @property
+    def origin(self) -> str:
+        """Where it came from, in a word or two."""
+        kind = self.source.get("kind", "link")
+        named = {"hub": "reference", "catalogue": "name", "gguf": "path", "link": "path"}[kind]
+        return f"{kind} {self.source.get(named, self.source.get('repository', ''))}".rstrip()
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """Of its config.json."""
+        return shape_of(self.config)
+
+
+def cached_model(name: str) -> CachedModel:
+    """What is known of a model of the cache. Raises CommandError if there is none of that name."""
+    directory = model_directory(name)
+    if not directory.exists() and not directory.is_symlink():
+        near = difflib.get_close_matches(name, cached_names(), 1)
+        meant = f"; did you mean {near[0]}?" if near else "; headrace models list shows what there is"
+        raise CommandError(f"the cache has no model {name}{meant}")
+    manifest = read_manifest(directory)
+    source = dict(manifest.source) if manifest is not None else {}
+    if directory.is_symlink():
+        source = {"kind": "link", "path": str(directory.readlink())}
+    return CachedModel(
+        name,
+        directory,
+        source,
+        sum(path.stat().st_size for path in _files(directory)),
+        _size(directory / "openvino_model.bin"),
+        _config(directory / "config.json"),
+        _problem(directory),
+    )
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.iterdir() if path.is_file()) if directory.is_dir() else iter(())
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _problem(directory: Path) -> str:
+    try:
+        check_model_directory(directory)
+    except CommandError as error:
+        return error.message
+    return ""
+
+
+def _row(model: CachedModel) -> dict[str, Any]:
+    """The model as JSON: bytes, and GiB of memory; None for what is not known."""
+    shape = model.shape
+    context = shape.context_tokens if shape is not None else 0
+    return {
+        "name": model.name,
+        "directory": str(model.directory),
+        "source": model.source,
+        "bytes": model.num_bytes,
+        "weight_bytes": model.weight_bytes,
+        "architecture": model.config.get("model_type"),
+        "context_tokens": context or None,
+        "kv_bytes_per_token": None if shape is None else shape.kv_bytes_per_token,
+        "memory_gib": {} if shape is None else _memory(model.weight_bytes, shape),
+        "problem": model.problem or None,
+    }
+
+
+def _memory(weight_bytes: int, shape: ModelShape) -> dict[str, float]:
+    """GiB for weights, process and one context, by the context's tokens."""
+    base = (weight_bytes + PROCESS_BYTES) / GIB
+    fitting = [length for length in _CONTEXTS if length <= (shape.context_tokens or length)]
+    return {str(length): round(base + kv_cache_gib(shape, length), 2) for length in fitting}
+
+
+@click.group()
+def models() -> None:
+    """List, show and remove the models of the cache."""
+
+
+@models.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_models(as_json: bool) -> None:
+    """List the models of the cache with their size and source."""
+    found = [cached_model(name) for name in cached_names()]
+    if as_json:
+        click.echo(json.dumps([_row(model) for model in found], indent=2))
+        return
+    if not found:
+        click.echo("no models; headrace pull or headrace serve fetches one", err=True)
+    widths = [max((len(text) for text in column), default=0) for column in zip(*map(_cells, found), strict=True)]
+    for model in found:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(_cells(model), widths, strict=True)).rstrip())
+
+
+def _cells(model: CachedModel) -> tuple[str, str, str]:
+    return model.name, f"{model.num_bytes / 1e9:.2f} GB", "damaged" if model.problem else model.origin
+
+
+@models.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(name: str, as_json: bool) -> None:
+    """Show where a model is from, how large it is, and what memory it needs."""
+    model = cached_model(name)
+    if as_json:
+        click.echo(json.dumps(_row(model), indent=2))
+        return
+    for title, text in _details(model):
+        click.echo(f"{title:<14}{text}")
+
+
+def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
+    yield "name", model.name
+    yield "directory", str(model.directory)
+    yield "source", model.origin
+    if commit := model.source.get("commit"):
+        yield "commit", commit
+    if quantisation := model.source.get("quantisation"):
+        yield "quantisation", quantisation
+    yield "on disk", f"{model.num_bytes / 1e9:.2f} GB"
+    if architecture := model.config.get("model_type"):
+        yield "architecture", str(architecture)
+    shape = model.shape
+    if shape is None:
+        yield "memory", f"{(model.weight_bytes + PROCESS_BYTES) / GIB:.1f} GiB and the KV cache"
+    else:
+        if shape.context_tokens:
+            yield "context", f"{shape.context_tokens} tokens"
+        yield "KV cache", f"{shape.kv_bytes_per_token / 1e3:.1f} KB for a token (u8)"
+        for length, gib in _memory(model.weight_bytes, shape).items():
+            yield "memory", f"{gib:.1f} GiB with one context of {length} tokens"
+    if model.problem:
+        yield "problem", model.problem
+
+
+@models.command()
+@click.argument("names", nargs=-1, required=True)
+@click.option("--force", is_flag=True, help="Remove it even while it is being served.")
+def rm(names: tuple[str, ...], force: bool) -> None:
+    """Remove models from the cache. Of a directory elsewhere only the name is removed."""
+    for model in [cached_model(name) for name in names]:
+        served = [record.url for record in running_serves() if record.model == model.name]
+        if served and not force:
+            raise CommandError(f"{model.name} is being served at {served[0]}; stop that first, or say --force")
+        with model_lock(model.name, lambda name=model.name: say(f"{name}: waiting for a pull of it")):  # type: ignore[misc]
+            remove_path(model.directory)
+        freed = "a name only" if model.source.get("kind") == "link" else f"{model.num_bytes / 1e9:.2f} GB"
+        click.echo(f"removed {model.name} ({freed})")
+
+
+@models.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+def prune(dry_run: bool) -> None:
+    """Remove what interrupted pulls left, and names of directories that are gone.
+
+    Models that can be served stay. The next pull of an interrupted one begins anew.
+    """
+    with no_pulls():
+        total = 0
+        for path in _leftovers():
+            num_bytes = _bytes_of(path)
+            total += num_bytes
+            click.echo(f"{'would remove' if dry_run else 'removed'} {path} ({num_bytes / 1e6:.1f} MB)")
+            if not dry_run:
+                remove_path(path)
+    click.echo(f"{total / 1e9:.2f} GB {'to free' if dry_run else 'freed'}")
+
+
+def _leftovers() -> list[Path]:
+    downloads, folder = cache_directory() / "downloads", cache_directory() / "models"
+    found = sorted(downloads.iterdir()) if downloads.is_dir() else []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(".") or (path.is_symlink() and not path.exists()):
+            found.append(path)
+    return found
+
+
+def _bytes_of(path: Path) -> int:
+    if path.is_symlink():
+        return 0
+    return (
+        path.stat().st_size
+        if path.is_file()
+        else sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    )

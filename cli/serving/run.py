@@ -1,0 +1,134 @@
+"""`headrace run`: from a model's name to a conversation, with the server that runs already or one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import httpx
+
+from headrace.cli import launch
+from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.fleet.chat import ChatClient, Conversation, talk
+from headrace.cli.fleet.fleet_access import ApiAccess, api_options
+from headrace.cli.fleet.run_state import running_serves, runtime_directory
+from headrace.cli.models.catalogue import DEFAULT_MODEL
+from headrace.cli.models.offline import offline_option
+from headrace.cli.models.progress import say
+from headrace.cli.models.reference import parse_reference
+from headrace.cli.serving.serve import find_model
+
+_STOP_S = 15.0
+_POLL_S = 0.1
+
+
+@click.command()
+@click.argument("model", default=DEFAULT_MODEL)
+@click.argument("prompt", nargs=-1)
+@click.option("--system", help="System message.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.  [default: what the model's context holds]")
+@offline_option
+@api_options
+def run(
+    model: str,
+    prompt: tuple[str, ...],
+    system: str | None,
+    max_tokens: int | None,
+    offline: bool,
+    access: ApiAccess,
+) -> None:
+    """Chat with MODEL, or answer PROMPT and end.
+
+    MODEL is what headrace serve takes; it is pulled if missing. If a headrace serve of this user serves it already,
+    that one answers. Otherwise one is started on a free port and stopped at the end; variables such as
+    HEADRACE_SERVE_KV_CACHE_GB are its options. In the conversation, /help shows the commands.
+    """
+    question = " ".join(prompt) or None
+    with _server_of(model, offline, access) as (url, name):
+        talk(ChatClient(url, name, access, max_tokens=max_tokens), Conversation(system), question)
+
+
+@contextmanager
+def _server_of(model: str, offline: bool, access: ApiAccess) -> Iterator[tuple[str, str]]:
+    """URL of a server that is ready, and the model's name there."""
+    reference = parse_reference(model)
+    name = model if reference is None else reference.name
+    url = _running(name)
+    if url is None:
+        _directory, name = find_model(model, offline=offline)
+        url = _running(name)
+    if url is not None:
+        say(f"{name} is served at {url}")
+        _wait_until_ready(url, name, access)
+        yield url, name
+        return
+    say(f"{name}: starting")
+    with _started(model) as url:
+        yield url, name
+
+
+def _running(name: str) -> str | None:
+    """URL of a serve of this user with that model."""
+    found = (record.url for record in running_serves() if record.model == name)
+    return next((url.replace("//0.0.0.0:", "//127.0.0.1:") for url in found), None)
+
+
+def _wait_until_ready(url: str, name: str, access: ApiAccess) -> None:
+    """Wait while the server loads its model. CommandFailed if it ends."""
+    with access.client(5.0) as client:
+        while True:
+            try:
+                if client.get(f"{url}/health/ready").status_code == 200:
+                    return
+            except httpx.TransportError as error:
+                if _running(name) is None:
+                    raise CommandFailed(f"the server at {url} has ended ({error})") from None
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def _started(model: str) -> Iterator[str]:
+    """URL of a `headrace serve` of our own, stopped at the end. It dies with this process."""
+    log = runtime_directory() / f"run-{os.getpid()}.log"
+    serve = (sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", "--offline")
+    command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", *serve]
+    with log.open("w") as file:
+        # In a session of its own: Ctrl-C stops an answer, and not the server.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("ready: "):
+            raise _failure(process.wait(_STOP_S), log)
+        yield line.removeprefix("ready: ").strip().removesuffix("/v1")
+    finally:
+        _stop(process)
+        log.unlink(missing_ok=True)
+
+
+def _failure(status: int, log: Path) -> CommandError:
+    """What the log of a server that did not become ready says."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
+    if errors:
+        return CommandError(errors[-1])
+    return CommandFailed(f"headrace serve ended with status {status}: {lines[-1] if lines else 'no reason given'}")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

@@ -1,0 +1,316 @@
+"""Models by name, from a hub that answers as the real one does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.cli.errors import CommandError
+from headrace.cli.main import cli
+from headrace.cli.models import pull
+from headrace.cli.models.model_cache import model_directory, read_manifest
+from headrace.cli.models.reference import HubReference, parse_reference
+from headrace.cli.models.requirements import check_weights_fit
+from headrace.cli.models.selection import HubFile, HubListing, choose_files
+from headrace.cli.models.shape import ModelShape, shape_of
+from headrace.cli.serving.serve import find_model
+from tests.cli.conftest import write_files
+from tests.hub import Hub
+
+CONFIG = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args))
+
+
+@pytest.fixture
+def converted(model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bytes]]:
+    """GGUF files that the converter got, each with the pieces beside it."""
+    seen: list[dict[str, bytes]] = []
+
+    def convert(_name: str, gguf: Path, directory: Path) -> None:
+        assert gguf.name == min(path.name for path in gguf.parent.iterdir())
+        seen.append({path.name: path.read_bytes() for path in gguf.parent.iterdir()})
+        write_files(directory, model_files)
+
+    monkeypatch.setattr(pull, "_convert", convert)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "name"),
+    [
+        ("o/m", HubReference("o/m"), "o/m"),
+        ("o/m:Q4_K_M", HubReference("o/m", "Q4_K_M"), "o/m:Q4_K_M"),
+        ("o/m@v1.0", HubReference("o/m", None, "v1.0"), "o/m@v1.0"),
+        ("o/m:Q8_0@refs/pr/3", HubReference("o/m", "Q8_0", "refs/pr/3"), "o/m:Q8_0@refs-pr-3"),
+    ],
+)
+def test_a_name_has_a_repository_a_quantisation_and_a_revision(text: str, reference: HubReference, name: str) -> None:
+    found = parse_reference(text)
+    assert found == reference
+    assert (str(found), reference.name) == (text, name)
+
+
+@pytest.mark.parametrize("text", ["m", "a/b/c", "./m", "o/m:", "o/m@", "../m", "/a/b", "o/m:Q4:Q8", "o/m@a@b"])
+def test_paths_and_half_names_are_no_references(text: str) -> None:
+    assert parse_reference(text) is None
+
+
+def listing(*paths: str) -> HubListing:
+    return HubListing("o/m", "c", tuple(HubFile(path, 1000 + len(path), None) for path in paths))
+
+
+@pytest.mark.parametrize(
+    ("paths", "wanted", "chosen"),
+    [
+        (["M-Q8_0.gguf", "M-Q4_K_M.gguf", "M-Q2_K.gguf"], None, ["M-Q4_K_M.gguf"]),
+        (["m-q8_0.gguf", "m-q4_0.gguf"], None, ["m-q4_0.gguf"]),
+        (["M-IQ2_XXS.gguf"], None, ["M-IQ2_XXS.gguf"]),
+        (["m-q8_0.gguf", "m-q4_0.gguf"], "Q8_0", ["m-q8_0.gguf"]),
+        (["M.BF16.gguf", "M.F16.gguf"], "f16", ["M.F16.gguf"]),
+        (["M-UD-Q4_K_XL.gguf", "M-Q4_K_M.gguf"], "UD-Q4_K_XL", ["M-UD-Q4_K_XL.gguf"]),
+        (["one.gguf", "two.gguf"], "TWO", ["two.gguf"]),
+        (["only.gguf", "mmproj-only-f16.gguf", "imatrix.gguf"], None, ["only.gguf"]),
+        (
+            ["Q8_0/M-Q8_0-00002-of-00002.gguf", "Q8_0/M-Q8_0-00001-of-00002.gguf", "M-Q4_0.gguf"],
+            "q8_0",
+            ["Q8_0/M-Q8_0-00001-of-00002.gguf", "Q8_0/M-Q8_0-00002-of-00002.gguf"],
+        ),
+    ],
+)
+def test_a_gguf_repository_gives_the_quantisation_that_is_wanted(
+    paths: list[str], wanted: str | None, chosen: list[str]
+) -> None:
+    assert [file.path for file in choose_files(listing(*paths), wanted).files] == chosen
+
+
+@pytest.mark.parametrize(
+    ("paths", "wanted", "sentence"),
+    [
+        (["m-Q4_0.gguf"], "Q8_0", r"has no GGUF file Q8_0; there are Q4_0 \(0.0 GB\)"),
+        (["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0", "several GGUF files Q4_0; name one of a-Q4_0, b-Q4_0"),
+        (["m-Q8_0-00001-of-00003.gguf", "m-Q8_0-00003-of-00003.gguf"], None, "in 3 pieces and lacks number 2"),
+        (["openvino_model.xml", "openvino_model.bin"], "Q4_0", "leave out :Q4_0"),
+        (["M-IQ2_XXS.gguf", "M-Q2_K.gguf"], None, "say which, such as o/m:Q2_K"),
+        (["model.safetensors"], None, "neither openvino_model.xml"),
+    ],
+)
+def test_what_cannot_be_chosen_says_what_can(paths: list[str], wanted: str | None, sentence: str) -> None:
+    with pytest.raises(CommandError, match=sentence):
+        choose_files(listing(*paths), wanted)
+
+
+def test_serve_fetches_a_name_that_is_missing_and_not_again(hub: Hub, model_files: dict[str, bytes]) -> None:
+    hub.add("owner/model", {**model_files, "README.md": b"#"})
+    assert find_model("owner/model") == (model_directory("owner/model"), "owner/model")
+    assert sorted(hub.fetched("owner/model")) == sorted(model_files)
+    num_seen = len(hub.seen)
+    assert find_model("owner/model") == (model_directory("owner/model"), "owner/model")
+    assert len(hub.seen) == num_seen
+
+
+def test_a_revision_is_a_model_of_its_own(hub: Hub, model_files: dict[str, bytes]) -> None:
+    hub.add("owner/model", model_files)
+    hub.add("owner/model", {**model_files, "config.json": b"{}"}, revision="refs/pr/1")
+    directory, name = find_model("owner/model@refs/pr/1")
+    assert name == "owner/model@refs-pr-1"
+    assert (directory / "config.json").exists()
+    assert not (find_model("owner/model")[0] / "config.json").exists()
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert manifest.source["commit"] == hub.repositories["owner/model"].commit("refs/pr/1")
+    refused = run("pull", "owner/model@v9")
+    assert refused.exit_code == 2
+    assert "owner/model has no revision v9" in refused.stderr
+
+
+def test_the_quantisation_is_chosen_by_name_and_split_files_come_together(
+    hub: Hub, converted: list[dict[str, bytes]], cache: Path
+) -> None:
+    pieces = {"big/m-Q8_0-00001-of-00002.gguf": b"one", "big/m-Q8_0-00002-of-00002.gguf": b"two"}
+    hub.add("owner/model", {"m-Q4_0.gguf": b"four", **pieces})
+    find_model("owner/model")
+    find_model("owner/model:q8_0")
+    assert converted == [
+        {"m-Q4_0.gguf": b"four"},
+        {"m-Q8_0-00001-of-00002.gguf": b"one", "m-Q8_0-00002-of-00002.gguf": b"two"},
+    ]
+    assert list((cache / "downloads").iterdir()) == []
+    assert not (model_directory("owner/model:q8_0") / ".gguf").exists()
+
+
+def test_a_download_of_many_files_goes_on_where_it_was(
+    hub: Hub, converted: list[dict[str, bytes]], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {f"m-0000{number}-of-00003.gguf": bytes([number]) * 5000 for number in (1, 2, 3)}
+    hub.add("owner/model", files)
+    real = pull.download_files
+    monkeypatch.setattr(pull, "download_files", lambda *args: real(*args[:3], args[3][:2], args[4]) and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        find_model("owner/model")
+    monkeypatch.setattr(pull, "download_files", real)
+    third = sha256(files["m-00003-of-00003.gguf"]).hexdigest()
+    write_files(cache / "downloads", {f"{third}.part": files["m-00003-of-00003.gguf"][:100]})
+    num_seen = len(hub.seen)
+    said = run("pull", "owner/model").stderr
+    assert "(0.0 MB of it are here)" in said
+    assert [path for path, _range in hub.seen[num_seen:] if "/large/" in path] == [f"/large/{third}"]
+    assert (f"/large/{third}", "bytes=100-") in hub.seen
+    assert converted == [files]
+
+
+def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, model_files: dict[str, bytes]) -> None:
+    weights = b"weights" * 5000
+    hub.add("owner/model", {**model_files, "openvino_model.bin": weights})
+    hub.cut_after = [4, 1000, 6000]
+    directory, _name = find_model("owner/model")
+    assert (directory / "openvino_model.bin").read_bytes() == weights
+
+
+def test_what_it_needs_is_said_before_the_first_byte_of_weights(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("owner/model", {**model_files, "config.json": json.dumps(CONFIG).encode()})
+    free = namedtuple("free", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: free(0, 0, 1000))
+    refused = run("pull", "owner/model")
+    assert refused.exit_code == 2
+    assert "owner/model: OpenVINO, 0.0 MB to download" in refused.stderr
+    assert "0.5 GiB of memory and 0.5 GiB for each context of 8192 tokens" in refused.stderr
+    assert "owner/model needs 67.1 MB of disk" in refused.stderr
+    assert hub.fetched("owner/model") == ["config.json"]
+
+
+def test_weights_larger_than_memory_are_refused_before_they_are_fetched(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.add("owner/model", model_files)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable:    600000 kB\n")
+    monkeypatch.setattr(
+        pull, "check_weights_fit", lambda name, size, workers: check_weights_fit(name, size, workers, meminfo)
+    )
+    with pytest.raises(CommandError, match=r"owner/model needs 1.0 GiB of memory for 2 workers .* 0.6 GiB are avail"):
+        find_model("owner/model", num_workers=2)
+    assert hub.fetched("owner/model") == []
+    assert run("pull", "owner/model").exit_code == 0
+
+
+@pytest.mark.parametrize("settings", [["--offline"], []])
+def test_offline_fetches_nothing_and_serves_what_is_there(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    hub.add("owner/model", model_files)
+    if not settings:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for command in ("pull", "serve", "run"):
+        refused = run(command, "owner/model", *settings)
+        assert refused.exit_code == 2
+        assert "owner/model is not in the cache, and --offline (HF_HUB_OFFLINE)" in refused.stderr
+    assert run("pull", "smollm2-135m", *settings).exit_code == 2
+    assert hub.seen == []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    find_model("owner/model")
+    assert find_model("owner/model", offline=True)[1] == "owner/model"
+    assert "already there" in run("pull", "owner/model", "--offline").stderr
+
+
+def test_a_gated_model_says_what_to_accept_and_takes_the_token_of_who_may(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("meta/llama", model_files, gated=True)
+    hub.tokens = {"hf_stranger": set(), "hf_member": {"meta/llama"}}
+    refused = run("pull", "meta/llama")
+    assert refused.exit_code == 2
+    assert f"meta/llama is gated: accept its terms at {hub.url}/meta/llama, and set HF_TOKEN" in refused.stderr
+    monkeypatch.setenv("HF_TOKEN", "hf_stranger")
+    assert "the account of HF_TOKEN has no access to it; ask for it at" in run("pull", "meta/llama").stderr
+    monkeypatch.setenv("HF_TOKEN", "hf_unknown")
+    assert "does not accept the token in HF_TOKEN" in run("pull", "meta/llama").stderr
+    monkeypatch.setenv("HF_TOKEN", "hf_member")
+    assert run("pull", "meta/llama").exit_code == 0
+
+
+def test_a_private_or_misspelt_model_tells_what_may_be_wrong(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("owner/secret", model_files, private=True)
+    hub.tokens = {"hf_other": set()}
+    refused = run("pull", "owner/secret")
+    assert "shows no model owner/secret (it answered 401); check the name, and set HF_TOKEN" in refused.stderr
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    assert "(it answered 404); check the name, and that the account" in run("pull", "owner/secret").stderr
+
+
+def test_models_are_listed_shown_and_removed(hub: Hub, model_files: dict[str, bytes], model_folder: Path) -> None:
+    assert run("models", "list").stderr.startswith("no models")
+    hub.add("owner/model", {**model_files, "config.json": json.dumps({**CONFIG, "model_type": "llama"}).encode()})
+    find_model("owner/model")
+    run("pull", str(model_folder), "--name", "mine")
+    lines = run("models", "list").stdout.splitlines()
+    assert lines == [f"mine         0.00 GB  link {model_folder}", "owner/model  0.00 GB  hub owner/model"]
+    shown = run("models", "show", "owner/model").stdout
+    assert hub.repositories["owner/model"].commit("main") in shown
+    assert "KV cache      69.6 KB for a token (u8)" in shown
+    row = json.loads(run("models", "show", "owner/model", "--json").stdout)
+    assert row["memory_gib"] == {"8192": 1.03, "32768": 2.63}
+    assert row["kv_bytes_per_token"] == 2 * 32 * 8 * (128 + 8)
+    (model_directory("owner/model") / "openvino_model.bin").write_bytes(b"")
+    assert "damaged" in run("models", "list").stdout
+    assert run("models", "rm", "owner/model", "mine").stdout.splitlines() == [
+        "removed owner/model (0.00 GB)",
+        "removed mine (a name only)",
+    ]
+    assert (model_folder / "openvino_model.bin").exists()
+    assert run("models", "list", "--json").stdout == "[]\n"
+    missing = run("models", "rm", "owner/model")
+    assert (missing.exit_code, "the cache has no model owner/model" in missing.stderr) == (2, True)
+
+
+def test_prune_removes_what_no_model_needs(
+    cache: Path, hub: Hub, model_files: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.add("owner/model", model_files)
+    find_model("owner/model")
+    gone = write_files(tmp_path / "gone", model_files)
+    run("pull", str(gone), "--name", "gone")
+    shutil.rmtree(gone)
+    write_files(cache / "downloads", {"abc.part": b"x" * 1000})
+    write_files(cache / "models" / ".m.abcd", {"half": b"made"})
+    planned = run("models", "prune", "--dry-run").stdout
+    assert planned.count("would remove") == 3
+    assert (cache / "downloads" / "abc.part").exists()
+    assert run("models", "prune").stdout == planned.replace("would remove", "removed").replace("to free", "freed")
+    assert run("models", "prune").stdout == "0.00 GB freed\n"
+    assert run("models", "list").stdout.split() == ["owner/model", "0.00", "GB", "hub", "owner/model"]
+
+
+def test_prune_waits_for_no_pull_that_runs(cache: Path) -> None:
+    from headrace.cli.models.model_cache import pulling
+
+    with pulling():
+        refused = run("models", "prune")
+    assert (refused.exit_code, "a pull is running" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (CONFIG, ModelShape(32, 8, 128)),
+        ({**CONFIG, "head_dim": 64, "max_position_embeddings": 4096}, ModelShape(32, 8, 64, 4096)),
+        ({"text_config": CONFIG}, ModelShape(32, 8, 128)),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}, ModelShape(12, 12, 64, 1024)),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768, "multi_query": True}, ModelShape(12, 1, 64)),
+        ({"model_type": "llama"}, None),
+    ],
+)
+def test_the_shape_is_read_from_the_names_that_models_use(config: dict[str, object], shape: ModelShape | None) -> None:
+    assert shape_of(config) == shape

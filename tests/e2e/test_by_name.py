@@ -1,0 +1,91 @@
+"""From an empty machine and a model's name to a streamed answer, with a hub that stands in for the real one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from gguf import GGMLQuantizationType
+
+from tests.e2e.serving import Serve, alive, headrace, until
+from tests.e2e.small_model import small_model
+from tests.gguf_models import TinyModel, write_gguf
+from tests.hub import Hub, running_hub
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a model in each form, and a machine without any."""
+    openvino = small_model()
+    for name in ("cache", "run", "gguf"):
+        (tmp_path / name).mkdir()
+    with running_hub() as hub:
+        hub.add_directory("owner/model", openvino)
+        for kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16):
+            write_gguf(TinyModel(default=kind), tmp_path / "gguf" / f"tiny-{kind.name}.gguf")
+        hub.add_directory("owner/tiny-GGUF", tmp_path / "gguf")
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+        monkeypatch.setenv("HEADRACE_SERVE_KV_CACHE_GB", "0.2")
+        yield hub
+
+
+@pytest.mark.parametrize(
+    ("name", "fetched"),
+    [
+        ("owner/model", "openvino_model.bin"),
+        ("owner/tiny-GGUF", "tiny-Q8_0.gguf"),
+        ("owner/tiny-GGUF:f16", "tiny-F16.gguf"),
+    ],
+)
+def test_one_command_goes_from_a_name_to_an_answer(hub: Hub, tmp_path: Path, name: str, fetched: str) -> None:
+    answered = headrace("run", name, "the", "mill", "--max-tokens", "6", timeout_s=120)
+    assert answered.returncode == 0, answered.stderr
+    assert fetched in hub.fetched(name.partition(":")[0])
+    assert "to download" in answered.stderr
+    assert re.search(r"\[\d tokens, .* first after", answered.stderr)
+    assert answered.stdout.strip()
+    assert list((tmp_path / "run" / "headrace").iterdir()) == []
+    num_seen = len(hub.seen)
+    piped = headrace("run", name, "--offline", "--max-tokens", "2", stdin="the\nmill\n", timeout_s=120)
+    assert (piped.returncode, len(hub.seen)) == (0, num_seen)
+    assert piped.stderr.count("first after") == 2
+
+
+def test_run_uses_the_server_that_runs(hub: Hub) -> None:
+    serve = Serve("owner/tiny-GGUF:q8_0", "--port", "0")
+    try:
+        serve.until_ready()
+        answered = headrace("run", "owner/tiny-GGUF:q8_0", "the mill", "--max-tokens", "4")
+        assert answered.returncode == 0, answered.stderr
+        assert f"owner/tiny-GGUF:q8_0 is served at {serve.base_url}" in answered.stderr
+        served = httpx.get(f"{serve.base_url}/v1/models/owner/tiny-GGUF:q8_0").json()
+        assert served["id"] == "owner/tiny-GGUF:q8_0"
+        refused = headrace("models", "rm", "owner/tiny-GGUF:q8_0")
+        assert refused.returncode == 2
+        assert f"is being served at {serve.base_url}" in refused.stderr
+        pids = [row["pid"] for row in serve.status()]
+    finally:
+        serve.end()
+    until(lambda: not any(map(alive, pids)), "all processes are gone")
+    assert headrace("models", "rm", "owner/tiny-GGUF:q8_0").returncode == 0
+
+
+def test_a_model_that_cannot_be_served_ends_run_with_the_reason(hub: Hub, model_that_fails: str) -> None:
+    failed = headrace("run", model_that_fails, "hello", timeout_s=60)
+    assert failed.returncode == 2
+    assert failed.stderr.splitlines()[-1].startswith("error: ")
+    assert "corrupt" in failed.stderr
+
+
+@pytest.fixture
+def model_that_fails(hub: Hub, tmp_path: Path) -> str:
+    files = {path.name: path.read_bytes() for path in small_model().iterdir() if path.is_file()}
+    hub.add("owner/broken", {**files, "openvino_model.xml": b"<net/>"})
+    return "owner/broken"

@@ -1,0 +1,136 @@
+"""Small GGUF files with random weights, as llama.cpp's converter would write them, in any of its quantisations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+
+CONTEXT = 512
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """`types` has the quantisation of tensors by a part of their name, `default` that of all other matrices.
+    `rope_factors` divide the rotary frequencies, as those of Llama 3.1 are divided."""
+
+    architecture: str = "llama"
+    default: GGMLQuantizationType = GGMLQuantizationType.Q8_0
+    types: Mapping[str, GGMLQuantizationType] = field(default_factory=dict)
+    layers: int = 2
+    hidden: int = 256
+    feed_forward: int = 512
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 64
+    rope_factors: bool = False
+    tied: bool = False
+    pieces: int = 1
+
+
+def byte_tokens() -> list[str]:
+    """A character for each byte, as byte-level BPE has them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(rest))]
+
+
+def tensors_of(model: TinyModel) -> dict[str, np.ndarray]:
+    """The weights in f32, [out, in], by their names in a GGUF file."""
+    random = np.random.default_rng(5)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
+        drawn = random.standard_normal((rows, columns)) * scale / np.sqrt(columns)
+        # Not centred: a zero point that is rounded shows.
+        return (drawn + random.uniform(-1, 1, (rows, 1)) * scale / np.sqrt(columns) / 3).astype(np.float32)
+
+    def vector(size: int) -> np.ndarray:
+        return (1 + random.standard_normal(size) * 0.1).astype(np.float32)
+
+    num_tokens = len(_tokens())
+    found = {
+        "token_embd.weight": matrix(num_tokens, model.hidden, np.sqrt(model.hidden)),
+        "output_norm.weight": vector(model.hidden),
+    }
+    if not model.tied:
+        found["output.weight"] = matrix(num_tokens, model.hidden, 3.0)
+    queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
+    for layer in range(model.layers):
+        block = {
+            "attn_norm": vector(model.hidden),
+            "attn_q": matrix(queries, model.hidden),
+            "attn_k": matrix(keys, model.hidden),
+            "attn_v": matrix(keys, model.hidden),
+            "attn_output": matrix(model.hidden, queries),
+            "ffn_norm": vector(model.hidden),
+            "ffn_gate": matrix(model.feed_forward, model.hidden),
+            "ffn_up": matrix(model.feed_forward, model.hidden),
+            "ffn_down": matrix(model.hidden, model.feed_forward),
+        }
+        if model.architecture == "qwen3":
+            block |= {"attn_q_norm": vector(model.head_size), "attn_k_norm": vector(model.head_size)}
+        found |= {f"blk.{layer}.{name}.weight": value for name, value in block.items()}
+        if model.architecture == "qwen2":
+            biases = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
+            found |= {f"blk.{layer}.{name}.bias": vector(size) - 1 for name, size in biases.items()}
+    if model.rope_factors:
+        found["rope_freqs.weight"] = np.linspace(1, 8, model.head_size // 2).astype(np.float32)
+    return found
+
+
+def _tokens() -> list[str]:
+    return [*byte_tokens(), "<|endoftext|>", "<|im_start|>", "<|im_end|>", "th", "he", "Ġt", "Ġthe"]
+
+
+def write_gguf(model: TinyModel, path: Path) -> Path:
+    """Write the model; in pieces, PATH is the first one's name without -00001-of-0000N.gguf."""
+    split = {"split_max_tensors": -(-len(tensors_of(model)) // model.pieces)} if model.pieces > 1 else {}
+    writer = GGUFWriter(path, model.architecture, **split)
+    _add_shape(writer, model)
+    _add_tokenizer(writer)
+    for name, values in tensors_of(model).items():
+        kind = next((kind for part, kind in model.types.items() if part in name), model.default)
+        if values.ndim < 2:
+            kind = GGMLQuantizationType.F32
+        writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return min(path.parent.glob(f"{path.stem}*.gguf"))
+
+
+def _add_shape(writer: GGUFWriter, model: TinyModel) -> None:
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(model.hidden)
+    writer.add_block_count(model.layers)
+    writer.add_feed_forward_length(model.feed_forward)
+    writer.add_head_count(model.heads)
+    writer.add_head_count_kv(model.kv_heads)
+    writer.add_key_length(model.head_size)
+    writer.add_value_length(model.head_size)
+    writer.add_rope_dimension_count(model.head_size)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(_tokens()))
+    writer.add_file_type(7)
+
+
+def _add_tokenizer(writer: GGUFWriter) -> None:
+    tokens = _tokens()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
+    writer.add_token_merges(["t h", "h e", "Ġ t", "Ġt he"])
+    writer.add_bos_token_id(tokens.index("<|im_start|>"))
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(_TEMPLATE)

@@ -1,0 +1,184 @@
+"""A stand-in for a hub of models: the two requests of the Hugging Face API that headrace uses, as the real one answers
+them. Large files are redirected to another address, which must not see the token.
+
+Gated repositories show their list of files to everybody, and their files to accounts with access only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha1, sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+_LARGE = (".bin", ".gguf", ".safetensors")
+
+
+@dataclass
+class Repository:
+    """`revisions` has branches and tags by name, and their files by path. `private` ones are hidden from strangers."""
+
+    revisions: dict[str, dict[str, bytes]]
+    gated: bool = False
+    private: bool = False
+
+    def commit(self, revision: str) -> str:
+        """The commit of a branch or tag; a commit is its own."""
+        if revision not in self.revisions:
+            return revision
+        content = sorted((path, sha1(raw).hexdigest()) for path, raw in self.revisions[revision].items())
+        return sha1(repr(content).encode()).hexdigest()
+
+    def files(self, revision: str) -> dict[str, bytes] | None:
+        """The files at a branch, tag or commit."""
+        return next((self.revisions[name] for name in self.revisions if revision in (name, self.commit(name))), None)
+
+
+@dataclass
+class Hub:
+    """`tokens` maps each token that is known to the gated and private repositories that it may read. `cut_after` ends
+    the next answers with large files after so many bytes."""
+
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    tokens: dict[str, set[str]] = field(default_factory=dict)
+    cut_after: list[int] = field(default_factory=list)
+    seen: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def add(self, name: str, files: dict[str, bytes], revision: str = "main", **of_repository: bool) -> None:
+        """Put files into a repository, which is made if it is new."""
+        repository = self.repositories.setdefault(name, Repository({}, **of_repository))
+        repository.revisions[revision] = files
+
+    def add_directory(self, name: str, directory: Path) -> None:
+        """A repository with the files of a directory."""
+        self.add(name, {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()})
+
+    def fetched(self, name: str) -> list[str]:
+        """Paths of the files of a repository that were asked for."""
+        found = (re.fullmatch(rf"/{re.escape(name)}/resolve/[^/]+/(.+)", path) for path, _range in self.seen)
+        return [matched[1] for matched in found if matched]
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer one request."""
+        path = unquote(urlsplit(handler.path).path)
+        self.seen.append((path, handler.headers.get("Range")))
+        if listed := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", path):
+            self._answer_list(handler, listed[1], listed[2])
+        elif resolved := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            self._answer_file(handler, resolved[1], resolved[2], resolved[3])
+        else:
+            _send(handler, 404, b"")
+
+    def _refusal(self, handler: BaseHTTPRequestHandler, name: str, *, of_files: bool) -> tuple[int, str] | None:
+        given = handler.headers.get("Authorization", "").removeprefix("Bearer ")
+        repository = self.repositories.get(name)
+        if given and given not in self.tokens:
+            return 401, ""
+        if repository is None or (repository.private and name not in self.tokens.get(given, ())):
+            return (404 if given else 401), "RepoNotFound"
+        if of_files and repository.gated and name not in self.tokens.get(given, ()):
+            return (403 if given else 401), "GatedRepo"
+        return None
+
+    def _answer_list(self, handler: BaseHTTPRequestHandler, name: str, revision: str) -> None:
+        if refusal := self._refusal(handler, name, of_files=False):
+            _send(handler, refusal[0], b"{}", {"X-Error-Code": refusal[1]})
+            return
+        repository = self.repositories[name]
+        files = repository.files(revision)
+        if files is None:
+            _send(handler, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings = [_sibling(path, raw) for path, raw in files.items()]
+        answer = {"id": name, "sha": repository.commit(revision), "gated": repository.gated and "auto"}
+        _send(handler, 200, json.dumps({**answer, "siblings": siblings}).encode())
+
+    def _answer_file(self, handler: BaseHTTPRequestHandler, name: str, revision: str, path: str) -> None:
+        if refusal := self._refusal(handler, name, of_files=True):
+            _send(handler, refusal[0], b"", {"X-Error-Code": refusal[1]})
+            return
+        raw = (self.repositories[name].files(revision) or {}).get(path)
+        if raw is None:
+            _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
+        elif path.endswith(_LARGE):
+            port = self.url.rpartition(":")[2]
+            # Another host name for the same server: the client has to take it for another origin.
+            location = f"http://localhost:{port}/large/{sha256(raw).hexdigest()}"
+            _send(handler, 302, b"", {"Location": location})
+        else:
+            _send(handler, 200, raw)
+
+    def answer_large(self, handler: BaseHTTPRequestHandler, digest: str) -> None:
+        """The file with that SHA-256, or what a Range header asks for of it."""
+        assert "Authorization" not in handler.headers, "the token went to another origin"
+        everything = (
+            raw
+            for repository in self.repositories.values()
+            for raws in repository.revisions.values()
+            for raw in raws.values()
+        )
+        raw = next(raw for raw in everything if sha256(raw).hexdigest() == digest)
+        wanted = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
+        self.seen.append((f"/large/{digest}", handler.headers.get("Range")))
+        start = int(wanted[1]) if wanted else 0
+        headers = {"Content-Range": f"bytes {start}-{len(raw) - 1}/{len(raw)}"} if wanted else {}
+        cut = self.cut_after.pop(0) if self.cut_after else None
+        _send(handler, 206 if wanted else 200, raw[start:], headers, cut)
+
+
+def _sibling(path: str, raw: bytes) -> dict[str, object]:
+    plain = {"rfilename": path, "size": len(raw)}
+    if not path.endswith(_LARGE):
+        return plain
+    return {**plain, "lfs": {"sha256": sha256(raw).hexdigest(), "size": len(raw), "pointerSize": 134}}
+
+
+def _send(
+    handler: BaseHTTPRequestHandler,
+    status: int,
+    body: bytes,
+    headers: dict[str, str] | None = None,
+    cut: int | None = None,
+) -> None:
+    handler.send_response(status)
+    for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+        handler.send_header(name, value)
+    handler.end_headers()
+    handler.wfile.write(body if cut is None else body[:cut])
+    if cut is not None:
+        handler.close_connection = True
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    """A hub without models, on loopback."""
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/large/"):
+                hub.answer_large(self, self.path.removeprefix("/large/"))
+            else:
+                hub.answer(self)
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
