@@ -20,6 +20,7 @@ NAMES = (
     "anthropic",
     "ollama",
     "tgi",
+    "kserve",
     "grpc_text",
     "console",
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,6 +22,11 @@ from headrace.protos.status import StatusError, abort
 
 authorization_var: contextvars.ContextVar[Authorization | None] = contextvars.ContextVar("authorization", default=None)
 """The authorization of the call that the running task answers; None without keys."""
+
+Admission: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+admission_var: contextvars.ContextVar[Admission] = contextvars.ContextVar("admission")
+"""In a call that receives a stream: admits one of its requests while inside, and sets `authorization_var`. Raises what
+admission raises."""
 
 # Concurrent gRPC calls beyond the admitted requests, such as health and reflection.
 OTHER_CALLS = 256
@@ -41,6 +46,8 @@ class GrpcService:
     """Adds it to a server."""
     uncounted: frozenset[str] = frozenset()
     """Methods that only read. Like a GET, they do not count against the limits of a key."""
+    is_open: frozenset[str] = frozenset()
+    """Methods that are answered without a key, where others are not."""
 
 
 async def start_grpc_server(
@@ -72,6 +79,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._admission = admission
         self._guarded_prefixes = tuple(f"/{service.name}/" for service in services)
         self._uncounted = {f"/{service.name}/{method}" for service in services for method in service.uncounted}
+        self._open = {f"/{service.name}/{method}" for service in services for method in service.is_open}
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -88,12 +96,18 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return value if isinstance(value, str) else ""
 
         try:
-            key = self._admission.identify(header)
+            key = None if method in self._open else self._admission.identify(header)
         except StatusError as error:
             return refusing(error)
         return self._guarded(handler, key, method not in self._uncounted)
 
     def _guarded(self, handler: Any, key: ApiKey | None, counted: bool) -> _Method:
+        if handler.request_streaming and handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                self._streams(handler.stream_stream, key, counted),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 self._stream(handler.unary_stream, key, counted),
@@ -115,6 +129,24 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                             yield response
             except StatusError as error:
                 await abort(context, error)
+
+        return guarded
+
+    def _streams(self, behaviour: Callable[..., Any], key: ApiKey | None, counted: bool) -> Callable[..., Any]:
+        """Each request of the stream is admitted by the behaviour, through `admission_var`."""
+
+        @asynccontextmanager
+        async def admitted() -> AsyncIterator[None]:
+            authorization = self._admission.authorize(key)
+            async with self._admission.admitted(authorization, counted=counted):
+                authorization_var.set(authorization)
+                yield
+
+        async def guarded(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
+            admission_var.set(admitted)
+            async with aclosing(behaviour(requests, context)) as responses:
+                async for response in responses:
+                    yield response
 
         return guarded
 

@@ -34,6 +34,18 @@ def decode_body(raw: bytes, kind: type[_T]) -> _T:
         raise StatusError(Reason.INVALID_FIELD, "the body is nested too deeply") from error
 
 
+def convert(value: object, kind: type[_T], name: str = "") -> _T:
+    """A value, as JSON has it, as one of this type; numbers and booleans may be texts. `name` is the field that has it.
+
+    Raises `StatusError` with the field of a wrong type.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        found = _wrong_type(str(error))
+        raise invalid(name, f"{name}: {found.message}") if name and found.field is None else found from error
+
+
 def _wrong_type(message: str) -> StatusError:
     found = _AT_FIELD.match(message)
     assert found is not None

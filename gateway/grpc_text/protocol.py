@@ -19,7 +19,7 @@ class _GrpcText(OpenProtocol):
         add_TextServicer_to_server(self._service, server)
 
     def refuse_new(self) -> None:
-        self._service.stopping = True
+        self._service.calls.stopping = True
 
 
 PROTOCOL = Protocol(_GrpcText)

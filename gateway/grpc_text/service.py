@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import re
-import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 
-import grpc
-
-from headrace.common.telemetry.logs import request_id_var
-from headrace.common.telemetry.tracing import serving_span
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.chat.choice import Piece
 from headrace.gateway.chat.generation import Account, Plan
 from headrace.gateway.checks import invalid
-from headrace.gateway.edge.failures import draining, spread
-from headrace.gateway.edge.grpc_edge import authorization_var
+from headrace.gateway.edge.grpc_call import Context, GrpcCalls, caller_of
 from headrace.gateway.grpc_text.values import FIELD_NAMES, Answers, chat_request, completion_request, tokenize_request
 from headrace.gateway.services import Services
-from headrace.gateway.telemetry.metrics import outcome_of
 from headrace.gateway.text.detokenizer import detokenize
-from headrace.protos.status import Reason, StatusError, abort
 from headrace.protos.text_pb2 import ChatRequest as TextChatRequest
 from headrace.protos.text_pb2 import (
     ChatResponse,
@@ -41,11 +29,6 @@ from headrace.protos.text_pb2 import (
 from headrace.protos.text_pb2_grpc import TextServicer
 
 SERVICE_NAME = "headrace.v1.Text"
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LOG = logging.getLogger(__name__)
-
-_M = TypeVar("_M")
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class TextService(TextServicer):
@@ -55,22 +38,21 @@ class TextService(TextServicer):
         self._models = services.models
         self._chats = services.chats
         self._generator = services.generator
-        self._metrics = services.metrics
-        self.stopping = False
-        """Set by the owner when the server stops: new calls are refused."""
+        self.calls = GrpcCalls(SERVICE_NAME, services.metrics)
 
     async def Chat(self, request: TextChatRequest, context: Context) -> AsyncIterator[ChatResponse]:
         """Stream the answers to a conversation."""
-        caller = _caller(context)
-        async with aclosing(self._guarded(self._chat(request, caller), "grpc_chat", caller, context)) as messages:
+        caller = caller_of(context)
+        answers = self._chat(request, caller)
+        async with aclosing(self.calls.streamed(answers, "grpc_chat", "Chat", caller, context)) as messages:
             async for message in messages:
                 yield message
 
     async def Complete(self, request: CompleteRequest, context: Context) -> AsyncIterator[CompleteResponse]:
         """Stream the continuations of a text."""
-        caller = _caller(context)
-        messages = self._guarded(self._complete(request, caller), "grpc_complete", caller, context)
-        async with aclosing(messages):
+        caller = caller_of(context)
+        answers = self._complete(request, caller)
+        async with aclosing(self.calls.streamed(answers, "grpc_complete", "Complete", caller, context)) as messages:
             async for message in messages:
                 yield message
 
@@ -82,7 +64,7 @@ class TextService(TextServicer):
                 model, token_ids = await self._chats.tokenize(tokenize_request(request))
             return TokenizeResponse(token_ids=token_ids, max_context_tokens=model.card.max_context_tokens)
 
-        return await self._answered(tokenize, "grpc_tokenize", context)
+        return await self.calls.answered(tokenize, "grpc_tokenize", "Tokenize", context)
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         """Text of token ids, special tokens included."""
@@ -93,7 +75,7 @@ class TextService(TextServicer):
                 raise invalid("token_ids", f"token_ids must be below {model.card.vocab_size}")
             return DetokenizeResponse(text=detokenize(request.token_ids, model.text.tokenizer.token_bytes))
 
-        return await self._answered(text, "grpc_detokenize", context)
+        return await self.calls.answered(text, "grpc_detokenize", "Detokenize", context)
 
     async def ListModels(self, request: TextListModelsRequest, context: Context) -> TextListModelsResponse:
         """The available models."""
@@ -103,7 +85,7 @@ class TextService(TextServicer):
             cards = [TextModel(name=one.name, max_context_tokens=one.card.max_context_tokens) for one in listed]
             return TextListModelsResponse(models=cards)
 
-        return await self._answered(models, "grpc_models", context)
+        return await self.calls.answered(models, "grpc_models", "ListModels", context)
 
     async def _chat(self, request: TextChatRequest, caller: Caller) -> AsyncGenerator[ChatResponse, None]:
         with FIELD_NAMES.in_callers_terms():
@@ -139,59 +121,3 @@ class TextService(TextServicer):
             async with aclosing(self._generator.stream(plans, caller)) as pieces:
                 async for indexed in pieces:
                     yield indexed
-
-    async def _answered(self, work: Callable[[], Awaitable[_M]], name: str, context: Context) -> _M:
-        """The one message of a call that streams nothing."""
-
-        async def once() -> AsyncGenerator[_M, None]:
-            yield await work()
-
-        async with aclosing(self._guarded(once(), name, _caller(context), context)) as messages:
-            return await anext(messages)
-
-    async def _guarded(
-        self, answers: AsyncGenerator[_M, None], name: str, caller: Caller, context: Context
-    ) -> AsyncGenerator[_M, None]:
-        """The messages; a failure ends the call with its status. Counts the outcome."""
-        request_id_var.set(caller.request_id)
-        with self._counted(name, caller) as outcome:
-            try:
-                if self.stopping:
-                    raise draining()
-                async with aclosing(answers):
-                    async for answer in answers:
-                        yield answer
-                outcome[0] = "ok"
-            except StatusError as error:
-                outcome[0] = outcome_of(error, has_deadline=caller.deadline_s is not None)
-                await abort(context, spread(error))
-            except Exception as error:
-                outcome[0] = "internal"
-                _LOG.exception("%s failed", name)
-                await abort(context, StatusError(Reason.INTERNAL, f"the gateway failed: {type(error).__name__}"))
-
-    @contextmanager
-    def _counted(self, name: str, caller: Caller) -> Iterator[list[str]]:
-        """Count a call under the outcome that is left in the list; calls that are cut off are cancelled."""
-        outcome = ["cancelled"]
-        method = name.removeprefix("grpc_").title().replace("_", "")
-        span = serving_span(f"{SERVICE_NAME}/{method}", caller.traceparent)
-        span.set({"rpc.system": "grpc", "headrace.request_id": caller.request_id})
-        self._metrics.in_flight.inc()
-        try:
-            yield outcome
-        finally:
-            span.set({"headrace.outcome": outcome[0]})
-            span.end()
-            self._metrics.in_flight.dec()
-            self._metrics.request_ended(name, outcome[0], time.monotonic() - caller.arrived_s)
-
-
-def _caller(context: Context) -> Caller:
-    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    request_id = metadata.get("x-request-id", "")
-    if not _REQUEST_ID.fullmatch(request_id):
-        request_id = f"req_{secrets.token_hex(16)}"
-    now_s, remaining_s = time.monotonic(), context.time_remaining()
-    deadline_s = None if remaining_s is None else now_s + remaining_s
-    return Caller(request_id, metadata.get("traceparent", ""), now_s, authorization_var.get(), deadline_s)

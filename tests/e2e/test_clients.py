@@ -75,6 +75,7 @@ def environment(system: Serve) -> dict[str, str]:
     return {
         **os.environ,
         "HEADRACE_TEST_BASE_URL": f"{system.base_url}/v1",
+        "HEADRACE_TEST_GRPC": f"127.0.0.1:{system.port + 1}",
         "HEADRACE_TEST_MODEL": NAME,
         "PYTHONPATH": str(ROOT),
         # What some clients report to their makers, they do not report from here.

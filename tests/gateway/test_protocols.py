@@ -20,6 +20,7 @@ TESTS = {
     "anthropic": ("anthropic/test_messages.py", "count"),
     "ollama": ("ollama/test_ollama.py", "listed or context_of"),
     "tgi": ("tgi/test_tgi.py", "details or info"),
+    "kserve": ("kserve/test_http.py", "described or slashes"),
     "grpc_text": ("grpc_text/test_service.py", "tokens"),
     "console": ("console/test_console.py", "host"),
 }

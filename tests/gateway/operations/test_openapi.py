@@ -73,10 +73,15 @@ async def test_what_generates_takes_a_time_within_which_it_must_answer(gateway: 
     bodies: dict[str, Any] = {f"{prefix}/{name}": body for prefix in ("/v1", "/v3") for name, body in api.items()}
     bodies |= {"/api/chat": {"messages": HI}, "/api/generate": {"prompt": "hi"}}
     bodies |= {path: {"inputs": "hi"} for path in ("/", "/generate", "/generate_stream")}
+    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        text = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hi"]}
+        bodies |= {f"{model}/infer": {"inputs": [text]}}
+        bodies |= {f"{model}/{name}": {"text_input": "hi"} for name in ("generate", "generate_stream")}
     assert set(described) == set(bodies)
     router.script = never
     for path, schema in described.items():
-        body = {"model": "tiny", **bodies[path]}
+        body = bodies[path] if path.startswith("/v2/") else {"model": "tiny", **bodies[path]}
+        path = path.format(name="tiny", version="1")
         for value, status in ((0.2, 504), (schema["exclusiveMinimum"], 400), ("soon", 400)):
             response = await gateway.http.post(path, json=body, headers={"x-request-timeout": str(value)})
             assert response.status_code == status, (path, value, response.text)

@@ -1,0 +1,131 @@
+"""Answers of KServe's protocol as tensors, whole and in parts (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob, WholeChoice
+from headrace.gateway.chat.generation import Usage
+from headrace.gateway.edge.failures import Failure
+from headrace.gateway.edge.wire import encode
+from headrace.gateway.kserve.requests import OPTIONAL_OUTPUTS, SAMPLING, TEXT_INPUT, TEXT_OUTPUT, VERSION, Inference
+from headrace.gateway.kserve.tensors import Tensor
+
+PLATFORM = "headrace_openvino"
+EXTENSIONS = ("binary_tensor_data", "generate")
+_TYPES = {
+    TEXT_OUTPUT: "BYTES",
+    "finish_reason": "BYTES",
+    "cumulative_logprob": "FP32",
+    "num_input_tokens": "UINT32",
+    "num_output_tokens": "UINT32",
+}
+
+
+class _KserveErrors:
+    """The shape of all errors of this protocol over HTTP."""
+
+    def whole(self, failure: Failure) -> bytes:
+        """The error object."""
+        return encode({"error": failure.message})
+
+    def event(self, failure: Failure) -> bytes:
+        """The last event of a stream that failed."""
+        return b"data: " + self.whole(failure) + b"\n\n"
+
+
+KSERVE_ERRORS = _KserveErrors()
+
+
+def model_metadata(name: str) -> dict[str, Any]:
+    """What a model takes and gives; only the text is needed."""
+    flags = ("stream", "exclude_input_in_output", *OPTIONAL_OUTPUTS.values())
+    inputs = [
+        {"name": TEXT_INPUT, "datatype": "BYTES", "shape": [-1]},
+        {"name": SAMPLING, "datatype": "BYTES", "shape": [1]},
+        *({"name": flag, "datatype": "BOOL", "shape": [1]} for flag in flags),
+    ]
+    outputs = [{"name": name, "datatype": datatype, "shape": [-1]} for name, datatype in _TYPES.items()]
+    return {"name": name, "versions": [VERSION], "platform": PLATFORM, "inputs": inputs, "outputs": outputs}
+
+
+def whole(inference: Inference, choices: Sequence[WholeChoice], num_prompt_tokens: Sequence[int]) -> list[Tensor]:
+    """The tensors of a whole answer, with an element for each text. Raises `StatusError` if one of them failed."""
+    rows = []
+    for text, choice, num_tokens in zip(inference.texts, choices, num_prompt_tokens, strict=True):
+        ending = choice.ending
+        assert ending is not None
+        if ending.error is not None:
+            raise ending.error
+        prefix = text if inference.prefixed else ""
+        rows.append(_row(prefix + choice.text, ending, _sum(choice.logprobs), num_tokens, ending.num_generated_tokens))
+    return _tensors(inference, rows)
+
+
+class Parts:
+    """Makes the parts of a streamed answer."""
+
+    def __init__(self, inference: Inference, num_prompt_tokens: int) -> None:
+        self._inference = inference
+        self._num_prompt_tokens = num_prompt_tokens
+        self._logprob = 0.0
+        self._num_tokens = 0
+
+    def push(self, piece: Piece) -> list[Tensor]:
+        """The tensors of a piece; none if it shows nothing. Tokens are those of the part, the log-probability that of
+        the answer so far."""
+        self._logprob += _sum(piece.logprobs)
+        self._num_tokens += piece.num_tokens
+        if not piece.text and piece.ending is None:
+            return []
+        row = _row(piece.text, piece.ending, self._logprob, self._num_prompt_tokens, self._num_tokens)
+        self._num_tokens = 0
+        return _tensors(self._inference, [row])
+
+
+def _row(
+    text: str, ending: Ending | None, logprob: float, num_input_tokens: int, num_output_tokens: int
+) -> Mapping[str, Any]:
+    return {
+        TEXT_OUTPUT: text,
+        "finish_reason": "" if ending is None else ending.reason,
+        "cumulative_logprob": logprob,
+        "num_input_tokens": num_input_tokens,
+        "num_output_tokens": num_output_tokens,
+    }
+
+
+def _tensors(inference: Inference, rows: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return [Tensor(name, _TYPES[name], (len(rows),), [row[name] for row in rows]) for name in inference.outputs]
+
+
+def _sum(logprobs: Sequence[TokenLogprob]) -> float:
+    return sum(one.logprob for one in logprobs)
+
+
+def generated(model: str, request_id: str | None, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Tensors as the answer of `generate`: one element stands for itself."""
+    values = {one.name: one.values[0] if len(one.values) == 1 else list(one.values) for one in tensors}
+    head = {"model_name": model, "model_version": VERSION}
+    return {**head, **({} if request_id is None else {"id": request_id}), **values}
+
+
+class GenerateStream:
+    """Events of a stream of `generate_stream`."""
+
+    def __init__(self, model: str, request_id: str | None, parts: Parts) -> None:
+        self._model = model
+        self._request_id = request_id
+        self._parts = parts
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """The event of a piece; none if it shows nothing."""
+        tensors = self._parts.push(piece)
+        if not tensors:
+            return b""
+        return b"data: " + encode(generated(self._model, self._request_id, tensors)) + b"\n\n"
+
+    def end(self, usage: Usage) -> bytes:
+        """Nothing: the last piece had the last event."""
+        return b""

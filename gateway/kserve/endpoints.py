@@ -1,0 +1,116 @@
+"""KServe's protocol over HTTP. docs/protocol.md has every name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+
+from headrace.gateway.chat.choice import WholeChoice
+from headrace.gateway.checks import unsupported
+from headrace.gateway.edge.endpoint import Endpoint, Handler
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import encode
+from headrace.gateway.kserve.answers import (
+    EXTENSIONS,
+    KSERVE_ERRORS,
+    GenerateStream,
+    Parts,
+    generated,
+    model_metadata,
+    whole,
+)
+from headrace.gateway.kserve.requests import NAMES, Inference, check_version
+from headrace.gateway.kserve.tensors import Tensor
+from headrace.gateway.kserve.wire import LENGTH_HEADER, answer_of, generate_of, infer_of
+from headrace.gateway.services import Services
+from headrace.gateway.text.models import Model
+
+# Models' names may have slashes, so the longer paths come first.
+MODEL_PATHS = ("/v2/models/{name:path}/versions/{version}", "/v2/models/{name:path}")
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """GET /v2 and the models; POST infer, generate and generate_stream."""
+    own = _Inferences(services)
+    acts: tuple[tuple[str, str, Handler], ...] = (
+        ("infer", "kserve_infer", own.infer),
+        ("generate", "kserve_generate", own.generate),
+        ("generate_stream", "kserve_generate", own.generate_stream),
+    )
+    return [
+        Endpoint("GET", "/v2", "kserve_server", own.server, KSERVE_ERRORS, is_open=True),
+        *(
+            Endpoint("POST", f"{path}/{act}", name, handler, KSERVE_ERRORS)
+            for path in MODEL_PATHS
+            for act, name, handler in acts
+        ),
+        *(Endpoint("GET", f"{path}/ready", "kserve_models", own.ready, KSERVE_ERRORS) for path in MODEL_PATHS),
+        *(Endpoint("GET", path, "kserve_models", own.model, KSERVE_ERRORS) for path in MODEL_PATHS),
+    ]
+
+
+class _Inferences:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def server(self, exchange: Exchange) -> None:
+        """GET /v2."""
+        version = importlib.metadata.version("headrace")
+        await exchange.respond(encode({"name": "headrace", "version": version, "extensions": EXTENSIONS}))
+
+    async def ready(self, exchange: Exchange) -> None:
+        """GET ready: 200, or the error that a request would get."""
+        model = await self._model(exchange)
+        await exchange.respond(encode({"name": model.name, "ready": True}))
+
+    async def model(self, exchange: Exchange) -> None:
+        """GET a model."""
+        await exchange.respond(encode(model_metadata((await self._model(exchange)).name)))
+
+    async def infer(self, exchange: Exchange) -> None:
+        """POST infer."""
+        request = infer_of(await exchange.body(), exchange.header(LENGTH_HEADER))
+        if request.inference.streams:
+            raise unsupported("stream", "stream: infer answers as a whole; use generate_stream, or gRPC")
+        model = await self._model(exchange)
+        body, json_size = answer_of(model.name, request, await self._whole(exchange, model, request.inference))
+        if json_size is None:
+            await exchange.respond(body)
+        else:
+            headers = [(LENGTH_HEADER.encode(), b"%d" % json_size)]
+            await exchange.respond(body, content_type=b"application/octet-stream", headers=headers)
+
+    async def generate(self, exchange: Exchange) -> None:
+        """POST generate."""
+        inference, request_id = generate_of(await exchange.body(), streams=False)
+        if inference.streams:
+            raise unsupported("stream", "stream: generate answers as a whole; use generate_stream")
+        model = await self._model(exchange)
+        tensors = await self._whole(exchange, model, inference)
+        await exchange.respond(encode(generated(model.name, request_id, tensors)))
+
+    async def generate_stream(self, exchange: Exchange) -> None:
+        """POST generate_stream; without `stream`, the stream has one event."""
+        inference, request_id = generate_of(await exchange.body(), streams=True)
+        model = await self._model(exchange)
+        if not inference.streams:
+            value = generated(model.name, request_id, await self._whole(exchange, model, inference))
+            await exchange.write(b"data: " + encode(value) + b"\n\n", last=True)
+            return
+        with NAMES.in_callers_terms():
+            completion = await self._services.chats.plan_completion(inference.completion(model.name))
+            parts = Parts(inference, len(completion.plans[0].job.token_ids))
+            stream = GenerateStream(model.name, request_id, parts)
+            await self._services.answering.stream(exchange, completion.plans, stream)
+
+    async def _model(self, exchange: Exchange) -> Model:
+        path = exchange.scope["path_params"]
+        check_version(path["name"], path.get("version", ""))
+        return await self._services.models.find(path["name"])
+
+    async def _whole(self, exchange: Exchange, model: Model, inference: Inference) -> list[Tensor]:
+        with NAMES.in_callers_terms():
+            completion = await self._services.chats.plan_completion(inference.completion(model.name))
+            choices = [WholeChoice() for _ in completion.plans]
+            await self._services.answering.gather(exchange.caller, completion.plans, choices)
+            return whole(inference, choices, [len(plan.job.token_ids) for plan in completion.plans])

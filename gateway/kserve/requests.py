@@ -1,0 +1,185 @@
+"""Requests of KServe's protocol to completions, however their values were sent (pure). docs/protocol.md has every name.
+
+A value is a tensor by its own name, a parameter of the request, or in the JSON text of `sampling_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.chat.request import Completion, SamplingFields
+from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.edge.wire import convert
+from headrace.gateway.field_names import FieldNames
+from headrace.gateway.kserve.tensors import Tensor
+from headrace.protos.status import Reason, StatusError
+
+VERSION = "1"
+TEXT_INPUT, TEXT_OUTPUT = "text_input", "text_output"
+SAMPLING = "sampling_parameters"
+# Outputs besides the text, and the input that asks for each.
+OPTIONAL_OUTPUTS = {
+    "finish_reason": "return_finish_reason",
+    "cumulative_logprob": "return_cumulative_logprob",
+    "num_input_tokens": "return_num_input_tokens",
+    "num_output_tokens": "return_num_output_tokens",
+}
+FLAGS = ("stream", "exclude_input_in_output", *OPTIONAL_OUTPUTS.values())
+_LISTS = frozenset({"stop", "stop_words", "bad_words", "stop_token_ids", "allowed_token_ids"})
+_OBJECTS = frozenset({"response_format", "structured_outputs", "logit_bias"})
+_ALIASES = {"stop_words": "stop", "random_seed": "seed"}
+# Triton's parameters of a request that no text model here knows; values besides them are refused.
+_OF_SCHEDULERS = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+
+NAMES = FieldNames([("prompt", TEXT_INPUT), (r"(?:top_)?logprobs", "return_cumulative_logprob")])
+"""The names of a completion's fields here."""
+
+
+class KserveParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen, by the names of completions. Numbers may be texts."""
+
+    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """A request, checked."""
+
+    texts: Sequence[str]
+    streams: bool
+    parameters: KserveParameters
+    outputs: Sequence[str]
+    """Names of the tensors of the answer."""
+    prefixed: bool
+    """Whether a text begins with its prompt."""
+
+    def completion(self, model: str) -> Completion:
+        """The completion of a model that this is."""
+        given = {name: getattr(self.parameters, name) for name in self.parameters.__struct_fields__}
+        logprobs = 0 if "cumulative_logprob" in self.outputs else None
+        return Completion(prompt=list(self.texts), model=model, stream=self.streams, logprobs=logprobs, **given)
+
+
+def values_of(tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Values of the inputs by name; the text is a list. Raises `StatusError`."""
+    values: dict[str, Any] = {}
+    for tensor in tensors:
+        if tensor.name == SAMPLING:
+            for name, value in _json_object(tensor.name, _single(tensor)).items():
+                _put(values, name, value)
+        elif tensor.name == TEXT_INPUT:
+            if tensor.datatype != "BYTES":
+                raise invalid(TEXT_INPUT, f"{TEXT_INPUT} must have the datatype BYTES")
+            _put(values, TEXT_INPUT, list(tensor.values))
+        else:
+            _put(values, tensor.name, list(tensor.values) if tensor.name in _LISTS else _single(tensor))
+    return values
+
+
+def merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of all sources. Raises `StatusError` for a name that is there twice."""
+    values: dict[str, Any] = {}
+    for source in sources:
+        for name, value in source.items():
+            _put(values, name, value)
+    return values
+
+
+def parameters_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a request, without those of schedulers. Raises `StatusError` if those say anything."""
+    for name in _OF_SCHEDULERS:
+        if parameters.get(name):
+            instead = "; use the deadline of the call, or x-request-timeout" if name == "timeout" else "; leave it out"
+            raise unsupported(f"parameters.{name}", f"parameters.{name} is not supported{instead}")
+    return {name: value for name, value in parameters.items() if name not in _OF_SCHEDULERS}
+
+
+def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams: bool | None = None) -> Inference:
+    """What values ask for. `outputs` are the tensors that are requested by name; `streams` holds where the values do
+    not say. Raises `StatusError`."""
+    rest = dict(values)
+    texts = _texts(rest.pop(TEXT_INPUT, None))
+    flags = {name: _flag(name, rest.pop(name, None)) for name in FLAGS}
+    said = flags["stream"]
+    is_stream = bool(streams) if said is None else said
+    if is_stream and len(texts) != 1:
+        raise unsupported(TEXT_INPUT, f"{TEXT_INPUT}: a stream answers one text, and here are {len(texts)}")
+    excludes = flags["exclude_input_in_output"]
+    if is_stream and excludes is False:
+        name = "exclude_input_in_output"
+        raise unsupported(name, f"{name} must be true for a stream, which has no prompt in its parts")
+    for name in [name for name in _ALIASES if name in rest]:
+        _put(rest, _ALIASES[name], rest.pop(name))
+    for name in ("stop", "bad_words"):
+        rest[name] = _without_empty(rest.get(name))
+    for name in _OBJECTS & rest.keys():
+        if isinstance(rest[name], str):
+            rest[name] = _json_object(name, rest[name])
+    parameters = convert({name: value for name, value in rest.items() if value is not None}, KserveParameters)
+    asked = [name for name, flag in OPTIONAL_OUTPUTS.items() if flags[flag]]
+    for name in outputs:
+        if name != TEXT_OUTPUT and name not in OPTIONAL_OUTPUTS:
+            known = ", ".join((TEXT_OUTPUT, *OPTIONAL_OUTPUTS))
+            raise invalid("outputs", f"outputs: there is no output '{name[:64]}'; there are {known}")
+    shown = tuple(dict.fromkeys(outputs)) or (TEXT_OUTPUT, *asked)
+    return Inference(texts, is_stream, parameters, shown, prefixed=not is_stream and not excludes)
+
+
+def check_version(model: str, version: str) -> None:
+    """Raise `StatusError` unless this is the version that all models have."""
+    if version not in ("", VERSION):
+        problem = f"the model '{model[:100]}' has the version {VERSION} only"
+        raise StatusError(Reason.NOT_FOUND, problem, field="model_version")
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    return None if value is None else convert(value, bool, name)
+
+
+def _texts(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if texts is None:
+        raise invalid(TEXT_INPUT, f"{TEXT_INPUT} is required")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise invalid(TEXT_INPUT, f"{TEXT_INPUT} must be one or more texts")
+    return texts
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    if name in values:
+        raise invalid(name, f"{name} is given twice")
+    values[name] = value
+
+
+def _single(tensor: Tensor) -> Any:
+    if len(tensor.values) != 1:
+        raise invalid(tensor.name, f"{tensor.name} must have one element, and has {len(tensor.values)}")
+    return tensor.values[0]
+
+
+def _json_object(name: str, text: Any) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text) if isinstance(text, str) else None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(name, f"{name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid(name, f"{name} must be the text of a JSON object")
+    return value
+
+
+def _without_empty(value: Any) -> Any:
+    """Texts without the empty one by which Triton's clients say none."""
+    if value == "":
+        return None
+    return [value] if isinstance(value, str) else None if value == [""] else value
