@@ -128,7 +128,7 @@ check: .venv/.check .links/headrace
 	$(BIN)/buf breaking --against protos/released.binpb
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml deploy/compose/*.yaml
-	$(BIN)/pytest --quiet tests/deploy
+	$(BIN)/pytest --quiet tests/deploy tests/test_docs.py
 
 # For CPython 3.11 on x86-64, the interpreter and machine of the image.
 lock: .venv/.dev

@@ -65,17 +65,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     longest = config.max_context_tokens or model_dir.max_context_tokens
     runner = compile_model(config, threads, longest, kept)
     num_blocks, arena = allocate_cache(config, runner, kept)
-    log.info(
-        "%s loaded in %.1f s: %d threads, %s, KV cache %.2f GiB of %s, %d blocks of %d tokens",
-        config.name,
-        time.monotonic() - start,
-        threads,
-        "a second graph for small decode steps" if runner.small_decode else "one graph",
-        num_blocks * runner.block_bytes / GIB,
-        runner.kv_precision,
-        num_blocks,
-        runner.block_size,
-    )
+    log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     limits = step_limits(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
     )
@@ -105,6 +95,21 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     )
     region = Region(arena.address, arena.size_bytes)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept)
+
+
+def log_loaded(name: str, runner: OpenVINOModelRunner, num_blocks: int, threads: int, took_s: float) -> None:
+    """Log that the model is loaded, and the size of its KV cache."""
+    log.info(
+        "%s loaded in %.1f s: %d threads, %s, KV cache %.2f GiB of %s, %d blocks of %d tokens",
+        name,
+        took_s,
+        threads,
+        "a second graph for small decode steps" if runner.small_decode else "one graph",
+        num_blocks * runner.block_bytes / GIB,
+        runner.kv_precision,
+        num_blocks,
+        runner.block_size,
+    )
 
 
 def check_memory(config: WorkerConfig, kept_bytes: int = 0) -> None:
@@ -232,7 +237,7 @@ def model_card(
     kv_precision: str,
     vocab_size: int,
 ) -> worker_pb2.ModelCard:
-    """What callers are told of the model. Its context is never longer than the whole KV cache."""
+    """The model card for callers. Its context is never longer than the whole KV cache."""
     longest = config.max_context_tokens or model_dir.max_context_tokens
     whole = ("top_k", "max_tokens")
     sampling = {name: int(value) if name in whole else value for name, value in model_dir.sampling.items()}

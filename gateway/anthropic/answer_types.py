@@ -1,6 +1,6 @@
-"""What answers of the Messages API look like, for the OpenAPI document. Tests hold real answers to these types.
+"""The types of answers of the Messages API, for the OpenAPI document.
 
-Answers are written from prepared bytes and not from these; a field that is not here is in no answer.
+Real answers are written from prepared bytes; tests compare them with these types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class AnthropicErrorDetail(Shape):
 
 
 class AnthropicError(Shape):
-    """The shape of failures in Anthropic's protocol."""
+    """The error format of Anthropic's protocol."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail

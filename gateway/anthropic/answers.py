@@ -21,7 +21,7 @@ from headrace.gateway.text.reasoning_seal import sealed
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 INVALID_JSON = "INVALID_JSON"
-"""Name under which an input that was cut off stands as text."""
+"""The key for the text of an input that was cut off."""
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -37,7 +37,7 @@ _ERROR_TYPES = {
 
 
 class _AnthropicErrors:
-    """The shape of all errors of this protocol."""
+    """The error format of this protocol."""
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
@@ -215,7 +215,7 @@ _SERVICE = {
 
 
 def _usage_value(usage: Usage) -> dict[str, Any]:
-    """The `usage` object; here, the tokens of the prompt are those that were not found in a cache."""
+    """The `usage` object. In this protocol, the tokens of the prompt exclude cached ones."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""What is served here, for the OpenAPI document (pure)."""
+"""The operations of this protocol, for the OpenAPI document (pure)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Messages of the Messages API, with their blocks, to the turns of a chat (pure).
+"""Turns the messages of the Messages API, with their blocks, into the turns of a chat (pure).
 
     user: tool_result, tool_result, text     ->  tool, tool, user
     assistant: thinking, text, tool_use      ->  one turn of the assistant
 
-Turns of one role that follow each other are one turn.
+Consecutive turns of one role become one turn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def system_turn(system: str | Sequence[Mapping[str, Any]]) -> Turn:
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The conversation. Raises `StatusError` for what a chat cannot have, as results of calls that were not made."""
+    """The conversation. Raises `StatusError` for what a chat cannot have, such as results without calls."""
     if not messages:
         raise invalid("messages", "messages must not be empty")
     reader = _Reader()
@@ -99,7 +99,7 @@ class _Reader:
             raise invalid(field, f"{field}: there is no tool_use of this id before")
         text = _text(f"{where}.content", block.get("content") or "")
         if block.get("is_error"):
-            text = f"Error: {text}"  # templates have no other way to say so
+            text = f"Error: {text}"  # templates have no other way to mark an error
         self.turns.append(Turn(ChatMessage(role="tool", content=text, tool_call_id=call_id), where))
 
     def _tool_use(self, where: str, block: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Requests of the Messages API, checked, and the chat that each of them is (pure). docs/protocol.md has every field.
+"""Bodies of the Messages API, decoded, checked and translated to chats (pure). docs/protocol.md has every field.
 
 https://docs.anthropic.com/en/api/messages
 """
@@ -24,7 +24,7 @@ _BUDGETS = ((4096, "low"), (16384, "medium"))
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """What the answer must be, and how much to reason for it."""
+    """The format of the answer, and the effort of reasoning."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
@@ -39,13 +39,13 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 
 class Metadata(msgspec.Struct, kw_only=True):
-    """Who the end user is; it changes nothing here."""
+    """The end user, which has no effect here."""
 
     user_id: str | None = None
 
 
 class PromptFields(msgspec.Struct, kw_only=True):
-    """What makes a prompt; body of POST /v1/messages/count_tokens. Fields of type Any are known but not honoured."""
+    """The fields of a prompt; body of POST /v1/messages/count_tokens. Fields of type Any are not supported."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -65,7 +65,7 @@ class PromptFields(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(PromptFields, kw_only=True):
-    """Body of POST /v1/messages, besides the `AnswerFields` in it: a Struct cannot have two bases with fields."""
+    """Body of POST /v1/messages, without the `AnswerFields` in it: a msgspec struct has a single base."""
 
     max_tokens: int
     stream: bool | None = None
@@ -90,7 +90,7 @@ _INSTEAD = {"output_format": "use output_config.format"}
 
 
 def check_messages(request: PromptFields) -> None:
-    """Raise `StatusError` for what cannot be honoured or contradicts itself; the rest is for the chat to check."""
+    """Raise `StatusError` for unsupported or contradictory fields. The chat's checks do the rest."""
     _refuse_unless_neutral(request, _NEUTRAL)
     if isinstance(request, MessagesRequest):
         _refuse_unless_neutral(request, _NEUTRAL_ANSWER)
@@ -128,9 +128,9 @@ def _check_budget(thinking: Thinking, request: PromptFields) -> None:
 
 
 def effort_of(request: PromptFields, template: ChatTemplate, reasons: bool) -> str | None:
-    """The effort that a checked request asks for of a model; None where the model does by itself what is asked.
+    """The effort of a checked request for a model; None if the model does by default what is asked.
 
-    `reasons`: it is known how the model writes reasoning. Raises `StatusError` where it cannot do what is asked.
+    `reasons`: whether the model's format of reasoning is known. Raises `StatusError` if the model cannot do it.
     """
     effort = None if request.output_config is None else request.output_config.effort
     thinking = request.thinking
@@ -155,13 +155,13 @@ def effort_of(request: PromptFields, template: ChatTemplate, reasons: bool) -> s
 def chat_of(request: PromptFields, effort: str | None, answer: AnswerFields | None = None) -> tuple[Chat, FieldNames]:
     """The chat of a checked request, and the names of its fields. Raises `StatusError`.
 
-    `answer` is what else the body of a `MessagesRequest` says; without it, nothing.
+    `answer` has the other fields of the body of a `MessagesRequest`, if it is one.
     """
     turns = turns_of(request.messages)
     goes_on = turns[-1].message.role == "assistant"
     if goes_on and turns[-1].message.tool_calls:
         field = f"messages[{len(request.messages) - 1}]"
-        raise invalid(field, f"{field}: a tool_use is to be followed by its tool_result")
+        raise invalid(field, f"{field}: a tool_use must be followed by its tool_result")
     if request.system is not None:
         turns.insert(0, system_turn(request.system))
     tools = [_chat_tool(i, tool) for i, tool in enumerate(request.tools or ())]
@@ -201,7 +201,7 @@ def _names(turns: Sequence[Turn]) -> FieldNames:
     )
 
 
-# field of a tool -> values besides null that mean what this server does anyway
+# field of a tool -> values besides null that have no effect here
 _NEUTRAL_TOOL: dict[str, tuple[Any, ...]] = {
     "input_examples": ([],),
     "defer_loading": (False,),

@@ -1,1 +1,1 @@
-"""The neutral middle: what a chat and a completion are, from a checked request to the pieces of its answers."""
+"""The middle that all protocols share: chats and completions, from a checked request to the pieces of its answers."""

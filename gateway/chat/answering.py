@@ -1,4 +1,4 @@
-"""Plans run to answers over HTTP, whole or streamed. There is no other way, whatever the protocol of the endpoint."""
+"""Runs plans and answers over HTTP, whole or streamed. The endpoints of all protocols use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.gateway.chat.output import ChatChoice
 
 
 class AnswerStream(Protocol):
-    """Makes the events of a streamed answer, of pieces or of what readers make of them."""
+    """Makes the events of a streamed answer, from pieces or from what readers make of them."""
 
     def piece(self, index: int, piece: Any) -> bytes:
         """Events for a piece of a choice; none if it shows nothing."""
@@ -31,18 +31,18 @@ class WholeAnswer(Protocol):
 
 
 class StreamSink(Protocol):
-    """Where a stream goes: the exchange with its client, as a rule."""
+    """The target of a stream, usually the exchange with its client."""
 
     @property
     def caller(self) -> Caller:
-        """Who asks."""
+        """The caller of the request."""
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """Take events."""
 
     async def keep_alive(self, begun: asyncio.Event) -> None:
-        """For ever: see to it that a stream without events is not taken for a dead one. Until `begun` is set the answer
-        may still be refused as a whole."""
+        """Run for ever: keep a stream without events alive. Until `begun` is set, the request may still be refused
+        with a status."""
 
 
 class Answering:
@@ -59,9 +59,9 @@ class Answering:
         readers: Sequence[ChatChoice] = (),
         before_end: Callable[[Usage], Awaitable[None]] | None = None,
     ) -> None:
-        """Answer with a stream. `readers`, one for each choice, make of its pieces what the stream takes.
+        """Answer with a stream. `readers`, one for each choice, turn its pieces into the input of the stream.
 
-        `before_end` is awaited when all is generated and the last events are not made yet.
+        `before_end` is awaited after generation, before the last events are made.
         """
         account = Account(plans)
         begun = asyncio.Event()
@@ -91,7 +91,7 @@ class Answering:
         choices: Sequence[WholeAnswer],
         readers: Sequence[ChatChoice] = (),
     ) -> Usage:
-        """Fill the choices. `readers`, one for each choice, make of its pieces what the choice takes."""
+        """Fill the choices. `readers`, one for each choice, turn its pieces into the input of the choice."""
         account = Account(plans)
         pieces: AsyncGenerator[tuple[int, Piece], None] = self._generator.stream(plans, caller)
         async with aclosing(pieces):

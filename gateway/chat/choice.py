@@ -2,7 +2,7 @@
 
     tokens -> Detokenizer -> StopMatcher -> Piece
 
-However the tokens were spread over messages, the pieces together are the same: text, log-probabilities and account.
+The pieces add up to the same text, log-probabilities and usage, however the tokens were spread over messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.protos.status import Reason, StatusError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The model's opinion on one token of the text, or of the prompt."""
+    """The log-probability of one token of the text or of the prompt."""
 
     token_id: int
     logprob: float
@@ -41,7 +41,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a choice ended, and its account."""
+    """How a choice ended, and its usage."""
 
     reason: str
     """`stop` or `length`; of a chat also `tool_calls`; `error` for one of several choices that failed."""
@@ -101,10 +101,10 @@ class Choice:
         *,
         block_size: int = 1,
     ) -> None:
-        """`shown_ids` are special tokens that are text whatever the caller asks: who reads the text needs them.
+        """`shown_ids` are special tokens that are always text, because the parser of the answer needs them.
 
         `prompt` are the prompt's tokens; needed only if their log-probabilities are requested. Cached tokens are
-        counted in whole blocks of `block_size`: the exact number would tell how far a guess at a prompt is right.
+        counted in whole blocks of `block_size`. The exact number would show how much of a guessed prompt is right.
         """
         skipped = special_ids - shown_ids if sampling.skip_special_tokens else frozenset[int]()
         self._detokenizer = Detokenizer(token_bytes, skipped)
@@ -115,7 +115,7 @@ class Choice:
         self._lists_hidden_end = sampling.lists_hidden_end
         self._wants_tokens = sampling.max_tokens != 0
         self._prompt = _Prompt(token_bytes, special_ids, prompt) if sampling.prompt_logprobs is not None else None
-        # Log-probabilities wait until the first character of their token is released: a stop string may yet cut it.
+        # Log-probabilities wait until the first character of their token is released: a stop string may cut it off.
         self._pending: deque[TokenLogprob] = deque()
         self._num_tokens = 0
         self._num_decoded_chars = 0
@@ -125,7 +125,7 @@ class Choice:
         """Prompt tokens, in whole blocks, that the first attempt found in a prefix cache."""
 
     def push(self, message: GenerateResponse) -> Piece:
-        """What this message adds. Once the piece has an ending, the generation may be cancelled."""
+        """The piece that this message adds. If it has an ending, the generation may be cancelled."""
         if message.HasField("num_cached_tokens") and self._num_tokens == 0:
             self.num_cached_tokens = message.num_cached_tokens - message.num_cached_tokens % self._block_size
         of_prompt: Sequence[TokenLogprob] = ()
@@ -211,7 +211,7 @@ class _Prompt:
         self._token_ids = token_ids
 
     def logprobs(self, opinions: Sequence[TokenLogprobs]) -> Sequence[TokenLogprob]:
-        """Those of all tokens but the first. Raises `StatusError` if they are not all there."""
+        """The log-probabilities of all tokens but the first. Raises `StatusError` if some are missing."""
         if len(opinions) != len(self._token_ids) - 1:
             raise StatusError(Reason.INTERNAL, "the worker did not send the log-probabilities of the prompt")
         detokenizer = Detokenizer(self._token_bytes, self._special_ids)

@@ -16,12 +16,12 @@ from headrace.gateway.text.chat_template import ChatTemplate
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
-# Variables by which templates that know no effort turn reasoning on and off.
+# Variables that turn reasoning on and off in templates without an effort.
 _SWITCHES = ("enable_thinking", "thinking")
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call in a conversation: an object, and its JSON text to templates that add it to a text."""
+    """Arguments of a call in a conversation: an object, which becomes JSON text where a template adds it to a text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -41,7 +41,7 @@ def conversation_of(
 ) -> Conversation:
     """The conversation of a request, in the shape that this template takes. Raises `StatusError`.
 
-    `reasons`: it is known how the model writes reasoning.
+    `reasons`: whether the model's format of reasoning is known.
     """
     if not request.messages:
         raise invalid("messages", "messages must not be empty")
@@ -72,12 +72,12 @@ def conversation_of(
 
 
 def can_switch_reasoning(template: ChatTemplate) -> bool:
-    """Whether a template reads any of the variables that say how much to reason."""
+    """Whether a template reads any variable for the effort of reasoning."""
     return any(template.uses(name) for name in ("reasoning_effort", *_SWITCHES))
 
 
 def _effort(effort: str, template: ChatTemplate, reasons: bool) -> dict[str, Any]:
-    """The template's variables for an effort. To a model that does not reason, all efforts are the same."""
+    """The template's variables for an effort. For a model that does not reason, all efforts are the same."""
     if effort not in _EFFORTS:
         raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(sorted(_EFFORTS))}")
     if template.uses("reasoning_effort"):
@@ -91,7 +91,7 @@ def _effort(effort: str, template: ChatTemplate, reasons: bool) -> dict[str, Any
 
 
 def _with_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the tools in the system message, where templates in the manner of Phi 4 mini look for them."""
+    """The messages with the tools in the system message, where templates such as that of Phi 4 mini expect them."""
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]
     functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
@@ -133,7 +133,9 @@ def _text_of(where: str, content: str | list[dict[str, Any]] | None) -> str:
     for i, part in enumerate(content):
         kind, text = part.get("type"), part.get("text")
         if kind != "text":
-            raise unsupported(f"{where}.content[{i}].type", f"{where}.content[{i}]: only parts of type text are taken")
+            raise unsupported(
+                f"{where}.content[{i}].type", f"{where}.content[{i}]: only parts of type text are supported"
+            )
         if not isinstance(text, str):
             raise invalid(f"{where}.content[{i}].text", f"{where}.content[{i}].text must be a text")
         texts.append(text)

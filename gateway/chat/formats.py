@@ -1,4 +1,4 @@
-"""In which format each model writes, and which of its special tokens are markup of that format."""
+"""The format in which each model writes, and the special tokens that are markup of that format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelFormat:
 
     output: OutputFormat
     marker_ids: Mapping[str, int]
-    """Special tokens that are markup of the format, by their text. They are no text unless someone parses it."""
+    """Special tokens that are markup of the format, by their text. They are text only for a parser."""
 
 
 class Formats:

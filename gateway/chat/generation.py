@@ -37,7 +37,7 @@ _QUEUED_PIECES_PER_CHOICE = 4
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt and how it is to be answered."""
+    """One prompt, and how to answer it."""
 
     model: Model
     token_ids: Sequence[int]
@@ -53,13 +53,13 @@ class Job:
 
 
 class Common:
-    """What the jobs of one request have in common: the large fields of their sampling, written once."""
+    """The large fields that the jobs of one request share, serialized once."""
 
     def __init__(self) -> None:
         self._part: SharedPart | None = None
 
     def part(self, params: SamplingParams) -> SharedPart:
-        """Take the large fields out of `params`; the part that they are."""
+        """Take the large fields out of `params` and return them as a shared part."""
         large = take_large_fields(params)
         if self._part is None:
             self._part = SharedPart(GenerateRequest(sampling=large).SerializeToString())
@@ -73,12 +73,12 @@ class Plan:
     job: Job
     requests: Sequence[GenerateRequest]
     shared: tuple[SharedPart, ...] = ()
-    """What all of the requests have in common and do not repeat: prompt, grammar, long lists."""
+    """The parts that all of the requests share: prompt, grammar, long lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The account of one request, in tokens. Prompts are counted once, whatever the number of choices."""
+    """The usage of one request, in tokens. Prompts are counted once, whatever the number of choices."""
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -103,7 +103,7 @@ class Account:
         self._num_reasoning_tokens = 0
 
     def ended(self, index: int, ending: Ending) -> None:
-        """Take the ending of a choice. What was cached of a prompt is what its first choice says."""
+        """Take the ending of a choice. The cached tokens of a prompt are those of its first choice."""
         self.num_open -= 1
         self._num_generated_tokens += ending.num_generated_tokens
         self._num_reasoning_tokens += ending.num_reasoning_tokens
@@ -112,7 +112,7 @@ class Account:
 
     @property
     def usage(self) -> Usage:
-        """The account so far."""
+        """The usage so far."""
         return Usage(
             self._num_prompt_tokens, self._num_generated_tokens, self._num_cached_tokens, self._num_reasoning_tokens
         )
@@ -204,7 +204,7 @@ class Generator:
                 "n", f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {len(generations)}"
             )
         if self._num_running + len(generations) > MAX_GENERATIONS:
-            raise StatusError(Reason.QUEUE_FULL, "the gateway has as many streams as it takes", retry_after_s=1.0)
+            raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of streams", retry_after_s=1.0)
         self._num_running += len(generations)
         if generations:
             describe_generation(generations[0][1], len(generations), sum(len(plan.job.token_ids) for plan in plans))
@@ -306,7 +306,7 @@ class Generator:
 
 
 class _Failures:
-    """The choices of one request that failed: shown once another one has begun, raised when all have failed."""
+    """The failed choices of one request. They are shown once another one has begun, and raised if all have failed."""
 
     def __init__(self, num_choices: int) -> None:
         self._num_tokens = [0] * num_choices
@@ -329,7 +329,7 @@ class _Failures:
         self._pending.append((index, error))
 
     def due(self) -> Sequence[tuple[int, Piece]]:
-        """The last pieces of choices that failed. As long as nothing came of any choice, all may still be refused."""
+        """The last pieces of failed choices. While no choice has a piece, the whole request may still be refused."""
         if not self._has_begun:
             return ()
         pending, self._pending = self._pending, []

@@ -1,4 +1,4 @@
-"""Log-probabilities on the OpenAI wire (pure)."""
+"""Log-probabilities in OpenAI's format (pure)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from headrace.gateway.chat.choice import TokenLogprob
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 def token_bytes_of(token_bytes: Sequence[bytes], token_id: int) -> bytes:
@@ -69,7 +69,7 @@ class CompletionLogprobs:
         """The object for some tokens of a choice; those of later tokens are appended to each of its lists.
 
         `echo` is the prompt that the choice begins with. With `first_token_id`, the prompt's tokens are listed too:
-        the first one, of which nothing is known, and the rest from `prompt_logprobs`.
+        the first one, which has no log-probability, and the rest from `prompt_logprobs`.
         """
         ones = list(prompt_logprobs) if first_token_id is not None else []
         offsets = [min(one.offset, len(echo)) for one in ones]

@@ -1,4 +1,4 @@
-"""From the text of a chat's choice to what its client gets: reasoning, content, tool calls (pure).
+"""Splits the text of a chat's choice into reasoning, content and tool calls (pure).
 
     Piece -> OutputParser -> ChatPiece
 
@@ -34,7 +34,7 @@ class ChatPiece:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers of one request are to be read."""
+    """How to read the answers of one request."""
 
     output: OutputFormat
     use: ToolUse
@@ -58,14 +58,16 @@ class Reading:
 def reading_of(
     form: ModelFormat, use: ToolUse, prompt_ending: str, goes_on: bool, only_content: bool = False
 ) -> Reading:
-    """How to read the answers to a prompt that ends like this.
+    """How to read the answers to a prompt with this end.
 
-    `goes_on`: it ends within the final message. `only_content`: the answer is content, whatever the prompt opened.
-    Raises `StatusError` if there are tools, and it is not known how the model writes calls.
+    `goes_on`: the prompt ends within the final message. `only_content`: the answer is content in any case.
+    Raises `StatusError` if there are tools and the model's format of calls is unknown.
     """
     output = form.output
     if use.schemas and output.tools is None:
-        raise unsupported("tools", "tools is not supported: how the model writes calls is not known (--tool-parser)")
+        raise unsupported(
+            "tools", "tools is not supported: the model's format of tool calls is unknown (--tool-parser)"
+        )
     parses_tools = bool(use.schemas) or output.is_harmony
     formats = [one for one in (output.tools if parses_tools else None, output.reasoning) if one is not None]
     markers = {marker for one in formats for marker in one.markers}
@@ -88,7 +90,7 @@ class ChatChoice:
         self._token_offsets = array("q")
 
     def push(self, piece: Piece) -> ChatPiece:
-        """What this piece adds."""
+        """The next piece of the chat."""
         parser = self._parser
         if parser is None:
             return _chat_piece((ContentDelta(piece.text),) if piece.text else (), piece, piece.ending)
@@ -100,7 +102,7 @@ class ChatChoice:
         return _chat_piece(self._wanted(deltas), piece, self._ending(piece.ending))
 
     def _wanted(self, deltas: list[Delta]) -> Sequence[Delta]:
-        """Without parallel calls, the first call is the only one. Content of a required call is markup, cut off."""
+        """Keep the first call only, unless calls may be parallel. With a required call, content is cut-off markup."""
         if self._use.required:
             deltas = [delta for delta in deltas if not isinstance(delta, ContentDelta)]
         if self._use.parallel:
@@ -183,6 +185,6 @@ class WholeChat:
 
 
 def new_call_id(num_chars: int) -> str:
-    """A fresh id for a call. Short ones have no prefix: templates that want them want letters and digits only."""
+    """A fresh id for a call. Short ids have no prefix: templates that want them accept only letters and digits."""
     token = secrets.token_hex(num_chars // 2 + 1)[:num_chars]
     return f"call_{token}" if num_chars >= 24 else token

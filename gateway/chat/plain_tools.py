@@ -1,4 +1,4 @@
-"""Tools for models whose chat template takes none: everything about them is text of ordinary turns (pure).
+"""Tools for models whose chat template has none: tools, calls and results become text of ordinary turns (pure).
 
     tools                     ->  a block at the end of the system message that lists them and says how to call
     calls of the assistant    ->  <tool_call>{"name": ..., "arguments": {...}}</tool_call> after its content
@@ -57,7 +57,7 @@ def with_block(
 
 
 def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with calls and results as text. A turn of the user that follows on results is one with them."""
+    """The messages with calls and results as text. A user's turn after results is merged with them."""
     found: list[dict[str, Any]] = []
     behind_result = False
     for message in messages:

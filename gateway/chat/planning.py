@@ -1,4 +1,4 @@
-"""From a request to a plan: the model, the prompt, the sampling, and how the answers are to be read."""
+"""Makes a plan of a request: the model, the prompt, the sampling, and how to read the answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headrace.gateway.structure.fields import structure_of
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.models import Model, Models
 
-# Fields of a tokenization that say something of a conversation only.
+# Fields of a tokenization that apply only to a conversation.
 _OF_CONVERSATIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -53,7 +53,7 @@ class CompletionPlan:
     plans: Sequence[Plan]
     """One for each prompt."""
     echoes: Sequence[str]
-    """The prompts' texts, as the answers begin with them; empty if they do not."""
+    """The prompts' texts, if the answers begin with them; else empty."""
 
 
 class Chats:
@@ -83,18 +83,18 @@ class Chats:
         return ChatPlan(model, plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids), reading)
 
     async def count(self, request: Chat) -> int:
-        """Check a chat; the number of tokens of its prompt. Raises `StatusError`."""
+        """Check a chat and count the tokens of its prompt. Raises `StatusError`."""
         structure_of(request)
         _, _, _, prompt = await self._prompted(request)
         return len(prompt.token_ids)
 
     def reasons(self, model: Model) -> bool:
-        """Whether it is known how this model writes reasoning."""
+        """Whether this model's format of reasoning is known."""
         output = self._formats.of(model).output
         return output.reasoning is not None or output.is_harmony
 
     def calls_tools(self, model: Model) -> bool:
-        """Whether it is known how this model writes tool calls."""
+        """Whether this model's format of tool calls is known."""
         return self._formats.of(model).output.tools is not None
 
     async def _prompted(self, request: Chat) -> tuple[Model, ToolUse, Conversation, ChatPrompt]:
@@ -148,7 +148,7 @@ class Chats:
         return model, list(prompt.token_ids)
 
     async def _sampling(self, request: Chat | Completion, model: Model) -> Sampling:
-        """The sampling that a checked request asks for of this model."""
+        """The sampling of a checked request for this model."""
         sampling = sampling_of(request, await self._constraints.of(request))
         if not request.bad_words:
             return sampling

@@ -1,4 +1,4 @@
-"""Texts and conversations to token ids: at once when they are short, in a small thread pool when they are long."""
+"""Turns texts and conversations into token ids: short ones at once, long ones in a small thread pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.common.telemetry.tracing import current_span
 from headrace.gateway.text.models import Model
 from headrace.protos.status import Reason, StatusError
 
-# Tokenizing this much takes about 0.2 ms, which a running stream does not notice.
+# Tokenizing this much takes about 0.2 ms, too short to delay a running stream noticeably.
 MAX_INLINE_CHARS = 2000
 MAX_PENDING = 256
 # What a message costs besides its content.
@@ -23,7 +23,7 @@ _MESSAGE_CHARS = 20
 # What a word costs to tokenize, twice, as characters of one long text.
 _WORD_CHARS = 500
 
-# The most that is looked at of what a prompt ends with.
+# How much of a prompt's end is examined.
 _ENDING_CHARS = 100
 
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What goes through a chat template. Messages are as templates expect them, `content` is a text."""
+    """The input of a chat template. Messages are in the form that templates expect, with `content` as a text."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -39,11 +39,11 @@ class Conversation:
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
-    """Whether to add tokens around the template's text, which as a rule has its own."""
+    """Whether to add special tokens around the template's text, which usually has its own."""
 
     @property
     def num_chars(self) -> int:
-        """About how long its text is."""
+        """The approximate length of its text."""
         total = len(msgspec.json.encode(self.tools)) if self.tools else 0
         for message in self.messages:
             total += len(message["content"] or "") + _MESSAGE_CHARS
@@ -54,7 +54,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What a chat template made of a conversation."""
+    """The prompt that a chat template made of a conversation."""
 
     token_ids: Sequence[int]
     ending: str

@@ -1,7 +1,7 @@
 """Chats and completions with their sampling, independent of the protocol (pure).
 
-Each protocol decodes and checks its own wire and makes these values of it. Refusals name fields as they are called
-here, after OpenAI's; a protocol whose names differ translates them (`field_names`).
+Each protocol decodes and checks its own format and makes these values of it. Errors name the fields as they are called
+here, which are OpenAI's names. A protocol with other names translates them (`field_names`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMPLETION_MAX_TOKENS = 16
 MAX_KEY_CHARS = 512
 MAX_PROMPTS = 256
 VERBOSITIES = ("low", "medium", "high")
-# field -> values besides null that mean what this server does anyway; the fields are refused with others
+# field -> values besides null that have no effect here; other values are refused
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "structural_tag": (),
@@ -30,7 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class AnswerFields(ConstraintFields, kw_only=True):
-    """Fields that all protocols share by name and meaning; None where the caller said nothing."""
+    """Fields that all protocols share by name and meaning; None where the caller left them out."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -75,7 +75,7 @@ class Generation(SamplingFields, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One turn. Content is a text or a list of parts, of which only texts are taken."""
+    """One turn. Content is a text or a list of parts, all of them texts."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -130,7 +130,7 @@ class Tokenization(msgspec.Struct, kw_only=True):
 
 
 def check_chat(request: Chat) -> None:
-    """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
+    """Raise `StatusError` for unsupported or contradictory fields; `check_sampling` checks ranges."""
     _check_common(request)
     if request.verbosity not in (None, *VERBOSITIES):
         raise invalid("verbosity", f"verbosity must be one of {', '.join(VERBOSITIES)}")
@@ -139,11 +139,11 @@ def check_chat(request: Chat) -> None:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
     if request.max_completion_tokens is not None and request.max_tokens is not None:
-        check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)  # not used, but never nonsense
+        check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)  # has no effect, but must be valid
 
 
 def check_completion(request: Completion) -> None:
-    """Raise `StatusError` for what cannot be honoured or contradicts itself; ranges are `check_sampling`'s."""
+    """Raise `StatusError` for unsupported or contradictory fields; `check_sampling` checks ranges."""
     _check_common(request)
     if request.logprobs is not None:
         check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
@@ -173,7 +173,9 @@ def _check_choices(request: Generation) -> None:
     if request.best_of < n:
         raise invalid("best_of", "best_of must be at least n")
     if request.best_of > n and request.stream:
-        raise unsupported("best_of", "best_of over n cannot be streamed: which answers are best shows when all ended")
+        raise unsupported(
+            "best_of", "best_of over n cannot be streamed: the best answers are known only when all have ended"
+        )
 
 
 def _check_prompt(request: Generation) -> None:
@@ -188,7 +190,7 @@ def _check_prompt(request: Generation) -> None:
 
 
 def refuse_unless_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `StatusError` for a field with another value than those that mean what this server does anyway."""
+    """Raise `StatusError` for a field whose value is not null and not one of those without effect."""
     for name, values in neutral.items():
         value = getattr(request, name)
         if value is not None and value not in values:
@@ -200,7 +202,7 @@ def refuse_unless_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[A
 
 
 def sampling_of(request: Chat | Completion, structure: Structure | None) -> Sampling:
-    """The sampling that a checked request asks for. `structure` is what it says of its answer's form."""
+    """The sampling of a checked request. `structure` is the constraint of its answer."""
     max_tokens, max_tokens_field, default_max_tokens = request.max_tokens, "max_tokens", None
     least_max_tokens, prompt_logprobs = 1, request.prompt_logprobs
     if isinstance(request, Chat):

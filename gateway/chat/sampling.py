@@ -32,7 +32,7 @@ _LARGE_FIELDS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen and when to stop; None where the caller said nothing and the model's default holds."""
+    """How tokens are chosen and when to stop; None where the caller left it to the model's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -50,7 +50,7 @@ class Sampling:
     least_max_tokens: int = 1
     """0 where the prompt alone is an answer too."""
     default_max_tokens: int | None = None
-    """Length of the answer where the caller says none; None: as the model's card says, or to the end of the context."""
+    """Default length of the answer; None: that of the model's card, or the rest of the context."""
     min_tokens: int | None = None
     ignore_eos: bool = False
     stop: Sequence[str] = ()
@@ -62,13 +62,13 @@ class Sampling:
     logprobs: int | None = None
     """Number of alternatives to report at each position; None: no log-probabilities at all."""
     lists_hidden_end: bool = False
-    """Log-probabilities are reported for every generated token, also for those that the end of the text hides."""
+    """Report log-probabilities of every generated token, including those behind the end of the text."""
     prompt_logprobs: int | None = None
     """The same as `logprobs`, for the tokens of the prompt."""
     bad_words: Sequence[Sequence[int]] = ()
     """Sequences of tokens that are never completed."""
     structure: Structure | None = None
-    """What the whole answer must be; None: any text."""
+    """The constraint of the whole answer; None: any text."""
 
 
 # name, least, greatest, whether the least itself is excluded
@@ -109,7 +109,7 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
     """The message for the worker: the caller's values, and the model card's defaults for the rest.
 
     `seed` is used if the caller gave none. Raises `StatusError` (CONTEXT_TOO_LONG) if the prompt leaves no room, or
-    less than the caller's max_tokens; a default of max_tokens is shortened to the room that is left.
+    less than the caller's max_tokens. A default of max_tokens is shortened to the room that is left.
     """
     params = SamplingParams()
     params.CopyFrom(card.default_sampling)
@@ -164,7 +164,7 @@ def take_large_fields(params: SamplingParams) -> SamplingParams:
 
 
 def shortest(value: float) -> float:
-    """A number that was stored in 32 bits, as the shortest decimal that rounds to it: 0.7, not 0.699999988."""
+    """The shortest decimal that rounds to a 32-bit number: 0.7, not 0.699999988."""
     for num_digits in range(1, 10):
         rounded = float(f"{value:.{num_digits}g}")
         if struct.pack("f", rounded) == struct.pack("f", value):

@@ -1,6 +1,7 @@
-"""A grammar that holds an answer to the offered tools, in the way in which the model's family writes calls (pure).
+"""Makes a grammar for the offered tools, in the format in which the model's family writes calls (pure).
 
-A required call leaves nothing but calls; strict tools leave any text too, but no call that is not as their schemas say.
+If a call is required, the grammar allows only calls. With strict tools it also allows text, but only calls that match
+their schemas.
 Reasoning may come first where the model reasons.
 
 The grammar is in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md):
@@ -21,7 +22,7 @@ from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.structure.fields import Structure
 from headrace.protos.inference_pb2 import Constraint
 
-# As the models' own examples are spaced; without freedom, or small models write nothing but spaces.
+# The spacing of the models' own examples. It is fixed, because small models would write nothing but spaces.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 # As content is written without tools: docs/decisions/0007.
@@ -41,7 +42,7 @@ def can_be_held(form: ModelFormat) -> bool:
 def tool_structure(
     form: ModelFormat, use: ToolUse, prompt_ending: str, inside_reasoning: bool, content: Structure | None = None
 ) -> Structure | None:
-    """What holds an answer to the tools; None if they leave it free.
+    """The grammar of an answer; None if the tools do not restrict it.
 
     `content` is the structure of an answer without calls. Raises `StatusError` if the request cannot be enforced
     for the model's family.

@@ -1,4 +1,4 @@
-"""The tools that a chat offers, and how the model is to use them (pure)."""
+"""The tools that a chat offers, and how the model may use them (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_ECHO_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools, checked. Without any, the model answers in text."""
+    """Checked tools. Without any, the model answers in text."""
 
     listed: Sequence[Mapping[str, Any]] = ()
     """The tools as the caller wrote them, for the template."""
@@ -69,7 +69,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
         kind = tool.get("type")
         if kind != "function":
             if isinstance(kind, str):
-                raise unsupported(f"{where}.type", f"{where}.type: only tools of type function are taken")
+                raise unsupported(f"{where}.type", f"{where}.type: only tools of type function are supported")
             raise invalid(f"{where}.type", f"{where}.type must be 'function'")
         function = tool.get("function")
         if not isinstance(function, dict):

@@ -1,7 +1,7 @@
-"""The web console: a page at / with a chat and the fleet, and the figures that it shows.
+"""The web console: a page at / with a chat and the fleet, and the figures for it.
 
-The files are in `console/`, read once and served as they are: no build step, nothing from elsewhere. The page works
-with the public API alone but for GET /console/fleet, which is for it: what it answers may change with the page.
+The files are in `console/page`, read once and served unchanged; nothing is loaded from other hosts. The page uses the
+public API and GET /console/fleet, whose answer may change with the page.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MINUTE = int(60 / INTERVAL_S)
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
-    """GET / and /console/... The files are for everybody, the figures for who may use the API."""
+    """GET / and /console/... Files need no key; figures need one like the API."""
     figures = _Figures(FleetView(services.upstream), services.metrics.recent, services.models)
     files = [_File(path) for path in sorted(FILES.iterdir()) if path.suffix in _CONTENT_TYPES]
     return [
@@ -65,7 +65,7 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
 
 
 class _File:
-    """A static file, compressed once. Browsers keep it and ask each time whether it is still the same."""
+    """A static file, compressed once. Browsers cache it and ask each time whether it has changed."""
 
     def __init__(self, path: Path) -> None:
         self.url_path = "/" if path.name == "index.html" else f"/console/{path.name}"
@@ -96,9 +96,9 @@ class FleetView:
         self._asked_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
         self.workers: Sequence[WorkerInfo] = ()
-        """The latest list that came."""
+        """The latest list."""
         self.problem = ""
-        """Why no newer list came; empty when it did."""
+        """Why there is no newer list; empty if there is one."""
 
     async def refresh(self) -> None:
         """Fetch a list that is at most `MIN_INTERVAL_S` old, if the router answers."""
@@ -110,7 +110,7 @@ class FleetView:
             await asyncio.shield(self._asking)
 
     def routers(self) -> list[dict[str, Any]]:
-        """The addresses that the gateway goes to, and whether it is connected to them."""
+        """The addresses of routers or workers, and whether the gateway is connected to them."""
         return [{"address": address, "connected": connected} for address, connected in self._upstream.addresses()]
 
     async def _ask(self) -> None:
@@ -140,7 +140,7 @@ class _Figures:
         host = socket.gethostname()
         through = routers[0]["address"]
         body = {
-            # Numbers of intervals of one instance have nothing to do with those of another.
+            # Each instance numbers its intervals by itself.
             "gateway": {"host": host, "version": self._version, "instance": self._instance},
             "routers": [{**router, "host": host_of(router["address"], host)} for router in routers],
             "problem": self._fleet.problem,
@@ -170,7 +170,7 @@ def host_of(address: str, own_host: str) -> str:
 
 
 def sampling_value(card: ModelCard) -> dict[str, float]:
-    """What a request that says nothing is sampled with, as far as the page has controls for it."""
+    """The default sampling of a request, as far as the page has controls for it."""
     defaults = card.default_sampling
     return {
         name: round(getattr(defaults, name), 4) if defaults.HasField(name) else 1.0 for name in ("temperature", "top_p")
@@ -178,7 +178,7 @@ def sampling_value(card: ModelCard) -> dict[str, float]:
 
 
 def worker_value(worker: WorkerInfo, router_host: str) -> dict[str, Any]:
-    """A worker as the page takes it: states in lower case, the load as in the protocol."""
+    """A worker in the form that the page expects: states in lower case, the load as in the protocol."""
     load = worker.load
     return {
         "worker_id": worker.worker_id,

@@ -116,7 +116,7 @@ class TextService(TextServicer):
                     yield message
 
     async def _pieces(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Pieces of the answers; what upstream refuses is said in this edge's terms."""
+        """Pieces of the answers. Errors from upstream get this service's field names."""
         with FIELD_NAMES.in_callers_terms():
             async with aclosing(self._generator.stream(plans, caller)) as pieces:
                 async for indexed in pieces:

@@ -1,6 +1,6 @@
-"""The gRPC edge's messages: requests to those of the HTTP side, pieces of answers to messages (pure).
+"""Translates the Text service's messages: requests to chats and completions, pieces of answers to messages (pure).
 
-What the requests of both edges become is the same, so that what is checked, planned and generated is the same too.
+HTTP and gRPC give the same chats and completions, so all checks, plans and answers are the same.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ FIELD_NAMES = FieldNames(
         ("top_logprobs", "logprobs"),
     ]
 )
-"""What the HTTP side's fields are called here."""
+"""The names of a chat's fields in this service."""
 
 
 def chat_request(message: text_pb2.ChatRequest) -> Chat:
-    """The chat that a message asks for. Raises `StatusError`."""
+    """The chat of a message. Raises `StatusError`."""
     params = message.params
     if params.HasField("prompt_logprobs"):
         raise unsupported(
@@ -85,7 +85,7 @@ def chat_request(message: text_pb2.ChatRequest) -> Chat:
 
 
 def completion_request(message: text_pb2.CompleteRequest) -> Completion:
-    """The completion that a message asks for. Raises `StatusError`."""
+    """The completion of a message. Raises `StatusError`."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise invalid("text", "give either text or token_ids")

@@ -1,4 +1,4 @@
-"""What other servers offer and no model here does: a 404 that says what the model is good for instead."""
+"""Endpoints for abilities that no model here has: a 404 that names the abilities of the model."""
 
 from __future__ import annotations
 

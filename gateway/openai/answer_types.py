@@ -1,6 +1,6 @@
-"""What OpenAI's answers look like, for the OpenAPI document. Tests hold real answers to these types.
+"""The types of OpenAI's answers, for the OpenAPI document.
 
-Answers are written from prepared bytes and not from these; a field that is not here is in no answer.
+Real answers are written from prepared bytes; tests compare them with these types.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CompletionTokensDetails(Shape):
 
 
 class Usage(Shape):
-    """The account of a request, in tokens."""
+    """The usage of a request, in tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -64,14 +64,14 @@ class PromptTokenLogprob(Shape):
 
 
 class CalledFunction(Shape):
-    """What is called; arguments are JSON text."""
+    """The called function; arguments are JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Shape):
-    """A call that the caller is to make."""
+    """A function call for the caller to make."""
 
     id: str
     type: Literal["function"]
@@ -79,7 +79,7 @@ class ToolCall(Shape):
 
 
 class AssistantMessage(Shape):
-    """What the model said."""
+    """The message of the model."""
 
     role: Literal["assistant"]
     content: str | None

@@ -1,4 +1,4 @@
-"""Whole answers on the OpenAI wire, and what they have in common with streams (pure).
+"""Whole answers in OpenAI's format, and the parts that streams share with them (pure).
 
 The concatenation of a stream equals the whole answer: both are made of the same pieces.
 """
@@ -21,7 +21,7 @@ from headrace.protos.worker_pb2 import ModelCard
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What all chunks of an answer have in common."""
+    """The fields that all chunks of an answer share."""
 
     id: str
     created: int
@@ -46,14 +46,14 @@ def usage_value(usage: Usage) -> dict[str, Any]:
 
 
 def ending_value(ending: Ending) -> dict[str, Any]:
-    """The fields of a choice that say how it ended; `error` only if it failed."""
+    """The fields of a choice about its end; `error` only if it failed."""
     value: dict[str, Any] = {"finish_reason": ending.reason, "stop_reason": ending.stop_reason}
     return value if ending.error is None else {**value, "error": error_value(failure_of(ending.error))}
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What an answer shows besides its text and log-probabilities. Sequences have an entry for each choice."""
+    """Options of an answer besides its text and log-probabilities. Sequences have an entry for each choice."""
 
     usage: bool = False
     """A stream ends with the usage."""
@@ -66,11 +66,11 @@ class Shown:
     token_ids: bool = False
     """The tokens of prompts and answers."""
     echoes: Sequence[str] = ()
-    """Prompts as the choices begin with them; empty if they do not."""
+    """Prompts, if the choices begin with them; else empty."""
     prompt_logprobs: int | None = None
     """Alternatives at each token of the prompts; None for no such list."""
     pads: bool = False
-    """Chunks of a stream have padding that hides how long their text is."""
+    """Chunks of a stream have padding that hides the length of their text."""
 
 
 def whole_chat(

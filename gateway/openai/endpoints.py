@@ -1,4 +1,4 @@
-"""Chats and completions as OpenAI's clients ask for them. docs/protocol.md has every field."""
+"""Chats and completions of the OpenAI API. docs/protocol.md has every field."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Streams on the OpenAI wire: server-sent events from prepared bytes (pure).
+"""Streams in OpenAI's format: server-sent events from prepared bytes (pure).
 
-A chunk is a constant head and tail around one JSON string; as a rule only that string is encoded per chunk:
+A chunk is a constant head and tail around one JSON string. Usually only that string is encoded for each chunk:
 
     data: {"id":…,"choices":[{"index":0,"delta":{  "content":"text"  },"logprobs":null,"finish_reason":null}]}
     `-------------------- head -----------------'                    `------------------ tail ----------------'
@@ -23,7 +23,7 @@ _NO_LOGPROBS = b"null"
 
 
 class _Events:
-    """What the chunks of one stream have in common."""
+    """The parts that all chunks of one stream share."""
 
     def __init__(self, who: Identity, kind: str, shown: Shown) -> None:
         common = {
@@ -41,7 +41,7 @@ class _Events:
         self.count(())
 
     def count(self, token_ids: Sequence[int]) -> None:
-        """Take account of tokens that arrived."""
+        """Count tokens that arrived."""
         if self._shown.running_usage:
             self._num_tokens += len(token_ids)
             usage = Usage(self._shown.num_prompt_tokens, self._num_tokens, 0)
@@ -57,7 +57,7 @@ class _Events:
         return b',"logprobs":' + logprobs + b',"finish_reason":null' + shown + b"}]" + self._close
 
     def padded(self, event: bytes, num_chars: int) -> bytes:
-        """The event of a delta of so many characters, with padding if it is shown."""
+        """The event of a delta with `num_chars` characters, with padding if that is requested."""
         if not self._shown.pads:
             return event
         return event[:-3] + b',"obfuscation":"%b"}\n\n' % padding(num_chars).encode()
@@ -115,7 +115,7 @@ class ChatStream:
         return event[:-3] + b',"prompt_token_ids":' + encode(list(self._shown.prompts[0])) + b"}\n\n"
 
     def _delta(self, delta: Delta) -> bytes:
-        """The inside of a delta's JSON object."""
+        """The members of a delta's JSON object."""
         match delta:
             case ContentDelta(text):
                 return b'"content":' + encode(text)

@@ -1,6 +1,6 @@
-"""The OpenAI wire: bodies to checked requests (pure).
+"""Bodies of the OpenAI API, decoded and checked (pure).
 
-A parameter that this server knows but cannot honour is refused with its name; unknown ones are ignored, as OpenAI does.
+A parameter that this server knows but does not support is refused by name. Unknown ones are ignored, as OpenAI does.
 An explicit null is the same as leaving the field out. docs/protocol.md has the table of fields.
 """
 
@@ -15,7 +15,7 @@ from headrace.gateway.checks import invalid, unsupported
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream has besides its chunks."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -24,7 +24,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 # The two bodies list eight fields each on their own: a msgspec struct has a single base, and theirs is the neutral one.
 class ChatRequest(Chat, kw_only=True):
-    """Body of POST /v1/chat/completions. Fields of type Any are known but honoured in their neutral value only."""
+    """Body of POST /v1/chat/completions. Fields of type Any are known but accepted only with their neutral value."""
 
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -64,7 +64,7 @@ class CompletionRequest(Completion, kw_only=True):
 
 
 class ModelRequest(msgspec.Struct, kw_only=True):
-    """Body of a request for what no model offers: only the model matters."""
+    """Body of a request for an ability that no model has. Only the model matters."""
 
     model: str | None = None
 
@@ -110,20 +110,20 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 
 
 def check_chat_body(request: ChatRequest) -> None:
-    """Raise `StatusError` for what this protocol has and the server cannot honour."""
+    """Raise `StatusError` for fields of this protocol that the server does not support."""
     _check_body(request)
     refuse_unless_neutral(request, NEUTRAL_CHAT)
 
 
 def check_completion_body(request: CompletionRequest) -> None:
-    """Raise `StatusError` for what this protocol has and the server cannot honour."""
+    """Raise `StatusError` for fields of this protocol that the server does not support."""
     _check_body(request)
     if request.suffix:
         raise unsupported("suffix", "suffix is not supported: the model continues a prompt and fills no gaps")
 
 
 def check_tokenize_body(request: TokenizeRequest) -> None:
-    """Raise `StatusError` for what this protocol has and the server cannot honour."""
+    """Raise `StatusError` for fields of this protocol that the server does not support."""
     refuse_unless_neutral(request, {"chat_template": ()})
 
 

@@ -1,6 +1,6 @@
-"""What answers of the Responses API look like, for the OpenAPI document. Tests hold real answers to these types.
+"""The types of answers of the Responses API, for the OpenAPI document.
 
-Answers are written from prepared bytes and not from these; a field that is not here is in no answer.
+Real answers are written from prepared bytes; tests compare them with these types.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(Shape):
-    """What is left of a response."""
+    """The answer to a deletion."""
 
     id: str
     object: Literal["response"]
@@ -34,7 +34,7 @@ class DeletedResponse(Shape):
 
 
 class InputItems(Shape):
-    """A page of what a response answers."""
+    """A page of the input items of a response."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

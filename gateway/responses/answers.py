@@ -39,7 +39,7 @@ def response_head(request: ResponsesRequest, response_id: str, model: str, param
     tools = [{"strict": False, "parameters": None, "description": None, **tool} for tool in request.tools or ()]
 
     def number(name: str, default: float) -> float:
-        """A number of the sampling: as the caller wrote it, else the model's, else what workers take."""
+        """A number of the sampling: the caller's, else the model's, else the default of workers."""
         given = getattr(request, name)
         if given is not None:
             return float(given)
@@ -82,7 +82,7 @@ def response_head(request: ResponsesRequest, response_id: str, model: str, param
 
 
 def _format_value(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The format of the text, with all fields that are required of it. A JSON schema is kept whatever `strict` says."""
+    """The format of the text, with all required fields. A JSON schema is always enforced, even without `strict`."""
     if given is None:
         return {"type": "text"}
     if given.get("type") != "json_schema":
@@ -91,7 +91,7 @@ def _format_value(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def usage_value(usage: Usage) -> dict[str, Any]:
-    """The `usage` object of a response. What is written to a cache is not counted: every prompt is."""
+    """The `usage` object of a response. Tokens written to a cache are not counted, because every prompt is cached."""
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
@@ -146,7 +146,7 @@ class ResponseAnswer:
     ) -> None:
         """`num_id_chars` is the length of the ids of calls; without `streams` no events are made.
 
-        With `pads`, events of deltas have padding that hides how long their text is.
+        With `pads`, events of deltas have padding that hides the length of their text.
         """
         self._pads = pads
         self.response: dict[str, Any] = dict(head)
@@ -184,7 +184,7 @@ class ResponseAnswer:
         if piece.ending is not None:
             self._ending = piece.ending
             if not self.response["output"] and self._open is None:
-                events += self._add("message")  # an answer without a word is one all the same
+                events += self._add("message")  # an empty answer is a message too
             events += self._close("incomplete" if piece.ending.reason == "length" else "completed")
         return events
 
@@ -193,7 +193,7 @@ class ResponseAnswer:
         self.piece(0, piece)
 
     def finish(self, usage: Usage) -> None:
-        """The response is whole."""
+        """Complete the response."""
         assert self._ending is not None
         cut_off = self._ending.reason == "length"
         self.response["status"] = "incomplete" if cut_off else "completed"
@@ -206,7 +206,7 @@ class ResponseAnswer:
         return self.last_event()
 
     def last_event(self) -> bytes:
-        """The event that says how the response ended, as its status is now."""
+        """The event for the end of the response, by its status."""
         status = self.response["status"]
         # The API has no event for a cancelled response: its stream ends as failed.
         kind = f"response.{'failed' if status == 'cancelled' else status}"

@@ -1,7 +1,7 @@
 """Responses that are generated in the background. Clients retrieve, follow or cancel them later.
 
 A run lives in one gateway. Its state is in the store from the beginning. Other gateways with the same store can show
-the response, cancel it through the store, and see that its gateway is gone:
+the response, cancel it through the store, and notice that its gateway has died:
 
     ID            the response
     ID:alive      the run's gateway is alive; renewed every `HEARTBEAT_S`
@@ -54,7 +54,7 @@ class ResponseRun:
         self._wake()
 
     async def keep_alive(self, begun: asyncio.Event) -> None:
-        """Nothing to do: followers keep their own connections alive."""
+        """Do nothing: followers keep their own connections alive."""
         await asyncio.Event().wait()
 
     def end(self) -> None:
@@ -166,7 +166,7 @@ class ResponseRuns:
                 run.holding.close()
 
     async def _heartbeat(self, run: ResponseRun) -> None:
-        """For ever: say that the run is alive, and look whether it is to be cancelled."""
+        """Run for ever: renew the run's sign of life, and check whether it was cancelled."""
         while self.store.is_shared:
             await asyncio.sleep(HEARTBEAT_S)
             try:

@@ -29,7 +29,7 @@ from headrace.protos.status import Reason, StatusError
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
-# How often a gateway looks for the end of a run that is another's, and how long it waits for one that was cancelled.
+# How often a gateway checks for the end of another gateway's run, and how long it waits after cancelling one.
 POLL_S = 0.25
 CANCEL_S = 10.0
 _ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
@@ -107,7 +107,7 @@ class _Responses:
         await self._services.answering.stream(sink, [plan.plan], planned.answer, plan.choices(), before_end)
 
     async def _finish(self, planned: _Planned, usage: Usage) -> None:
-        """The response is generated: keep it, or say in it that it is not kept."""
+        """Store the generated response, or mark it as not stored."""
         answer = planned.answer
         answer.finish(usage)
         if not planned.is_stored:
@@ -115,7 +115,7 @@ class _Responses:
         try:
             await self._store.put(answer.response["id"], await packed(planned.stored), owner=planned.stored.owner)
         except StoreError as error:
-            _LOG.warning("%s is not kept: %s", answer.response["id"], error)
+            _LOG.warning("%s is not stored: %s", answer.response["id"], error)
             answer.response["store"] = False
 
     async def _in_background(self, exchange: Exchange, planned: _Planned) -> None:
@@ -171,7 +171,7 @@ class _Responses:
             if error.reason is not Reason.CONTEXT_TOO_LONG or request.truncation != "auto":
                 raise
             too_long = error
-        # A conversation may begin with any turn of the user; find the first that leaves enough room.
+        # A conversation may begin with any turn of the user. Find the first one that leaves enough room.
         firsts = [i for i, turn in enumerate(turns) if i and turn.message.role == "user"]
         found: tuple[ChatPlan, FieldNames] | None = None
         while firsts:
@@ -351,7 +351,7 @@ class _Responses:
 
 
 def _query(exchange: Exchange, known: Sequence[str]) -> dict[str, str]:
-    """The last value of each known parameter of the query. Raises `StatusError` for one that cannot be honoured."""
+    """The last value of each known parameter of the query. Raises `StatusError` for an unsupported one."""
     try:
         values = parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=32)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Items of the Responses API to the turns of a chat (pure).
+"""Turns items of the Responses API into the turns of a chat (pure).
 
 reasoning, message, function_call, function_call  ->  one turn of the assistant
 function_call_output                              ->  one turn of the tool
@@ -39,7 +39,7 @@ def new_id(kind: str) -> str:
 def input_items(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The input as items that can be stored and listed: all with an id, a type, and content in parts.
 
-    Raises `StatusError` for what is no item that a chat can have.
+    Raises `StatusError` for an item that a chat cannot have.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]

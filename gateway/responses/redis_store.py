@@ -1,11 +1,11 @@
-"""Responses kept in Redis, so that any gateway can go on from them: one string for each, which Redis forgets in time.
+"""Responses stored in Redis, so that any gateway can continue them: one string for each, with a time to live.
 
 headrace:response:ID           see `response_store.packed`, and `response_runs` for those in the background
 headrace:responses:OWNER       sorted set of the ids of a tenant's responses, each with the time at which it ends
 headrace:responses:OWNER:size  hash of their sizes in bytes, and of the `total`
 
-What a tenant stores beyond its bytes displaces its own oldest responses, in the same step. A Redis that evicts values
-by itself leaves their sizes counted until they would have ended, which only makes the tenant's bound tighter.
+If a tenant exceeds its bytes, its own oldest responses are deleted in the same step. If Redis evicts values by itself,
+their sizes count until they would have expired, which only tightens the tenant's limit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ local function forget(id)
   redis.call('ZREM', KEYS[2], id)
 end
 """
-# A Redis that is full refuses what takes memory only as the first write of a script: so the value is put first, and
-# deleted first.
+# A full Redis refuses a write only if it is the first one of a script. So the value is written first, and deleted
+# first.
 # Keys: the value, the owner's ids, their sizes. Arguments: prefix of values, id, value, life in ms, bytes of the owner.
 _PUT = (
     _PRELUDE
@@ -68,7 +68,7 @@ _DELETE = _PRELUDE + "local found = redis.call('DEL', KEYS[1]) forget(ARGV[1]) r
 
 
 class RedisStore:
-    """A `Store` in the Redis at a URL. Raises ValueError for what is no such URL."""
+    """A `Store` in the Redis at a URL. Raises ValueError if the URL is not one of Redis."""
 
     is_shared = True
 

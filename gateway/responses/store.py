@@ -19,7 +19,7 @@ from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
 DEFAULT_TTL_S = 24 * 3600.0
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256 * 1024 * 1024
-# Of one tenant, so that it cannot displace the responses of others.
+# Maximum of one tenant, so that it cannot displace the responses of others.
 TENANT_BYTES = 64 * 1024 * 1024
 # Larger responses are not stored. Bodies and contexts bound what is compressed here.
 MAX_RESPONSE_BYTES = 16 * 1024 * 1024
@@ -32,22 +32,22 @@ class StoreError(Exception):
 
 
 class Store(Protocol):
-    """Keeps values. Everything raises `StoreError` when it cannot be done."""
+    """Stores values. All methods raise `StoreError` on failure."""
 
     is_shared: bool
     """Whether other gateways use the same store."""
 
     async def put(self, key: str, value: bytes, ttl_s: float | None = None, owner: str | None = None) -> None:
-        """Keep a value, in place of what was there, for `ttl_s` or as long as the store keeps responses.
+        """Store a value, replacing an older one, for `ttl_s` or as long as the store keeps responses.
 
-        What has an owner counts against the bytes of that tenant; the oldest of the tenant's own values give way.
+        A value with an owner counts against the bytes of that tenant; the tenant's own oldest values are deleted first.
         """
 
     async def get(self, key: str) -> bytes | None:
-        """The value; None if there is none any more."""
+        """The value; None if it does not exist or has expired."""
 
     async def delete(self, key: str, owner: str | None = None) -> bool:
-        """Forget the value, which this owner put; whether there was one."""
+        """Delete the value of this owner; returns whether there was one."""
 
     @property
     def redis(self) -> RedisState:
@@ -68,7 +68,7 @@ class StoredResponse(msgspec.Struct):
     response: dict[str, Any]
     """As the API shows it."""
     items: list[dict[str, Any]]
-    """The conversation before its output: what came from `previous_response_id`, and its own input."""
+    """The conversation before its output: that of `previous_response_id`, and its own input."""
     events: list[bytes] | None = None
     """The events of its stream, by their numbers, if it was created as one in the background."""
 

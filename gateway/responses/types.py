@@ -1,4 +1,4 @@
-"""Requests of the Responses API, checked, and the chat that each of them is (pure). docs/protocol.md has every field.
+"""Bodies of the Responses API, decoded, checked and translated to chats (pure). docs/protocol.md has every field.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -35,20 +35,20 @@ class ReasoningFields(msgspec.Struct, kw_only=True):
 
 
 class TextFields(msgspec.Struct, kw_only=True):
-    """What the answer's text must be."""
+    """The format of the answer's text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream has besides its events."""
+    """Options of a stream."""
 
     include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """Body of POST /v1/responses. Fields of type Any are known but honoured in their neutral value only."""
+    """Body of POST /v1/responses. Fields of type Any are known but accepted only with their neutral value."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -98,7 +98,7 @@ _INSTEAD = {
 
 
 def check_response(request: ResponsesRequest) -> None:
-    """Raise `StatusError` for what cannot be honoured or contradicts itself; the rest is for the chat to check."""
+    """Raise `StatusError` for unsupported or contradictory fields. The chat's checks do the rest."""
     for name, values in _NEUTRAL.items():
         value = getattr(request, name)
         if value is not None and value not in values:
@@ -124,7 +124,7 @@ def _check_reasoning(reasoning: ReasoningFields | None) -> None:
     if reasoning is None:
         return
     for name in ("summary", "generate_summary"):
-        # auto asks for the best summary that the model has, which is none.
+        # auto means the best summary that the model offers, which is none.
         if getattr(reasoning, name) not in (None, "auto"):
             field = f"reasoning.{name}"
             raise unsupported(field, f"{field} is not supported: reasoning is shown whole, in content; leave it out")
@@ -143,7 +143,7 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ResponseChat:
-    """A response as the chat that it is, and the names of its fields."""
+    """The chat of a response, and the names of its fields."""
 
     request: Chat
     names: FieldNames
@@ -201,7 +201,7 @@ def _chat_tool(position: int, tool: Mapping[str, Any]) -> dict[str, Any]:
         field = f"tools[{position}].type"
         if not isinstance(kind, str):
             raise invalid(field, f"{field} must be 'function'")
-        raise unsupported(field, f"{field}: there is no built-in '{kind[:64]}' here; only functions are taken")
+        raise unsupported(field, f"{field}: there is no built-in '{kind[:64]}' here; only functions are supported")
     known = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
 

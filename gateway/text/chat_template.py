@@ -1,4 +1,4 @@
-"""A conversation to one text, by the model's own Jinja template, with the semantics of Hugging Face's chat templates.
+"""Turns a conversation into one text with the model's own Jinja template, as Hugging Face's chat templates work.
 
 Templates run in an immutable sandbox with `trim_blocks` and `lstrip_blocks`, loop controls, `{% generation %}` blocks,
 `raise_exception(text)`, `strftime_now(format)` and a `tojson` that does not escape HTML. They see the variables
@@ -65,7 +65,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def shows_system(self) -> bool:
-        """Whether a system message in front of a user's comes out in the text."""
+        """Whether the text contains a system message that precedes a user's message."""
         marker = "[system-message]"
         try:
             text = self.render([{"role": "system", "content": marker}, {"role": "user", "content": "hi"}])
@@ -84,9 +84,9 @@ class ChatTemplate:
     ) -> str:
         """The text of the conversation.
 
-        `add_generation_prompt` ends it with what introduces an answer. `continue_final_message` leaves the last message
-        open, so that the model continues it. Raises `StatusError` if the template refuses the conversation, if it
-        takes too long or its text is too large.
+        `add_generation_prompt` ends it with the beginning of an answer. `continue_final_message` leaves the last
+        message open, so that the model continues it. Raises `StatusError` if the template refuses the conversation or
+        takes too long, or if its text is too large.
         """
         clash = _RESERVED.intersection(variables or ())
         if clash:
@@ -112,7 +112,7 @@ class ChatTemplate:
         if continue_final_message:
             end = text.rfind(marker)
             if end < 0:
-                raise _refusal("it leaves out the end of the final message, so that it cannot be continued")
+                raise _refusal("it omits the end of the final message, which therefore cannot be continued")
             text = text[:end]
         return text
 
@@ -143,7 +143,7 @@ def _refusal(why: str) -> StatusError:
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """The messages with a marker at the end of the last one, and the marker: the text is cut where it comes out."""
+    """The messages with a marker at the end of the last one, and the marker. The text is cut at the marker."""
     content = messages[-1].get("content")
     if not isinstance(content, str):
         raise StatusError(
@@ -168,7 +168,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the model said, for training; here it is only its body."""
+    """`{% generation %}…{% endgeneration %}` marks the model's words for training. Here only its body matters."""
 
     tags = {"generation"}  # noqa: RUF012  # as the class above declares it
 

@@ -1,7 +1,7 @@
-"""Token ids to text, a few at a time (pure).
+"""Turns token ids into text, a few at a time (pure).
 
 The pieces together equal the decoding of all tokens' bytes at once: a UTF-8 sequence that spans tokens is held back
-until it is whole, and bytes that are no UTF-8 become U+FFFD as `bytes.decode(errors="replace")` makes them.
+until it is complete. Bytes that are not UTF-8 become U+FFFD as with `bytes.decode(errors="replace")`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Detokenizer:
         return self._decode(self._token_bytes[token_id])
 
     def finish(self) -> str:
-        """What was held back, as U+FFFD. No push may follow."""
+        """The incomplete rest, as U+FFFD. No push may follow."""
         return self._decode(b"", True)
 
 

@@ -3,7 +3,7 @@
 The list is polled. An unknown name triggers one refresh at once, shared by all requests that wait for it, and at most
 every `MIN_FORCED_INTERVAL_S`. A model that is no longer listed stays available for `FORGET_AFTER_S`, because its
 workers may only be restarting; the router decides. In its first `SETTLE_S`, a gateway lets requests wait for the list
-and the tokenizer, so that its own restart is a pause and not an error.
+and the tokenizer, so that its own restart causes a pause instead of errors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TextSide:
-    """What a tokenizer bundle gives: the tokenizer, and the chat template or the reason why there is none."""
+    """The content of a tokenizer bundle: the tokenizer, and the chat template or the reason why there is none."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -94,7 +94,7 @@ class Models:
         *,
         settle_s: float = SETTLE_S,
     ) -> None:
-        """`executor` runs what takes long: compiling a tokenizer."""
+        """`executor` compiles tokenizers, which takes long."""
         self._settled_s = clock() + settle_s
         self._changed = asyncio.Event()
         self._upstream = upstream
@@ -132,7 +132,7 @@ class Models:
         return [model for model in live if model is not None]
 
     async def find(self, name: str) -> Model:
-        """The model of this name; the only one there is if the name is empty. Raises `StatusError`."""
+        """The model of this name, or the only model if the name is empty. Raises `StatusError`."""
         model = self._find(name)
         if model is None and self._clock() - self._forced_s > MIN_FORCED_INTERVAL_S:
             self._forced_s = self._clock()
@@ -148,13 +148,13 @@ class Models:
         return model
 
     async def _next_change(self, timeout_s: float) -> None:
-        """Return when the list was refreshed, or when the time is over."""
+        """Return when the list was refreshed, or after the time limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
     def close(self) -> None:
-        """Let go of all tokenizers. No encoding may be running."""
+        """Release all tokenizers. No encoding may be running."""
         for text in self._texts.values():
             text.tokenizer.close()
         self._texts.clear()

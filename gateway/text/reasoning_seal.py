@@ -1,6 +1,6 @@
-"""Reasoning in an opaque form, for callers that hand it back without having been shown it (pure).
+"""Reasoning in an opaque form, for callers that send it back without reading it (pure).
 
-It keeps no secret and proves nothing: it is the text in base64, so that a gateway that stores nothing can read it.
+It is the text in base64, so that a gateway that stores nothing can read it. It is neither secret nor signed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def sealed(reasoning: str) -> str:
 
 
 def unsealed(field: str, value: object) -> str:
-    """The reasoning of an opaque form. Raises `StatusError` (INVALID_FIELD) for one that is not from here."""
+    """The reasoning of an opaque form. Raises `StatusError` (INVALID_FIELD) if this server did not make it."""
     if isinstance(value, str) and value.startswith(_PREFIX):
         try:
             return base64.b64decode(value.removeprefix(_PREFIX), altchars=b"-_", validate=True).decode()

@@ -5,8 +5,8 @@
     released      The answer is 42.
     held back                      \\n\\nUser      could become the stop string
 
-What is released and where the match lies does not depend on how the text was cut into pieces: the first stop string
-to be completed ends the text, and of those completed by the same character the longest.
+The result does not depend on how the text was cut into pieces. The first stop string that is completed ends the text;
+among several completed by the same character, the longest counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StopMatcher:
         """The stop string that was found, if one was."""
 
     def push(self, text: str) -> str:
-        """The text that is released by this piece. Nothing may be pushed after a match."""
+        """The text that this piece releases. Nothing may be pushed after a match."""
         if not self._stops:
             return text
         assert self.match is None, "the text has ended"
@@ -45,7 +45,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back, when the text ends without a match."""
+        """The text that was held back, if the text ends without a match."""
         held, self._held = self._held, ""
         return held
 

@@ -1,7 +1,7 @@
-"""Text to token ids and token ids to bytes, from the OpenVINO graphs in a tokenizer bundle.
+"""Turns text into token ids and token ids into bytes, with the OpenVINO graphs in a tokenizer bundle.
 
-The tokenizer graph runs as it is. The detokenizer graph runs once, when it is loaded, and gives the bytes of each token
-alone: an incremental detokenizer needs nothing else.
+The tokenizer graph runs as it is. The detokenizer graph runs once, when it is loaded, and gives the bytes of each
+token alone, which is all that an incremental detokenizer needs.
 
 This is the only module of the gateway that imports OpenVINO, which takes a third of a second: import it late, in a
 thread.
@@ -42,11 +42,11 @@ class Tokenizer:
         self.token_bytes = token_bytes
         """Bytes of each token, by id; not always whole UTF-8 sequences."""
         self.special_ids = special_ids
-        """Tokens that are no text: left out of what clients get unless they ask for them."""
+        """Tokens that are not text. Clients get them only on request."""
         self.chat_template = chat_template
         """The chat template that came with the graph, if one did."""
         self.special_tokens = special_tokens
-        """Texts of `bos_token`, `eos_token` and `pad_token`, of those the graph names."""
+        """Texts of those of `bos_token`, `eos_token` and `pad_token` that the graph names."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written out in it become their ids.
@@ -57,7 +57,7 @@ class Tokenizer:
         return (self._encoder if add_special_tokens else self._plain_encoder).encode(text)
 
     def close(self) -> None:
-        """Let go of the OpenVINO objects, before the interpreter ends. No `encode` may follow or be running."""
+        """Release the OpenVINO objects before the interpreter ends. No `encode` may follow or be running."""
         self._encoder.close()
         self._plain_encoder.close()
         gc.collect()
@@ -143,8 +143,8 @@ def _taking_bytes(graph: Any) -> Any:
 def _drop_added_tokens(graph: Any) -> bool:
     """Make the graph add no special tokens around a text; True if it added any.
 
-    CombineSegments joins runs of ids, each given as (begins, ends, ids). A run whose ids are a constant is one that
-    is added; it becomes empty.
+    CombineSegments joins runs of ids, each given as (begins, ends, ids). Runs with constant ids are special tokens;
+    they become empty.
     """
     changed = False
     for node in graph.get_ordered_ops():
@@ -161,7 +161,7 @@ def _drop_added_tokens(graph: Any) -> bool:
 
 
 def _lift_truncation(graph: Any) -> None:
-    """Take the length limit out of a graph that would cut long texts without a word."""
+    """Remove the length limit of a graph, which would silently cut long texts."""
     for node in graph.get_ordered_ops():
         if node.get_type_name() != "Minimum":
             continue

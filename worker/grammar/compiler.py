@@ -1,5 +1,4 @@
-"""Compiles constraints, as callers wrote them, into grammars that can be followed (`constraint`). The only module that
-imports llguidance.
+"""Compiles the constraints of callers into grammars for `constraint`. The only module that imports llguidance.
 
 A grammar is compiled once for all requests that use it, in a thread, and cached by content. The vocabulary is read when
 the first constraint arrives.

@@ -1,4 +1,4 @@
-"""The bytes of a model's tokens, for grammar masks. Nothing else in the worker knows text.
+"""The bytes of a model's tokens, for grammar masks. No other part of the worker handles text.
 
 This imports OpenVINO's tokenizer extension, so import it late and in a thread.
 """

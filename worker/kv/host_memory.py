@@ -111,7 +111,7 @@ def open_memory(where: str, worker_id: str) -> HostMemory:
         return _inherited(where)
     directory = Path(where)
     if not directory.is_dir():
-        raise ConfigurationError(f"--kv-memory {where} is no directory; name one in a tmpfs, such as /dev/shm")
+        raise ConfigurationError(f"--kv-memory {where} is not a directory; name one in a tmpfs, such as /dev/shm")
     name = _PREFIX + hashlib.sha256(worker_id.encode()).hexdigest()[:16]
     _prune(directory, keep=name)
     return _named(directory / name)

@@ -1,4 +1,4 @@
-"""What is in which block, in memory that outlives the process. It can be read at any moment of the writer's life.
+"""The content of each block, in memory that outlives the process. It is readable at any moment, even after a crash.
 
     states    one byte for each block: 1 if its record holds
     used      when each block was last released, in nanoseconds of the monotonic clock

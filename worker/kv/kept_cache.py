@@ -1,4 +1,4 @@
-"""The KV cache in memory that outlives the worker: what the process before left, and what this one leaves.
+"""The KV cache in memory that outlives the process: takes back the previous process's blocks, and leaves its own.
 
     0         header: format of the cache, as JSON with a checksum
     56 KiB    fingerprint of the model, 64 bytes and a checksum; empty while it is not known

@@ -1,4 +1,4 @@
-"""Reading a model directory: is it whole, what is the model called, how long is its context, when does it stop.
+"""Reads a model directory: checks that it is complete, and finds the length of the context and the stop tokens.
 
 openvino_model.xml/.bin           the network, stateful, as optimum-intel and openvino-genai write it
 openvino_tokenizer.xml/.bin       text to ids, for the gateway
@@ -36,7 +36,7 @@ REQUIRED_FILES = (
     "openvino_detokenizer.bin",
 )
 UNKNOWN_CONTEXT_TOKENS = 2048
-# What the length of the context is called: by most, by GPT-2, by MPT, by BLOOM and ChatGLM, by others.
+# Names of the length of the context: in most models, GPT-2, MPT, BLOOM and ChatGLM, others.
 _CONTEXT_NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -51,8 +51,8 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class ModelDir:
-    """What the files of a model say. `sampling` has the makers' recommendation: temperature, top_p, top_k, min_p,
-    repetition_penalty and max_tokens, those that are there."""
+    """The content of a model's files. `sampling` is the recommended sampling: those of temperature, top_p, top_k,
+    min_p, repetition_penalty and max_tokens that the files have."""
 
     path: Path
     tokenizer_bundle: bytes
@@ -64,7 +64,7 @@ class ModelDir:
 
 
 def read_model_dir(path: Path) -> ModelDir:
-    """Read and verify a directory. ConfigurationError names each file that is missing or not what it should be."""
+    """Read and verify a directory. ConfigurationError names each file that is missing or invalid."""
     if not path.is_dir():
         raise ConfigurationError(f"there is no model directory {path}; `headrace pull` makes one")
     wrong = [f"{name} is missing" for name in REQUIRED_FILES if not (path / name).is_file()]
@@ -130,7 +130,7 @@ def _bundle(path: Path) -> bytes:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What config.json of a model directory says; nothing if there is none. Raises ConfigurationError."""
+    """The content of config.json in a model directory; empty if there is none. Raises ConfigurationError."""
     try:
         return _read_json(path / CONFIG)
     except ValueError as error:
@@ -138,7 +138,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def context_of(config: Mapping[str, Any], path: Path) -> int:
-    """How long a context may be: that of the model, or as far as the first set of its rotary factors is right."""
+    """The longest context: that of the model, or the part for which the first set of its rotary factors is made."""
     text_config = config.get("text_config")
     for source in (config, text_config if isinstance(text_config, dict) else {}):
         longest = next((value for name in _CONTEXT_NAMES if _is_length(value := source.get(name))), 0)
@@ -156,7 +156,7 @@ def context_of(config: Mapping[str, Any], path: Path) -> int:
             return original or longest
     log.warning(
         "%s does not say how long the context is (config.json: max_position_embeddings); taking %d tokens. "
-        "Say --max-context-tokens if you know better",
+        "Set --max-context-tokens if that is wrong",
         path,
         UNKNOWN_CONTEXT_TOKENS,
     )
@@ -172,7 +172,7 @@ def uses_alibi(config: Mapping[str, Any]) -> bool:
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:
-    """Whether some layers are said to see a window of the context only."""
+    """Whether some layers see only a window of the context."""
     layers = [config.get(name) for name in ("layer_types", "attention_layers")]
     return any(isinstance(kinds, list) and not {"sliding_attention", "local"}.isdisjoint(kinds) for kinds in layers)
 
@@ -182,7 +182,7 @@ def _is_length(value: object) -> bool:
 
 
 def _original_context(config: Mapping[str, Any]) -> int:
-    """Of LongRoPE, the context up to which the first factors are right; 0 for other models."""
+    """With LongRoPE, the longest context for the first set of factors; 0 for other models."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name)
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _TWO_SETS_OF_FACTORS:

@@ -1,10 +1,10 @@
-"""How many tokens a step may have so that its products give each token the same bits.
+"""Finds the maximum number of tokens of a step in which matrix products give each token the same bits.
 
 OpenVINO multiplies compressed weights by kernels that it chooses by the number of rows. Two kernels add up in different
 orders, so a token's keys, values and logits then depend on how many other tokens its step has. On CPUs with AVX2 and
 without VNNI there is such a seam between 80 rows and 81; docs/decisions/0031 has the list. No property of OpenVINO
-tells it. A small product with weights of the model's type, compiled as the model is, shows it: the seam does not depend
-on the size of a product.
+reports it. A small product with weights of the model's type, compiled like the model, shows it, because the seam does
+not depend on the size of a product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from openvino import opset13
 from headrace.worker.model.fused_projections import is_constant
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
-# Largest step that is looked at; larger ones are not said to be exact.
+# The largest step that is tried. Larger ones count as not exact.
 MOST_ROWS = 1024
 # Large enough that kernels cut the sum into parts.
 _INPUTS, _OUTPUTS, _GROUP = 1024, 64, 32

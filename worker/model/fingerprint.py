@@ -34,8 +34,8 @@ def fingerprint_of(model_dir: Path, threads: int) -> str:
 
 
 def for_context(fingerprint: str, max_context_tokens: int) -> str:
-    """The fingerprint of a model whose answers depend on the longest context that it is served with, in hex: answers
-    and cached prefixes of one context are none of another's."""
+    """The fingerprint, in hex, of a model whose answers depend on the longest context that is served. Answers and
+    cached prefixes of one context are not valid for another."""
     return sha256(f"{fingerprint}\n{max_context_tokens}".encode()).hexdigest()
 
 

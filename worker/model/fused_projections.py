@@ -1,9 +1,10 @@
-"""Query, key and value of an attention as one product instead of three, for they multiply the same hidden states.
+"""Computes query, key and value of an attention with one product instead of three, since all multiply the same states.
 
-Each product of a step costs some 20 us beside its arithmetic: its input is quantised and the threads meet twice. That
-is a good part of a decode step of a small model. docs/decisions/0027 has measurements, and why gates are left alone.
+Each product of a step costs about 20 us besides its arithmetic: its input is quantised and the threads synchronise
+twice. In a small model that is a large part of a decode step. docs/decisions/0027 has measurements, and says why gates
+are not fused.
 
-Weights are put together as they are stored, so that every number of them, and its scale, stays what it was.
+Weights are concatenated as they are stored, so all numbers and scales stay the same.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-# How weights are decompressed. Other nodes are not known to keep rows apart.
+# Operations that decompress weights. Others may mix rows.
 _ELEMENTWISE = {"Subtract": opset13.subtract, "Multiply": opset13.multiply}
 _QUERY_KEY_VALUE = range(3)
 
 
 def fuse_projections(model: ov.Model) -> int:
-    """Fuse what can be of a model with PagedAttention; the number of fused products."""
+    """Fuse the projections of a model with PagedAttention where possible. Returns the number of fused products."""
     num_fused = 0
     for node in model.get_ordered_ops():
         if node.get_type_name() != "PagedAttentionExtension":
@@ -33,8 +34,8 @@ def fuse_projections(model: ov.Model) -> int:
 
 
 def products_to_fuse(values: Sequence[ov.Output]) -> list[list[ov.Node]]:
-    """Groups of the products that the inputs of an attention come from, of those that one product can compute. A
-    product that several inputs come from is one already."""
+    """Groups of products before an attention, each group computable by one product. A product that already serves
+    several inputs is left out."""
     found = {product.get_friendly_name(): product for product in map(_projection, values) if product is not None}
     groups: dict[object, list[ov.Node]] = {}
     for product in found.values():
@@ -43,7 +44,7 @@ def products_to_fuse(values: Sequence[ov.Output]) -> list[list[ov.Node]]:
 
 
 def _projection(output: ov.Output) -> ov.Node | None:
-    """The one product with weights that an input of an attention comes from."""
+    """The product with weights that computes an input of an attention."""
     seen, found, waiting = set(), [], [output.get_node()]
     while waiting:
         node = waiting.pop()
@@ -58,7 +59,7 @@ def _projection(output: ov.Output) -> ov.Node | None:
 
 
 def is_constant(output: ov.Output) -> bool:
-    """Whether nothing that changes from step to step is in it."""
+    """Whether the value is the same in every step."""
     waiting = [output]
     while waiting:
         part = waiting.pop()
@@ -84,8 +85,8 @@ def _storage(output: ov.Output) -> object:
 
 
 def fuse(products: Sequence[ov.Node]) -> bool:
-    """Let one product compute what several of the same states do, and what is added to each of their columns; false if
-    their weights cannot be put together."""
+    """Replace several products of the same states, and the biases of their columns, by one. Returns False if their
+    weights cannot be concatenated."""
     orders = [product.get_attributes() for product in products]
     if any(order["transpose_a"] or not order["transpose_b"] for order in orders):
         return False
@@ -108,7 +109,7 @@ def fuse(products: Sequence[ov.Node]) -> bool:
 
 
 def _bias_of(product: ov.Node) -> tuple[ov.Node, ov.Output] | None:
-    """The sum of a product with one number for each of its columns, and these."""
+    """The node that adds a bias to a product, and the bias."""
     users = [port.get_node() for port in product.output(0).get_target_inputs()]
     if len(users) != 1 or users[0].get_type_name() != "Add":
         return None
@@ -120,7 +121,7 @@ def _bias_of(product: ov.Node) -> tuple[ov.Node, ov.Output] | None:
 
 
 def _stacked(outputs: Sequence[ov.Output], axis: int) -> ov.Node | None:
-    """What the outputs of equal graphs of constants are, one behind the other; None if that is not known."""
+    """The concatenated outputs of equal graphs of constants; None if they cannot be concatenated."""
     nodes = [output.get_node() for output in outputs]
     kind = nodes[0].get_type_name()
     if any(node.get_type_name() != kind for node in nodes):
@@ -149,7 +150,7 @@ def _stacked_constants(constants: Sequence[ov.Node], axis: int) -> ov.Node | Non
         return None
     parts = [np.asarray(constant.data).reshape(-1).view(np.uint8) for constant in constants]
     if not shapes[0] or all(shape[axis] == 1 for shape in shapes):
-        # One number for all rows stays that if it is the same everywhere.
+        # One number for all rows can stay if all graphs have the same.
         is_same = all(np.array_equal(part, parts[0]) for part in parts)
         return constants[0] if is_same else None
     if any(shape[axis] == 1 for shape in shapes):
@@ -160,7 +161,7 @@ def _stacked_constants(constants: Sequence[ov.Node], axis: int) -> ov.Node | Non
         return None
     shape = shapes[0].copy()
     shape[axis] = sum(shape[axis] for shape in shapes)
-    # A tensor of OpenVINO's own: the constant refers to its memory.
+    # The constant refers to the memory of a tensor that OpenVINO owns.
     stacked = ov.Tensor(kind, ov.Shape(shape))
     np.concatenate(parts, out=stacked.data.reshape(-1).view(np.uint8))
     return opset13.constant(stacked)

@@ -1,7 +1,7 @@
-"""A model's graph with PagedAttention, or a refusal that says why it cannot have it.
+"""Gives a model's graph PagedAttention, or refuses the model with the reason.
 
-Attention is the only place where a token may see others. A step holds tokens of many sequences in one row, so whatever
-else a graph takes over its tokens would mix sequences. `settle_positions` looks for that.
+Only in attention may a token see others. A step holds tokens of many sequences in one row, so any other operation over
+its tokens would mix sequences. `settle_positions` looks for such operations.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ STEP_INPUTS = (
     "block_indices_begins",
     "max_context_len",
 )
-# Which inputs of PagedAttention they are.
+# Indices of the inputs of PagedAttention.
 _SLIDING_WINDOW, _ALIBI_SLOPES = 10, 11
 _FOREIGN_INPUTS = {
     "inputs_embeds": "it takes embeddings instead of tokens, so it is the language part of a multimodal model",
-    "token_type_ids": "it tells images from text, so it is the language part of a multimodal model",
+    "token_type_ids": "it distinguishes images from text, so it is the language part of a multimodal model",
     "encoder_hidden_states": "it is the decoder of an encoder-decoder model",
 }
 _SUPPORTED = "only decoder-only text models whose layers all have attention can be served"
 
 
 class PagedModel(NamedTuple):
-    """A graph with PagedAttention. `depends_on_context`: its answers depend on the longest context that it was made
-    for."""
+    """A graph with PagedAttention. `depends_on_context`: its answers depend on the longest context that is served."""
 
     graph: ov.Model
     depends_on_context: bool
@@ -47,7 +46,7 @@ class PagedModel(NamedTuple):
 
 def read_paged(core: ov.Core, model_dir: Path, max_context_tokens: int | None = None) -> PagedModel:
     """Read the model and give it PagedAttention, for contexts of up to `max_context_tokens`, or of the length that
-    config.json says. Compiles nothing. Raises ConfigurationError for what cannot be served."""
+    config.json says. Compiles nothing. Raises ConfigurationError if the model cannot be served."""
     config = read_config(model_dir)
     model = _read(core, model_dir / NETWORK)
     try:
@@ -59,7 +58,7 @@ def read_paged(core: ov.Core, model_dir: Path, max_context_tokens: int | None = 
 
 
 def reason_of(error: Exception) -> str:
-    """The last line of an OpenVINO error, which is the one that says something."""
+    """The last line of an OpenVINO error, which has the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
 
@@ -77,7 +76,7 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
     kind = config.get("model_type", "unknown")
     if not model.get_variables():
         raise UnservableError(
-            "it has no KV cache state, so it is no stateful text-generation model; export it with optimum-intel "
+            "it has no KV cache state, so it is not a stateful text-generation model; export it with optimum-intel "
             "(task text-generation-with-past), or pull a GGUF of it"
         )
     num_attentions = sum(node.get_type_name() == "ScaledDotProductAttention" for node in model.get_ops())
@@ -99,7 +98,7 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
         raise UnservableError(f"no attention of its architecture ({kind}) was recognised; {_SUPPORTED}")
     if uses_alibi(config) and any(_has_no_slopes(node) for node in attentions):
         raise UnservableError(
-            f"its architecture ({kind}) tells positions by ALiBi, which OpenVINO loses when it pages its attention; "
+            f"its architecture ({kind}) uses ALiBi for positions, which OpenVINO loses when it pages its attention; "
             "answers would be wrong"
         )
     if has_windows(config) and not any(_has_window(node) for node in attentions):

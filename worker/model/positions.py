@@ -1,12 +1,12 @@
-"""What a graph makes of the positions of a step's tokens, apart from attention.
+"""Finds operations outside of attention that depend on the positions of a step's tokens, and mends or refuses them.
 
-A step holds tokens of many sequences. What is taken over all of them at once would let one sequence change another:
+A step holds tokens of many sequences. An operation over all of them would let one sequence change another:
 
-- Rotary factors that depend on the largest position (LongRoPE, dynamic NTK). That position becomes a constant: the last
-  one of the longest context served. So every token of every step has the same factors.
-- Sums, maxima and the like over the tokens of a step: unknown, so the model is refused.
+- Rotary factors that depend on the largest position (LongRoPE, dynamic NTK). That position is replaced by a
+  constant, the last position of the longest context. So every token of every step has the same factors.
+- Other sums, maxima and the like over the tokens of a step: the model is refused.
 
-A table of learned positions has an end, and positions beyond it would read its last row.
+Positions beyond a table of learned positions would read its last row, so the context must not exceed the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UnservableError(Exception):
 
 
 class _Kind(enum.IntEnum):
-    """What a value depends on; a node's is the highest of its inputs'."""
+    """The kind of dependence of a value. A node has the highest kind of its inputs."""
 
     CONSTANT = 0
     SHAPE = 1
@@ -36,8 +36,8 @@ class _Kind(enum.IntEnum):
 
 
 def settle_positions(model: ov.Model, max_context_tokens: int) -> bool:
-    """Make what a paged model computes of each token independent of the other tokens of its step, and tell whether
-    that made it depend on `max_context_tokens`. Raises UnservableError if something is taken over all tokens in an
+    """Make each token of a paged model independent of the other tokens of its step. Returns whether the model then
+    depends on `max_context_tokens`. Raises UnservableError if something is taken over all tokens in an
     unknown way, or if the model has fewer positions than `max_context_tokens`."""
     depends_on_context = False
     kinds: dict[str, _Kind] = {}
@@ -73,8 +73,8 @@ def _kind_of(node: ov.Node, kinds: dict[str, _Kind]) -> _Kind:
 
 
 def _takes_all_tokens(node: ov.Node, kind: _Kind) -> bool:
-    """Whether one value is made of several tokens' values. Integers other than positions count tokens for experts:
-    what is counted of all of them says where each goes, and not what becomes of it."""
+    """Whether one output value is computed from several tokens. Integers other than positions count tokens for experts;
+    they decide where a token is computed but not its result."""
     name = node.get_type_name()
     if name == "Range":
         return kind is not _Kind.CONSTANT and node.get_output_partial_shape(0).is_dynamic
@@ -90,7 +90,7 @@ def _takes_all_tokens(node: ov.Node, kind: _Kind) -> bool:
 
 
 def _axes(node: ov.Node, rank: int) -> list[int]:
-    """Axes that a node works along; all of them if that is not known."""
+    """Axes along which a node works; all axes if unknown."""
     if node.get_type_name() in {"Softmax", "LogSoftmax"}:
         return [int(node.get_attributes()["axis"]) % rank]
     axes = node.input_value(1).get_node()
@@ -100,7 +100,7 @@ def _axes(node: ov.Node, rank: int) -> list[int]:
 
 
 def _is_of_positions_only(node: ov.Node) -> bool:
-    """Whether the largest position itself is taken, and not what was computed of it."""
+    """Whether the node takes the maximum of the positions themselves, not of values computed from them."""
     source = node.input_value(0).get_node()
     while source.get_type_name() in _MOVES:
         source = source.input_value(0).get_node()

@@ -1,11 +1,11 @@
-"""The one place where OpenVINO computes: a model with PagedAttention, its KV cache tensors, and a step.
+"""Computes steps with OpenVINO: a model with PagedAttention and the tensors of its KV cache.
 
 stateful IR --(paged_attention_transformation)--> inputs of batch.Batch + key_cache.N, value_cache.N
             --(fused_projections)--> fewer products
-            --(vocabulary_head)--> logits of the sampled rows only, and what sampling reads of them
+            --(vocabulary_head)--> logits of the sampled rows only, and their summary for sampling
             --(compile)--> the cache's layout and precision, read from the compiled inputs
 
-Decode steps of few sequences may have a graph of their own, compiled for other kernels, over the same cache (see
+Decode steps of few sequences may use a separate graph, compiled for other kernels, with the same cache (see
 `decode_graph`).
 """
 
@@ -38,7 +38,7 @@ from headrace.worker.sampling.row_sums import RowSums
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _UNQUANTISED = {"bf16", "f32"}
-# What the graph of small decode steps computes in: its products quantise their inputs to 8 bits, group by group.
+# Properties of the graph of small decode steps. Its products quantise their inputs to 8 bits in groups.
 _DECODE_PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
@@ -136,8 +136,8 @@ class OpenVINOModelRunner:
             cache[0, 0] = cache[0, 0]
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
-        """Make the inputs of the next step. With `keeps_logits` it leaves alone what the last one gave; to take turns
-        costs 2 % of a step of one sequence."""
+        """Set the inputs of the next step. With `keeps_logits`, the logits of the last step stay valid while it runs.
+        Alternating requests for that costs 2 % of a step of one sequence."""
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]
@@ -152,8 +152,8 @@ class OpenVINOModelRunner:
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
 
     def run(self) -> Logits:
-        """Compute the step: logits `[rows, vocab_size]`, rows as the batch says, views that the next run overwrites,
-        unless its step keeps them, and else the one after it. The GIL is free meanwhile."""
+        """Compute the step. Returns logits `[rows, vocab_size]` for the rows of the batch. They are views that the next
+        run overwrites, or the run after it if the next step keeps them. Releases the GIL."""
         head = self._slot.head
         start_s = time.perf_counter()
         head.run()
@@ -162,7 +162,7 @@ class OpenVINOModelRunner:
 
 
 class _Asked(NamedTuple):
-    """How models are to compute."""
+    """The requested settings of the computation."""
 
     threads: int
     kv_precision: str
@@ -170,7 +170,7 @@ class _Asked(NamedTuple):
 
     @property
     def properties(self) -> dict[str, object]:
-        """Of the plugin."""
+        """Properties for the OpenVINO plugin."""
         return {
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
@@ -183,7 +183,7 @@ class _Asked(NamedTuple):
 
 
 class _Graph:
-    """A model with a new head, compiled, with `properties` beside what was asked, and its `slots`, which take turns."""
+    """A compiled model with a new head, and its `slots`, which alternate. `properties` add to the requested ones."""
 
     def __init__(
         self,
@@ -204,8 +204,8 @@ class _Graph:
 
 
 class _Slot:
-    """A request for inference with its inputs and outputs. There are two of a graph, so that what one step gave can be
-    read while the next one runs."""
+    """An inference request with its inputs and outputs. Each graph has two, so that the results of one step can be read
+    while the next one runs."""
 
     def __init__(self, compiled: ov.CompiledModel, row_sums: RowSums | None, vocab_size: int) -> None:
         self.request = compiled.create_infer_request()
@@ -214,7 +214,7 @@ class _Slot:
 
 
 def _dims(port: ov.Output) -> list[int]:
-    """Dimensions of a cache input behind the number of blocks: heads, tokens, head size with what quantising adds."""
+    """Dimensions of a cache input after the number of blocks: heads, tokens, head size with scales of quantisation."""
     return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]
 
 
@@ -223,7 +223,7 @@ def _layout(caches: Sequence[ov.Output]) -> list[tuple[str, str, list[int]]]:
 
 
 def _check_cache(asked: _Asked, precision: str) -> None:
-    """Attention reads a cache that is not quantised in the precision that the model is computed in."""
+    """Check that a cache without quantisation has the precision of the computation, as attention requires."""
     if asked.kv_precision in _UNQUANTISED and asked.kv_precision != precision:
         other_mode = "; f32 goes with --execution-mode accuracy" if asked.kv_precision == "f32" else ""
         raise ConfigurationError(
@@ -236,7 +236,7 @@ def _compile(core: ov.Core, model: ov.Model, asked: _Asked, more: Mapping[str, o
     properties = {**asked.properties, **more}
     try:
         compiled = core.compile_model(model, "CPU", properties)
-        # The attention kernels are chosen with the first request; one that they do not have fails here.
+        # The attention kernels are chosen with the first request. An unsupported combination fails here.
         compiled.create_infer_request()
         return compiled
     except RuntimeError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from headrace.worker.grammar.constraint import Constraint
 
-# A higher value would only tell apart logits that float32 can hardly tell apart.
+# A higher value would only separate logits that float32 can hardly distinguish.
 _MAX_INVERSE_TEMPERATURE = 1e6
 
 
@@ -39,16 +39,16 @@ class SamplingParams:
     inverse_temperature: float = field(init=False)
     """Factor of the logits. 1 for greedy requests, which draw nothing."""
     is_greedy: bool = field(init=False)
-    """The most probable token is always chosen."""
+    """Whether the most probable token is always chosen."""
     has_penalties: bool = field(init=False)
-    """Tokens that have occurred are penalised."""
+    """Whether tokens that have occurred are penalised."""
     has_edits: bool = field(init=False)
-    """Logits are changed in another way than by penalties."""
+    """Whether logits are changed other than by penalties."""
     is_plain: bool = field(init=False)
-    """An argmax over the model's logits is all that is needed."""
+    """Whether an argmax over the model's logits is enough."""
 
     def __post_init__(self) -> None:
-        """Compute once what every step asks."""
+        """Compute once the values that every step reads."""
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
         has_edits = bool(
             self.logit_bias

@@ -1,4 +1,4 @@
-"""What a step means for one request: the tokens it computes, the token it samples, and what it sends back."""
+"""A step of one request: the tokens it computes, the token it samples, and its output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
-    """What one step gave to one request. It is the request's last output if `finish` or `error` is set.
+    """The output of one step for one request. It is the request's last output if `finish` or `error` is set.
 
     `start_pos` is the position of the first of `token_ids` among the generated tokens.
     """

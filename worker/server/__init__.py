@@ -1,1 +1,1 @@
-"""What the worker offers to others: its gRPC services, load reports, registration and metrics."""
+"""The worker's interfaces: gRPC services, load reports, registration and metrics."""

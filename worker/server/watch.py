@@ -1,7 +1,7 @@
 """Reports to watchers of a worker: the findable blocks, first as a snapshot and then as changes, and the load.
 
-Findable blocks are closed under prefixes (see block_pool). So are those that a watcher knows at any moment: the
-beginning of a chain is reported first when its blocks come, and last when they go.
+Findable blocks are closed under prefixes (see block_pool). The blocks that a watcher knows are so at any moment too:
+the beginning of a chain is reported first when blocks are added, and last when they are removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which format a model writes: known from its chat template, or said by the operator."""
+"""The format in which a model writes, from its chat template or from the operator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ToolFormat:
     signs: tuple[str, ...]
     """Any of these in a chat template identifies the family."""
     num_id_chars: int = 24
-    """Length of the ids of calls; what templates of the family accept."""
+    """Length of the ids of calls that templates of the family accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     )
 }
 
-# Formats whose markup contains that of a known one, and which are not read.
+# Formats that are not supported although their markup contains that of a supported one.
 _UNKNOWN_SIGNS = ("<arg_key>", "<|tool_calls_section_begin|>")
 
 _THINK, _BRACKETS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
@@ -117,7 +117,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What a model's answers are made of, as far as it is known."""
+    """The format of a model's answers, as far as it is known."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -126,12 +126,12 @@ class OutputFormat:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether answers are messages on channels: then they are parsed even if nothing but text is wanted."""
+        """Whether answers are messages on channels. They are then always parsed, even for text alone."""
         return any(one is not None and one.name == "gpt-oss" for one in (self.tools, self.reasoning))
 
 
 def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> OutputFormat:
-    """The format of a chat template's model; names other than `auto` go before what it says, and `none` is none."""
+    """The format of a model, from its chat template. Names other than `auto` take precedence; `none` means none."""
     known = not any(sign in template for sign in _UNKNOWN_SIGNS)
     told = next((one for one in TOOL_FORMATS.values() if known and any(s in template for s in one.signs)), None)
     reasons = next((one for one in REASONING_FORMATS.values() if any(s in template for s in one.signs)), None)
@@ -143,7 +143,7 @@ def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> Outpu
 
 
 class OutputParser:
-    """One answer as its text comes in. Every piece gives the deltas that it decides."""
+    """Parses one answer as its text arrives. Each piece gives the deltas that it decides."""
 
     def __init__(self, form: OutputFormat, tools: Tools, *, inside_reasoning: bool = False) -> None:
         """Without `tools`, nothing is a call. `inside_reasoning`: the prompt has opened the reasoning."""
@@ -152,13 +152,13 @@ class OutputParser:
         self._steps = _answer(self._source, self._output, form, tools, inside_reasoning)
 
     def push(self, text: str) -> list[Delta]:
-        """What the next piece of text adds."""
+        """The deltas that the next piece of text adds."""
         self._source.push(text)
         self._run()
         return self._output.take()
 
     def finish(self) -> list[Delta]:
-        """What was held back, when the text has ended. No push may follow."""
+        """The deltas that were held back until the end of the text. No push may follow."""
         self._source.closed = True
         self._run()
         self._output.finish()

@@ -33,7 +33,7 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 def harmony(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end. Without tools, what is addressed to one is content."""
+    """Take an answer to its end. Without tools, messages to a tool are content."""
     yield from skip(source)
     header = ""
     yield from has(source, 3)
@@ -89,7 +89,7 @@ def _body(source: Source, output: Output, header: str, tools: Tools) -> Steps[No
 
 
 def _call(source: Source, output: Output, name: str) -> Steps[None]:
-    """Take a call's arguments; what is not JSON is left."""
+    """Take a call's arguments as far as they are JSON."""
     yield from skip(source)
     char = yield from peek(source)
     if char not in ("{", "<") or not name:

@@ -13,5 +13,5 @@ def hermes(source: Source, output: Output, tools: Tools) -> Steps[None]:
     """Take an answer to its end."""
     while (yield from text_until(source, output.content, OPENING)):
         if (yield from json_calls(source, output, expect(source, OPENING))):
-            yield from skip(source, SPACE + "}")  # braces too many are a common slip
+            yield from skip(source, SPACE + "}")  # models often write a brace too many
             yield from closed_by(source, CLOSING)

@@ -1,8 +1,8 @@
-"""JSON as models write it, checked while it arrives: what is passed on is always the beginning of valid JSON.
+"""Checks JSON from models while it arrives: the output is always the beginning of valid JSON.
 
-Slips that have one reading are mended: raw control characters and needless backslashes in strings, a comma behind the
-last entry, Python's True, False and None. Half of a surrogate pair becomes U+FFFD, and an escape sequence is passed on
-whole.
+Mistakes with a single reading are corrected: raw control characters and needless backslashes in strings, a comma after
+the last entry, Python's True, False and None. Half of a surrogate pair becomes U+FFFD, and an escape sequence is passed
+on whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.gateway.chat.output_parsers.source import (
 MAX_DEPTH = 128
 MAX_NUMBER_CHARS = 512
 MAX_NAME_CHARS = 256
-# Of what stands in front of a call's name, and can be shown only once the name is known.
+# Limit for the text in front of a call's name, which can be shown only after the name.
 MAX_HEAD_CHARS = 65536
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -198,7 +198,7 @@ def _code_unit(source: Source, offset: int) -> Steps[int | None]:
 
 
 class _Buffer:
-    """Takes what cannot be shown yet, within bounds."""
+    """Collects text that cannot be shown yet, up to a limit."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -218,8 +218,8 @@ class _Buffer:
 class JsonCall:
     """Reads `{"name": ..., "arguments": {...}}`, in any order, into a call.
 
-    `known` are the names that calls may have; without it, any name is one. With it, a key that calls do not have is a
-    mismatch too: such JSON may well be the answer itself.
+    `known` are the names that calls may have; without it, all are allowed. With it, a key that calls do not have is a
+    mismatch too, because such JSON may be the answer itself.
     """
 
     def __init__(self, output: Output, known: frozenset[str] | None = None) -> None:

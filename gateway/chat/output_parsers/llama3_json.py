@@ -1,6 +1,6 @@
 """Llama 3: {"name": ..., "parameters": {...}} on its own line, or after <|python_tag|>; several are separated by `;`.
 
-Without a tag, nothing but the name tells a call from an answer in JSON: it must be that of an offered tool.
+Without a tag, only the name distinguishes a call from an answer in JSON: it must be that of an offered tool.
 """
 
 from __future__ import annotations

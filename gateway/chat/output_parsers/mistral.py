@@ -45,7 +45,7 @@ def _named_call(source: Source, output: Output) -> Steps[None]:
     yield from expect(source, OPENING)
     yield from skip(source)
     name = yield from matching(source, _NAME, MAX_NAME_CHARS)
-    if (yield from literal(source, CALL_ID)):  # the model's own id, which need not be unique
+    if (yield from literal(source, CALL_ID)):  # the model's own id is ignored: it need not be unique
         yield from matching(source, _NAME, MAX_NAME_CHARS)
     yield from literal(source, ARGUMENTS)
     yield from skip(source)

@@ -1,4 +1,4 @@
-"""What was found in a model's text: deltas of reasoning, content and tool calls."""
+"""Deltas of reasoning, content and tool calls found in a model's text."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Output:
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
-        """What was found since they were taken last."""
+        """The deltas since the last call."""
         self.num_calls = 0
         self.spans: list[tuple[int, int]] = []
-        """Where reasoning stood in the text, markup excluded: begins and ends, in characters."""
+        """The spans of reasoning in the text, without markup: begins and ends, in characters."""
         self._space = ""
         self._begun = False
         self._trim = False
@@ -86,7 +86,7 @@ class Output:
         self._space = text[len(words) :]
 
     def reasoning(self, text: str) -> None:
-        """More reasoning. White space around it goes."""
+        """More reasoning. White space around it is removed."""
         self._trim = True
         words = text.rstrip(SPACE)
         if not words:
@@ -124,7 +124,7 @@ class Output:
             self._show(ContentDelta, self._space)
 
     def take(self) -> list[Delta]:
-        """The deltas, which are gone from here."""
+        """Take the deltas out."""
         taken, self.deltas = self.deltas, []
         return taken
 
@@ -139,8 +139,8 @@ class Output:
 def attempt(source: Source, output: Output, steps: Steps[None]) -> Steps[bool]:
     """Take steps that read a tool call; whether they did.
 
-    If they fail before the call is shown, what they took was only text that looks like one, and is content. If they
-    fail later, the call stays as far as it was shown; a rest that was cut off is dropped.
+    If they fail before the call is shown, their text only looks like a call, and is content. If they fail later, the
+    call stays as far as it was shown, and the rest is dropped.
     """
     shown = output.num_calls
     source.mark()

@@ -136,7 +136,7 @@ def _expression(source: Source) -> Steps[str]:
 
 
 def _quoted(source: Source) -> Steps[str]:
-    """The string literal that comes next, quotes included; it is left to be taken."""
+    """The string literal that comes next, quotes included, without taking it."""
     quote = source.text[source.pos]
     if (yield from has(source, 3)) and source.text.startswith(quote * 3, source.pos):
         quote *= 3
@@ -159,7 +159,7 @@ def _json_of(text: str) -> str:
     """A Python literal as JSON. Raises `MismatchError` if the text is none."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of needless backslashes
+            warnings.simplefilter("ignore")  # about needless backslashes
             value = _value(ast.parse(text.strip(), mode="eval").body)
         whole = json.dumps(value, ensure_ascii=False, allow_nan=False)
         return whole.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

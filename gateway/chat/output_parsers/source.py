@@ -16,11 +16,11 @@ SPACE = " \t\r\n"
 
 
 class MismatchError(Exception):
-    """The text is not what the steps expected, or it ended; the source stands where it became apparent."""
+    """The text is not what the steps expected, or it ended. The source is at the position of the mismatch."""
 
 
 class Source:
-    """Text so far that no step has taken. Unless marked, what was taken is forgotten with the next push."""
+    """The text that no step has taken. Taken text is dropped at the next push, unless there is a mark."""
 
     __slots__ = ("_dropped", "_mark", "closed", "pos", "text")
 
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def position(self) -> int:
-        """Characters that were taken since the beginning."""
+        """Number of characters taken since the beginning."""
         return self._dropped + self.pos
 
     def mark(self) -> None:
@@ -52,7 +52,7 @@ class Source:
         self._mark = self.pos
 
     def unmark(self) -> str:
-        """What was taken since the mark, which is gone."""
+        """The text taken since the mark. Removes the mark."""
         assert self._mark is not None
         taken, self._mark = self.text[self._mark : self.pos], None
         return taken
@@ -90,7 +90,7 @@ def literal(source: Source, text: str) -> Steps[bool]:
 
 
 def closed_by(source: Source, text: str) -> Steps[None]:
-    """Take this text if it comes next, or as much of it as there is if it is cut off."""
+    """Take this text if it comes next, or its beginning if the source ends there."""
     if not (yield from literal(source, text)) and source.closed and text.startswith(source.text[source.pos :]):
         source.pos = len(source.text)
 
@@ -122,10 +122,10 @@ def matching(source: Source, pattern: re.Pattern[str], max_chars: int) -> Steps[
 
 
 def text_until(source: Source, take: Callable[[str], None], *ends: str, whole: bool = False) -> Steps[str]:
-    """Give `take` the text in front of the first of `ends`, which is left to be taken next; empty at the end.
+    """Give `take` the text before the first of `ends`, and return that end without taking it; empty at the end.
 
-    What could be the beginning of an end is held back until it is decided. If the text ends before, it was only text;
-    with `whole` it was the beginning, cut off, and is left.
+    A possible beginning of an end is held back until that is decided. If the text ends there, it was only text; with
+    `whole` it was an end that was cut off, and is not taken.
     """
     pattern = _any_of(ends)
     while True:
