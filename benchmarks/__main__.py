@@ -21,6 +21,7 @@ RUNS: dict[str, list[str]] = {
     "http_throughput": ["http_throughput"],
     "overhead": ["overhead", "overhead --text"],
     "fan_out": ["fan_out"],
+    "speculation": ["speculation"],
 }
 
 

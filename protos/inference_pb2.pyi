@@ -80,7 +80,7 @@ class CallEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256")
+    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256", "prediction_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class GenerateRequest(_message.Message):
     MAX_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     BELIEF_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     adapter: str
@@ -111,7 +112,8 @@ class GenerateRequest(_message.Message):
     max_wait_ms: int
     belief: Belief
     tokenizer_sha256: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ...) -> None: ...
+    prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Belief(_message.Message):
     __slots__ = ("watcher_id", "placement_id", "num_cached_tokens", "slack_ms", "num_requests", "num_uncached_tokens", "ms_per_token", "ms_per_request")
@@ -211,7 +213,7 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("start_pos", "token_ids", "logprobs", "num_cached_tokens", "finish", "prompt_logprobs", "model_identity")
+    __slots__ = ("start_pos", "token_ids", "logprobs", "num_cached_tokens", "finish", "prompt_logprobs", "model_identity", "num_drafted_tokens", "num_accepted_tokens")
     START_POS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,8 @@ class GenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     start_pos: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
@@ -226,7 +230,9 @@ class GenerateResponse(_message.Message):
     finish: Finish
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     model_identity: str
-    def __init__(self, start_pos: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., model_identity: _Optional[str] = ...) -> None: ...
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, start_pos: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., model_identity: _Optional[str] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs")

@@ -99,6 +99,7 @@ TIERS = {
         ("host", "request"),
         ("kv", "sampling"),
         ("model",),
+        ("speculation",),
         ("engine",),
         ("loading", "server"),
         ("serving",),

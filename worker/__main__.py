@@ -78,6 +78,14 @@ DRAIN_TIMEOUT_S = 2.0
     "if the copy takes at most a tenth of the memory.",
 )
 @click.option(
+    "--speculation",
+    type=click.Choice(["auto", "off", "ngram"]),
+    default="auto",
+    help="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: propose what "
+    "followed the same tokens earlier in prompt or answer, always. auto: as ngram, as many tokens as make this worker "
+    "faster. Both also propose a request's prediction and what its grammar forces.",
+)
+@click.option(
     "--max-num-seqs",
     type=click.IntRange(1),
     help="Maximum number of requests in a batch. Default: 128, or fewer if steps are smaller.",

@@ -194,7 +194,15 @@ def engine_for(
     journal: Journal | None = None,
 ) -> Engine:
     """The engine that the flags describe. `journal` is told what blocks hold."""
-    return build_engine(runner, sampler, num_blocks, limits, target_step_ms=config.target_tpot_ms, journal=journal)
+    return build_engine(
+        runner,
+        sampler,
+        num_blocks,
+        limits,
+        target_step_ms=config.target_tpot_ms,
+        journal=journal,
+        speculation=config.speculation,
+    )
 
 
 def log_limits(limits: StepLimits, exact_rows: int) -> None:

@@ -49,8 +49,9 @@ def row_of(
 
     `workers` are the router's, by worker id, or None when the router does not answer. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port; a worker's also model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, kv_blocks_restored, requests_running and requests_waiting, None while unknown, and what the kernel
-    says of threads and memory, see `_binding_columns`; a gateway's also grpc_address.
+    kv_blocks_cached, kv_blocks_restored, requests_running, requests_waiting, draft_tokens, draft_tokens_accepted, None
+    while unknown, and what the kernel says of threads and memory, see `_binding_columns`; a gateway's also
+    grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -87,8 +88,19 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "kv_blocks_restored": load.counters.blocks_restored if load is not None else None,
         "requests_running": load.num_running if load is not None else None,
         "requests_waiting": load.num_waiting if load is not None else None,
+        **_draft_columns(load),
         **_binding_columns(load),
     }
+
+
+def _draft_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
+    """Draft tokens of speculative decoding that were verified, and that became part of answers, since the start."""
+    if load is None:
+        return {"draft_tokens": None, "draft_tokens_accepted": None}
+    counters = load.counters
+    drafted = counters.ngram_tokens_drafted + counters.prediction_tokens_drafted + counters.grammar_tokens_drafted
+    accepted = counters.ngram_tokens_accepted + counters.prediction_tokens_accepted + counters.grammar_tokens_accepted
+    return {"draft_tokens": drafted, "draft_tokens_accepted": accepted}
 
 
 def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
@@ -133,7 +145,7 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
     for record in records:
         title = f"{record.model} on {record.url}/v1 (serve: pid {record.pid})"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-        for column in ("process", "pid", "state", "up", "restarts", "requests", "KV blocks", "runs on"):
+        for column in ("process", "pid", "state", "up", "restarts", "requests", "drafts", "KV blocks", "runs on"):
             table.add_column(column, no_wrap=True, justify="right" if column in ("pid", "restarts") else "left")
         table.add_column("address", overflow="fold")
         for row in rows:
@@ -145,15 +157,18 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
 def _cells(row: Mapping[str, Any]) -> list[str]:
     colour = _COLOURS.get(row["state"], "yellow")
     state = f"[{colour}]{row['state']}[/{colour}]"
-    requests = blocks = ""
+    requests = drafts = blocks = ""
     if row.get("kv_blocks") is not None:
         requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"
         blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
         if row["kv_blocks_restored"]:
             blocks += f", {row['kv_blocks_restored']} taken back"
+    if row.get("draft_tokens"):
+        drafts = f"{row['draft_tokens_accepted'] / row['draft_tokens']:.0%} of {row['draft_tokens']} accepted"
     up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])
     place = _place_of(row)
-    return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), requests, blocks, place, row["address"]]
+    figures = [requests, drafts, blocks]
+    return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), *figures, place, row["address"]]
 
 
 def _place_of(row: Mapping[str, Any]) -> str:

@@ -251,6 +251,11 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     help="Hold the weights twice, for faster answers to few at a time on CPUs with AMX.  [default: auto]",
 )
 @click.option(
+    "--speculation",
+    type=click.Choice(["auto", "off", "ngram"]),
+    help="Verify several proposed tokens in a step, as many as make answers faster, always, or never.  [default: auto]",
+)
+@click.option(
     "--kv-precision",
     type=click.Choice(["u8", "u4", "bf16", "f32"]),
     help="Precision of the KV cache: smaller numbers hold more tokens.  [default: u8]",

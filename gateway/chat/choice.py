@@ -50,6 +50,9 @@ class Ending:
     num_generated_tokens: int
     num_cached_tokens: int
     num_reasoning_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens that the worker verified, and those of them that are in the answer."""
     error: StatusError | None = None
     """Why it failed."""
 
@@ -80,7 +83,9 @@ class Choice:
         "_hide_stop_token",
         "_lists_hidden_end",
         "_logprobs_asked",
+        "_num_accepted_tokens",
         "_num_decoded_chars",
+        "_num_drafted_tokens",
         "_num_released_chars",
         "_num_tokens",
         "_own_stop_ids",
@@ -118,6 +123,7 @@ class Choice:
         # Log-probabilities wait until the first character of their token is released: a stop string may cut it off.
         self._pending: deque[TokenLogprob] = deque()
         self._num_tokens = 0
+        self._num_drafted_tokens = self._num_accepted_tokens = 0
         self._num_decoded_chars = 0
         self._num_released_chars = 0
         self._block_size = block_size or 1
@@ -128,6 +134,8 @@ class Choice:
         """The piece that this message adds. If it has an ending, the generation may be cancelled."""
         if message.HasField("num_cached_tokens") and self._num_tokens == 0:
             self.num_cached_tokens = message.num_cached_tokens - message.num_cached_tokens % self._block_size
+        self._num_drafted_tokens += message.num_drafted_tokens
+        self._num_accepted_tokens += message.num_accepted_tokens
         of_prompt: Sequence[TokenLogprob] = ()
         if self._prompt is not None:
             of_prompt, self._prompt = self._prompt.logprobs(message.prompt_logprobs), None
@@ -184,7 +192,7 @@ class Choice:
         return due
 
     def _ended_by_stop_string(self, text: str, offsets: Sequence[int], token_ids: Sequence[int]) -> Piece:
-        ending = Ending("stop", self._stops.match, self._num_tokens, self.num_cached_tokens)
+        ending = self._ended("stop", self._stops.match)
         due = [*self._due(), *self._hidden()] if self._lists_hidden_end else self._due()
         return Piece(text, len(offsets), due, ending, offsets, token_ids[: len(offsets)])
 
@@ -197,7 +205,17 @@ class Choice:
         assert reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH), f"a finish without a reason: {reason}"
         own = stop_token_id if stop_token_id in self._own_stop_ids else None
         name = "stop" if reason == FINISH_REASON_STOP else "length"
-        return Ending(name, own, self._num_tokens, self.num_cached_tokens)
+        return self._ended(name, own)
+
+    def _ended(self, reason: str, stop_reason: int | str | None) -> Ending:
+        return Ending(
+            reason,
+            stop_reason,
+            self._num_tokens,
+            self.num_cached_tokens,
+            num_drafted_tokens=self._num_drafted_tokens,
+            num_accepted_tokens=min(self._num_accepted_tokens, self._num_tokens),
+        )
 
 
 class _Prompt:

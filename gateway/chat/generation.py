@@ -48,6 +48,8 @@ class Job:
     session_key: str = ""
     cache_salt: str = ""
     priority: int = 0
+    prediction: Sequence[int] = ()
+    """Tokens that the answer is expected to have."""
     common: Common | None = None
     """Given to all jobs of one request that have the same sampling."""
 
@@ -84,6 +86,10 @@ class Usage:
     num_generated_tokens: int
     num_cached_tokens: int
     num_reasoning_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens, predicted by the caller or found by the worker, that became part of the answer."""
+    num_rejected_tokens: int = 0
+    """Those that were verified in vain."""
 
 
 class Account:
@@ -101,12 +107,15 @@ class Account:
         self._num_generated_tokens = 0
         self._num_cached_tokens = 0
         self._num_reasoning_tokens = 0
+        self._num_drafted_tokens = self._num_accepted_tokens = 0
 
     def ended(self, index: int, ending: Ending) -> None:
         """Take the ending of a choice. The cached tokens of a prompt are those of its first choice."""
         self.num_open -= 1
         self._num_generated_tokens += ending.num_generated_tokens
         self._num_reasoning_tokens += ending.num_reasoning_tokens
+        self._num_drafted_tokens += ending.num_drafted_tokens
+        self._num_accepted_tokens += ending.num_accepted_tokens
         if index in self._firsts:
             self._num_cached_tokens += ending.num_cached_tokens
 
@@ -114,7 +123,12 @@ class Account:
     def usage(self) -> Usage:
         """The usage so far."""
         return Usage(
-            self._num_prompt_tokens, self._num_generated_tokens, self._num_cached_tokens, self._num_reasoning_tokens
+            self._num_prompt_tokens,
+            self._num_generated_tokens,
+            self._num_cached_tokens,
+            self._num_reasoning_tokens,
+            self._num_accepted_tokens,
+            self._num_drafted_tokens - self._num_accepted_tokens,
         )
 
 
@@ -127,13 +141,14 @@ def plan_job(job: Job) -> Plan:
     params = sampling_params(job.sampling, card, len(job.token_ids), secrets.randbits(63))
     if min(job.token_ids) < 0 or max(job.token_ids) >= card.vocab_size:
         raise invalid("prompt", f"prompt: tokens must be from 0 to {card.vocab_size - 1}")
-    token_ids = job.token_ids
+    token_ids, prediction = job.token_ids, job.prediction[: card.max_context_tokens]
     shared: tuple[SharedPart, ...] = ()
     if job.num_choices > 1 or job.common is not None:
         shared = ((job.common or Common()).part(params),)
     if job.num_choices > 1:
-        shared = (*shared, SharedPart(GenerateRequest(token_ids=token_ids).SerializeToString()))
-        token_ids = ()
+        common = GenerateRequest(token_ids=token_ids, prediction_token_ids=prediction)
+        shared = (*shared, SharedPart(common.SerializeToString()))
+        token_ids = prediction = ()
     requests = []
     for i in range(job.num_choices):
         request = GenerateRequest(
@@ -145,6 +160,7 @@ def plan_job(job: Job) -> Plan:
             cache_salt=job.cache_salt,
             session_key=job.session_key,
             priority=job.priority,
+            prediction_token_ids=prediction,
         )
         request.sampling.seed = (params.seed + i) % 2**64
         requests.append(request)

@@ -16,6 +16,7 @@ from headrace.gateway.chat.request import (
     Tokenization,
     check_chat,
     check_completion,
+    predicted_text,
     prompts_of,
     sampling_of,
 )
@@ -80,7 +81,10 @@ class Chats:
         reading = reading_of(form, use, prompt.ending, goes_on, only_content)
         structure = tool_structure(form, use, prompt.ending, reading.inside_reasoning, sampling.structure)
         sampling = replace(sampling, structure=structure)
-        return ChatPlan(model, plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids), reading)
+        text = predicted_text(request)
+        prediction = await self._prompts.of_text(model, text, add_special_tokens=False) if text else ()
+        plan = plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids, prediction=prediction)
+        return ChatPlan(model, plan, reading)
 
     async def count(self, request: Chat) -> int:
         """Check a chat and count the tokens of its prompt. Raises `StatusError`."""
@@ -162,6 +166,7 @@ def plan_of(
     sampling: Sampling,
     shown_ids: frozenset[int] = frozenset(),
     common: Common | None = None,
+    prediction: Sequence[int] = (),
 ) -> Plan:
     """The plan of a checked request for one prompt."""
     return plan_job(
@@ -175,6 +180,7 @@ def plan_of(
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
             common=common,
+            prediction=prediction,
         )
     )
 

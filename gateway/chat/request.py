@@ -99,6 +99,7 @@ class Chat(Generation, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -134,12 +135,32 @@ def check_chat(request: Chat) -> None:
     _check_common(request)
     if request.verbosity not in (None, *VERBOSITIES):
         raise invalid("verbosity", f"verbosity must be one of {', '.join(VERBOSITIES)}")
+    predicted_text(request)
     if request.top_logprobs is not None:
         if not request.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
     if request.max_completion_tokens is not None and request.max_tokens is not None:
         check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)  # has no effect, but must be valid
+
+
+def predicted_text(request: Chat) -> str:
+    """The text that the caller expects the answer to have; empty if there is none. Raises `StatusError`."""
+    prediction = request.prediction
+    if prediction is None:
+        return ""
+    if prediction.get("type") != "content":
+        raise invalid("prediction.type", 'prediction.type must be "content"')
+    content = prediction.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise invalid("prediction.content", "prediction.content must be a text or a list of parts of type text")
+    for i, part in enumerate(parts):
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise invalid(
+                f"prediction.content[{i}]", f"prediction.content[{i}] must be a part of type text with a text"
+            )
+    return "".join(part["text"] for part in parts)
 
 
 def check_completion(request: Completion) -> None:

@@ -19,9 +19,12 @@ class PromptTokensDetails(Shape):
 
 
 class CompletionTokensDetails(Shape):
-    """Of the generated tokens, those of reasoning."""
+    """Of the generated tokens, those of reasoning, and those that were predicted; and the predicted tokens that are not
+    in the answer."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(Shape):

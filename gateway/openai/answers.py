@@ -41,7 +41,11 @@ def usage_value(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.num_generated_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            "accepted_prediction_tokens": usage.num_accepted_tokens,
+            "rejected_prediction_tokens": usage.num_rejected_tokens,
+        },
     }
 
 

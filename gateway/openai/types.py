@@ -39,7 +39,6 @@ class ChatRequest(Chat, kw_only=True):
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     chat_template: Any = None
     documents: Any = None
@@ -98,7 +97,6 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "chat_template": (),
     "documents": ([],),

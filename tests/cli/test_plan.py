@@ -67,6 +67,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         max_num_mixed_tokens=32,
         execution_mode="accuracy",
         decode_graph="off",
+        speculation="ngram",
     )
     for worker in processes_of(asked, "python")[:2]:
         assert argument(worker.argv, "--threads") == "2"
@@ -76,6 +77,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         assert argument(worker.argv, "--max-num-mixed-tokens") == "32"
         assert argument(worker.argv, "--execution-mode") == "accuracy"
         assert argument(worker.argv, "--decode-graph") == "off"
+        assert argument(worker.argv, "--speculation") == "ngram"
 
 
 def test_several_workers_share_the_memory_of_one() -> None:

@@ -42,7 +42,9 @@ class EngineUnderTest:
     def request(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
         """Add a greedy request; `options` are fields of Request or of SamplingParams."""
         of_request = {
-            name: options.pop(name) for name in ("priority", "resume_token_ids", "root_hash") if name in options
+            name: options.pop(name)
+            for name in ("priority", "resume_token_ids", "root_hash", "prediction")
+            if name in options
         }
         sampling = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **options})  # type: ignore[arg-type]
         arrival = next(self.arrivals)
@@ -107,12 +109,13 @@ def make_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     max_num_mixed_tokens: int | None = None,
+    speculation: str = "off",
 ) -> EngineUnderTest:
     """A fresh engine over a fresh fake runner. Steps that streams have a part in are as large as others by default."""
     most = max_num_mixed_tokens or max_num_batched_tokens
     limits = StepLimits(max_num_seqs, max_num_batched_tokens, most, is_exact=True)
     runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-    engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS)
+    engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, speculation=speculation)
     return EngineUnderTest(engine, runner)
 
 

@@ -42,6 +42,7 @@ class FakeRunner:
         self.vocab_size, self.block_size = vocab_size, block_size
         self.infer_s = 0.0
         self.small_decode = 0
+        self.least_decode = 1
         self._logits: deque[Logits] = deque(maxlen=2)
         self.num_tokens = 0
         self.batch_sizes: list[int] = []
@@ -58,7 +59,10 @@ class FakeRunner:
         num_padding = int(np.count_nonzero(batch.block_indices == self.padding_block))
         self.num_tokens += len(batch.input_ids) - num_padding
         self.batch_sizes.append(len(batch.past_lens) - num_padding)
-        contexts = [self._compute(batch, sequence) for sequence in range(len(batch.past_lens))]
+        # Stored as a whole before any is read: a draft token sees those before it.
+        for sequence in range(len(batch.past_lens)):
+            self._store(batch, sequence)
+        contexts = [self._read(batch, sequence) for sequence in range(len(batch.past_lens))]
         ends = (batch.subsequence_begins[1:] - 1).tolist()
         logits = np.zeros((len(batch.sampled_tokens_indices), self.vocab_size), np.float32)
         for row, index in enumerate(batch.sampled_tokens_indices.tolist()):
@@ -74,8 +78,8 @@ class FakeRunner:
         """What the last step gave."""
         return self._logits[0]
 
-    def _compute(self, batch: Batch, sequence: int) -> list[int]:
-        """Store a sequence's new tokens; give all its tokens, read back."""
+    def _store(self, batch: Batch, sequence: int) -> None:
+        """Store a sequence's new tokens."""
         begin, end = batch.subsequence_begins[sequence : sequence + 2].tolist()
         past = int(batch.past_lens[sequence])
         assert batch.position_ids[begin:end].tolist() == list(range(past, past + end - begin))
@@ -85,6 +89,12 @@ class FakeRunner:
         for offset, token_id in enumerate(batch.input_ids[begin:end].tolist()):
             position = past + offset
             self.blocks[blocks[position // size], position % size] = token_id
+
+    def _read(self, batch: Batch, sequence: int) -> list[int]:
+        """All tokens of a sequence."""
+        begin, end = batch.subsequence_begins[sequence : sequence + 2].tolist()
+        past = int(batch.past_lens[sequence])
+        blocks = batch.block_indices[slice(*batch.block_indices_begins[sequence : sequence + 2])]
         context = self.blocks[blocks].reshape(-1)[: past + end - begin]
         assert EMPTY not in context, "a token was never computed"
         return context.tolist()
@@ -96,5 +106,5 @@ class FakeRunner:
         assert batch.block_indices_begins[-1] == len(batch.block_indices)
         new = np.diff(batch.subsequence_begins)
         assert int(batch.max_context_len) == int((batch.past_lens + new).max())
-        num_rows = len(batch.sampled) + sum(prompt.num_rows for prompt in batch.prompts)
+        num_rows = len(batch.sampled) + len(batch.later) + sum(prompt.num_rows for prompt in batch.prompts)
         assert num_rows == len(batch.sampled_tokens_indices)

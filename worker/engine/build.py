@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.isolation import Sampler
 from headrace.worker.engine.scheduler import Scheduler
-from headrace.worker.engine.step_cost import StepCosts
+from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.speculation.controller import StepLine
+from headrace.worker.speculation.speculation import Speculation
 
 
 def build_engine(
@@ -23,8 +27,12 @@ def build_engine(
     target_step_ms: float | None = None,
     step_costs: StepCosts | None = None,
     journal: Journal | None = None,
+    speculation: str = "off",
 ) -> Engine:
-    """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks. See `build_scheduler`."""
+    """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks. See `build_scheduler`.
+
+    `speculation` is "off", "auto" (as many draft tokens as pay) or "ngram" (drafts of a fixed length).
+    """
     scheduler = build_scheduler(
         num_blocks,
         runner.block_size,
@@ -33,6 +41,14 @@ def build_engine(
         step_costs=step_costs,
         journal=journal,
     )
+    if speculation != "off":
+        scheduler.speculation = Speculation(
+            sampler,
+            partial(_step_line, scheduler.step_costs) if speculation == "auto" else None,
+            most_tokens=limits.max_num_mixed_tokens,
+            small_decode=runner.small_decode,
+            most_ms=math.inf if target_step_ms is None else target_step_ms,
+        )
     return Engine(scheduler, runner, sampler)
 
 
@@ -61,3 +77,14 @@ def build_scheduler(
         step_costs=StepCosts() if step_costs is None else step_costs,
         clock=clock,
     )
+
+
+def _step_line(costs: StepCosts, contexts: Sequence[int]) -> StepLine | None:
+    """What steps of streams with these contexts cost; None while too little is known."""
+    model, count = costs.decode, len(contexts)
+    if not model.is_learned:
+        return None
+    positions = sum(contexts) + count
+    base_ms = model.predict_ms(StepShape(count, 0, 0, positions, count))
+    with_one_ms = model.predict_ms(StepShape(count + 1, 0, 0, positions + positions // count + 1, count + 1))
+    return StepLine(base_ms, with_one_ms - base_ms, model.change_ms)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.isolation import IsolatedSampler, Planned, Sampler
 from headrace.worker.engine.overlap import Deliver, Overlap
@@ -21,6 +23,7 @@ from headrace.worker.model.batch import Batch, build_batch, padded
 from headrace.worker.request.request import Request, StepNote
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
+from headrace.worker.speculation.acceptance import verify
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +45,15 @@ class ModelRunner(Protocol):
     """Computes a step: OpenVINO in production, a fake in tests.
 
     `infer_s` is the time that the last step spent in the kernels, in seconds. Decode steps of up to `small_decode`
-    sequences use a graph of their own; 0 if there is none.
+    sequences use a graph of their own; 0 if there is none. Decode steps have at least `least_decode` tokens, padding
+    included.
     """
 
     vocab_size: int
     block_size: int
     infer_s: float
     small_decode: int
+    least_decode: int
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of a step. With `keeps_logits`, those of the step before stay valid while it runs."""
@@ -143,9 +148,11 @@ class Engine:
     def warm_up(self, request: Request) -> None:
         """Run a request to its end before any other, because the first steps of a model are slower. Only what steps
         cost is kept. A step teaches that the second time it has a size, so each request has to run twice."""
+        speculation, self.scheduler.speculation = self.scheduler.speculation, None
         self.scheduler.add(request)
         while self.scheduler.has_requests:
             self.step()
+        self.scheduler.speculation = speculation
         pool = self.scheduler.kv_cache.pool
         pool.forget_all()
         pool.take_events()
@@ -157,7 +164,7 @@ class Engine:
         """Make the arrays of the step, and bind them to the runner."""
         try:
             is_small = output.is_decode and output.num_tokens <= self.runner.small_decode
-            size = self.meter.size(output, is_small=is_small)
+            size = self.meter.size(output, is_small=is_small, least=self.runner.least_decode)
             batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
             if size.num_padding:
                 batch = padded(batch, size.num_padding, self.scheduler.kv_cache.pool.num_blocks)
@@ -168,7 +175,7 @@ class Engine:
 
     def _forward(self, step: _Step, deliver: Deliver) -> tuple[Logits, Planned]:
         """Run the kernels, and what overlaps with them."""
-        self._overlap.begin(step.batch.sampled, self.runner.vocab_size, deliver)
+        self._overlap.begin(step.batch, self.runner.vocab_size, deliver)
         try:
             logits = self.runner.run()
         except Exception as error:
@@ -184,6 +191,8 @@ class Engine:
         errors of requests whose prompt's log-probabilities could not be read."""
         requests = batch.sampled
         errors: dict[Request, StatusError] = {}
+        if batch.ahead is not None:
+            return self._verify(batch, logits, planned), errors
         if batch.prompts:
             errors = self._isolated.read_prompts(batch.prompts, logits.part(slice(len(requests), None)))
             logits = logits.part(slice(len(requests)))
@@ -195,6 +204,19 @@ class Engine:
             ]
         self._overlap.read_later(requests, logits, sampled)
         return sampled, errors
+
+    def _verify(self, batch: Batch, logits: Logits, planned: Planned) -> Sequence[Sampled]:
+        """Sample the rows of a step with drafts. Returns the tokens of each request that is sampled."""
+        first = logits.part(slice(len(batch.sampled))) if batch.later else logits
+        sampled = self._isolated.sample(batch.sampled, first, planned, batch.ahead)
+
+        def sample_later(requests: Sequence[Request], rows: Sequence[int]) -> Sequence[Sampled]:
+            of_rows = logits.part(np.asarray(rows, np.intp))
+            return self._isolated.sample(requests, of_rows, self._isolated.plan(requests, logits.shape[1]))
+
+        verified = verify(batch, sampled, sample_later)
+        self._overlap.read_later((*batch.sampled, *batch.later), logits, verified.rows)
+        return verified.tokens
 
     def _account(
         self, step: _Step, sampled: Sequence[Sampled], errors: dict[Request, StatusError]

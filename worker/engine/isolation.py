@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.model.batch import PromptRows
+from headrace.worker.model.batch import Ahead, PromptRows
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
@@ -24,12 +24,21 @@ log = logging.getLogger(__name__)
 class Sampler(Protocol):
     """Samples tokens; see `headrace.worker.sampling.sampler.BatchSampler`."""
 
-    def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
-        """Prepare what can be known before there are logits."""
+    def plan(self, requests: Sequence[Request], vocab_size: int, ahead: Ahead | None = None) -> Plan | None:
+        """Prepare what can be known before there are logits. `ahead` `[n]` is the number of draft tokens before each
+        row."""
         ...
 
     def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
         """The next token of each request, from its row of `logits`."""
+        ...
+
+    def forced_tokens(self, request: Request) -> Sequence[int]:
+        """Tokens that the request's grammar is likely to force next."""
+        ...
+
+    def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many of the tokens the request's grammar allows to follow."""
         ...
 
     def logprobs(
@@ -59,22 +68,27 @@ class IsolatedSampler:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def plan(self, requests: Sequence[Request], vocab_size: int) -> Planned:
+    def plan(self, requests: Sequence[Request], vocab_size: int, ahead: Ahead | None = None) -> Planned:
         """See `Sampler.plan`. Does not raise."""
         try:
-            return Planned(self._sampler.plan(requests, vocab_size))
+            return Planned(self._sampler.plan(requests, vocab_size, ahead))
         except Exception as error:
             _note_retry("planned", requests, error)
             return Planned(None, has_failed=True)
 
-    def sample(self, requests: Sequence[Request], logits: Logits, planned: Planned) -> list[Sampled]:
+    def sample(
+        self, requests: Sequence[Request], logits: Logits, planned: Planned, ahead: Ahead | None = None
+    ) -> list[Sampled]:
         """The next token of each request, or the error that ends it. Does not raise."""
         if not planned.has_failed:
             try:
                 return self._sampler.sample(requests, logits, planned.plan)
             except Exception as error:
                 _note_retry("sampled", requests, error)
-        return [self._sample_one(request, _row(logits, row)) for row, request in enumerate(requests)]
+        return [
+            self._sample_one(request, _row(logits, row), None if ahead is None else ahead[row : row + 1])
+            for row, request in enumerate(requests)
+        ]
 
     def logprobs(
         self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
@@ -102,9 +116,9 @@ class IsolatedSampler:
             first += rows.num_rows
         return failures
 
-    def _sample_one(self, request: Request, logits: Logits) -> Sampled:
+    def _sample_one(self, request: Request, logits: Logits, ahead: Ahead | None) -> Sampled:
         try:
-            plan = self._sampler.plan([request], logits.shape[1])
+            plan = self._sampler.plan([request], logits.shape[1], ahead)
             return self._sampler.sample([request], logits, plan)[0]
         except Exception as error:
             return Sampled(-1, _error_of(request, "the choice of its next token", error))

@@ -20,6 +20,8 @@ from msgspec.structs import replace
 from headrace.protos.status import StatusError
 from headrace.worker.engine.isolation import NOT_PLANNED, IsolatedSampler, Planned
 from headrace.worker.kv.block_pool import Journal
+from headrace.worker.model.batch import Batch
+from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
@@ -70,13 +72,13 @@ class Overlap:
         if any(request.sampling.num_logprobs is not None for request in requests):
             self._unread = _Unread(requests, logits, sampled)
 
-    def begin(self, requests: Sequence[Request], vocab_size: int, deliver: Deliver) -> None:
-        """Start the work of a step in which `requests` are sampled."""
-        is_little = self._unread is None and all(request.sampling.is_plain for request in requests)
+    def begin(self, batch: Batch, vocab_size: int, deliver: Deliver) -> None:
+        """Start the work of a step."""
+        is_little = self._unread is None and all(request.sampling.is_plain for request in batch.sampled)
         if is_little and (self._journal is None or not self._journal.has_unsealed):
             self.deliver(deliver)  # too little to wake a thread for
         else:
-            self._work = self._executor.submit(self._run, requests, vocab_size, deliver)
+            self._work = self._executor.submit(self._run, batch, vocab_size, deliver)
 
     def finish(self) -> Planned:
         """Wait for the work. Returns the plan for sampling. Raises what `deliver` raised."""
@@ -93,9 +95,9 @@ class Overlap:
         failed, self._failed = self._failed, set()
         return failed
 
-    def _run(self, requests: Sequence[Request], vocab_size: int, deliver: Deliver) -> Planned:
+    def _run(self, batch: Batch, vocab_size: int, deliver: Deliver) -> Planned:
         self.deliver(deliver)
-        planned = self._sampler.plan(requests, vocab_size)
+        planned = self._sampler.plan(batch.sampled, vocab_size, batch.ahead)
         self.seal()
         return planned
 
@@ -110,17 +112,22 @@ class Overlap:
         unread, self._unread = self._unread, None
         if unread is None:
             return outputs
-        entries = dict(zip(unread.requests, self._sampler.logprobs(*unread), strict=True))
+        entries: dict[Request, list[TokenLogprobs | StatusError]] = {}
+        for request, entry in zip(unread.requests, self._sampler.logprobs(*unread), strict=True):
+            if entry is not None:
+                entries.setdefault(request, []).append(entry)
         complete = []
         for output in outputs:
             request = output.request
-            entry = entries.get(request) if output.token_ids else None
-            if entry is None:
+            found = entries.get(request, ())[: len(output.token_ids)]
+            read = tuple(entry for entry in found if not isinstance(entry, StatusError))
+            if not found:
                 complete.append(output)
-            elif isinstance(entry, StatusError):
-                complete.append(RequestOutput(request, output.start_pos, (), error=entry))
+            elif len(read) < len(found):
+                error = next(entry for entry in found if isinstance(entry, StatusError))
+                complete.append(RequestOutput(request, output.start_pos, (), error=error))
                 if request.state is not RequestState.FINISHED:
                     self._failed.add(request)
             else:
-                complete.append(replace(output, logprobs=(entry,)))
+                complete.append(replace(output, logprobs=read))
         return complete

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.protos.status import StatusError
@@ -23,6 +23,7 @@ from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.manager import BlockCopy, KVCacheManager
 from headrace.worker.request.request import FinishReason, Request, RequestState
 from headrace.worker.request.step import RequestOutput, Sampled, Scheduled
+from headrace.worker.speculation.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,23 @@ class SchedulerOutput:
     num_tokens: int
     copies: Sequence[BlockCopy]
 
+    num_draft_tokens: int = 0
+
     @property
     def is_decode(self) -> bool:
-        """Whether every request computes one token."""
-        return self.num_tokens == len(self.scheduled)
+        """Whether every sequence computes one token. The tokens of a draft are sequences of their own."""
+        return self.num_tokens - self.num_draft_tokens == len(self.scheduled)
+
+    @property
+    def sequences(self) -> Iterator[tuple[int, int]]:
+        """For each sequence, the tokens computed before and the tokens computed now."""
+        for request, num_tokens in self.scheduled:
+            past = request.num_computed_tokens
+            if request.draft:
+                for number in range(num_tokens):
+                    yield past + number, 1
+            else:
+                yield past, num_tokens
 
 
 @dataclass(slots=True)
@@ -87,6 +101,7 @@ class Scheduler:
     max_num_mixed_tokens: int
     step_costs: StepCosts = field(default_factory=StepCosts)
     target_step_ms: float | None = None
+    speculation: Speculation | None = None
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -150,7 +165,8 @@ class Scheduler:
         self._admit()
         scheduled = self._reserve(self._share_budget())
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
-        return SchedulerOutput(scheduled, self._num_tokens, self.kv_cache.take_copies())
+        num_draft_tokens = sum(len(request.draft) for request, _ in scheduled)
+        return SchedulerOutput(scheduled, self._num_tokens, self.kv_cache.take_copies(), num_draft_tokens)
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         """Account for a computed step. `sampled` has an entry for each sampled request, in batch order."""
@@ -158,11 +174,12 @@ class Scheduler:
         next_sampled = iter(sampled)
         for request, num_tokens in output.scheduled:
             self._count_prompt_tokens(request, num_tokens)
-            request.num_computed_tokens += num_tokens
+            known = min(num_tokens, request.num_uncomputed_tokens)
+            request.num_computed_tokens += known
             if request.num_computed_tokens < request.num_tokens:
                 self.kv_cache.publish(request)
                 continue
-            if num_tokens > 1:
+            if known > 1:
                 self.kv_cache.publish_beginning(request)
                 request.first_token_s = request.first_token_s or self.clock()
             outputs.append(self._append(request, next(next_sampled)))
@@ -207,8 +224,8 @@ class Scheduler:
             bisect.insort(self.running, request, key=rank)
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that the request lacks for all of its tokens and one more."""
-        return self.kv_cache.num_blocks_for(request.num_tokens + 1) - len(request.block_table)
+        """Blocks that the request lacks for all of its tokens and one more. A draft may have left it one too many."""
+        return max(0, self.kv_cache.num_blocks_for(request.num_tokens + 1) - len(request.block_table))
 
     def _count_cached_tokens(self, request: Request, gained: int) -> None:
         """Count the cached prompt tokens that were just found. A resumed request may find tokens of its answer too."""
@@ -230,6 +247,8 @@ class Scheduler:
                 behind.append(request)
         if behind:
             self._share_with(behind, wanted)
+        elif self.speculation is not None:
+            self.speculation.propose(wanted, self.kv_cache.pool.num_free_blocks)
         return wanted
 
     def _share_with(self, behind: list[Request], wanted: dict[Request, int]) -> None:
@@ -296,6 +315,9 @@ class Scheduler:
             if num_tokens == 0 or request.state is not RequestState.RUNNING:
                 continue
             while not self.kv_cache.reserve(request, request.num_computed_tokens + num_tokens):
+                if request.draft:
+                    request.draft, num_tokens = (), 1
+                    continue
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
@@ -309,6 +331,7 @@ class Scheduler:
         assert len(self.running) > 1, "a request that is alone does not fit the pool"
         self.running.remove(request)
         self.kv_cache.free(request)
+        request.draft = ()
         request.state = RequestState.WAITING
         request.num_preemptions += 1
         self.stats.preemptions += 1
@@ -320,25 +343,30 @@ class Scheduler:
             self.stats.prompt_tokens_computed += min(left, num_tokens)
 
     def _append(self, request: Request, sampled: Sampled) -> RequestOutput:
-        """Append the sampled token, and end the request if it is the last."""
+        """Append the sampled tokens, and end the request if one of them is the last."""
         if sampled.token_id < 0:
             return self.fail([request], sampled.error)[0]
         start_pos = request.num_generated_tokens
-        token_id = sampled.token_id
-        request.token_ids.append(token_id)
-        self.kv_cache.publish(request)
-        self.stats.tokens_generated += 1
         sampling = request.sampling
         finish, stop_token_id = None, None
-        if token_id in sampling.stop_token_ids:
-            finish, stop_token_id = FinishReason.STOP, token_id
-        elif start_pos + 1 >= sampling.max_tokens:
-            finish = FinishReason.LENGTH
+        for token_id in (sampled.token_id, *sampled.more):
+            request.token_ids.append(token_id)
+            if token_id in sampling.stop_token_ids:
+                finish, stop_token_id = FinishReason.STOP, token_id
+            elif request.num_generated_tokens >= sampling.max_tokens:
+                finish = FinishReason.LENGTH
+            if finish is not None:
+                break
+        token_ids = tuple(request.token_ids[request.num_prompt_tokens + start_pos :])
+        drafted = self.speculation.observe(request, token_ids) if self.speculation and request.draft else (0, 0)
+        request.num_computed_tokens = request.num_tokens - 1
+        self.kv_cache.publish(request)
+        self.stats.tokens_generated += len(token_ids)
         if finish is not None:
             self.stats.requests_finished += 1
             self.kv_cache.publish_beginning(request)
             self._end(request)
-        return RequestOutput(request, start_pos, (token_id,), finish=finish, stop_token_id=stop_token_id)
+        return RequestOutput(request, start_pos, token_ids, (), finish, stop_token_id, None, *drafted)
 
     def _end(self, request: Request) -> None:
         (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)

@@ -1,6 +1,7 @@
 """The size of each step, padding included, and what it costs: predicted before the step, learned from it afterwards.
 
-A step with a prompt is padded to MIN_PROMPT_STEP tokens (docs/decisions/0006).
+A step with a prompt is padded to MIN_PROMPT_STEP tokens (docs/decisions/0006), and in accuracy mode a decode step to
+two (docs/decisions/0048).
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class StepMeter:
         """What steps cost, as learned so far."""
         return self._scheduler.step_costs
 
-    def size(self, output: SchedulerOutput, *, is_small: bool = False) -> StepSize:
-        """Decide the padding of the next step and predict its time. Each graph has its own run of steps."""
-        num_padding = 0 if output.is_decode else max(0, MIN_PROMPT_STEP - output.num_tokens)
+    def size(self, output: SchedulerOutput, *, is_small: bool = False, least: int = 1) -> StepSize:
+        """Decide the padding of the next step and predict its time. Each graph has its own run of steps. Decode steps
+        have at least `least` tokens."""
+        num_padding = max(0, (least if output.is_decode else MIN_PROMPT_STEP) - output.num_tokens)
         num_tokens = output.num_tokens + num_padding
         changed = num_tokens != self._num_tokens.get(is_small, 0)
         self._num_tokens[is_small] = num_tokens
-        tokens = ((request.num_computed_tokens, new) for request, new in output.scheduled)
-        shape = StepShape.of(tokens, padding=num_padding, changed=changed)
+        shape = StepShape.of(output.sequences, padding=num_padding, changed=changed)
         model = self.costs.of(is_decode=shape.prompt_tokens == 0)
         predicted_s = model.predict_ms(shape) / 1000 if model.num_steps else 0.0
         self.longest_expected_step_s = max(self._longest_step_s, predicted_s)
@@ -57,8 +58,14 @@ class StepMeter:
         """Learn from a step that took `step_s` seconds."""
         # Kernels are built in the first step of each size.
         key = (size.is_small, size.shape.tokens)
-        self.costs.observe(size.shape, 1000 * step_s, is_first=key not in self._seen)
+        is_first = key not in self._seen
         self._seen.add(key)
+        speculation = self._scheduler.speculation
+        if speculation is not None:
+            is_known = size.shape.prompt_tokens == 0 and self.costs.decode.is_learned and not is_first
+            ratio = 1000 * step_s / self.costs.decode.predict_ms(size.shape) if is_known else None
+            speculation.observe_step(size.shape.tokens, ratio)
+        self.costs.observe(size.shape, 1000 * step_s, is_first=is_first)
         self._longest_step_s = max(step_s, _FORGETTING * self._longest_step_s)
 
     def end_warm_up(self) -> None:

@@ -155,6 +155,8 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
     counters["blocks_evicted"] = pool.num_evictions
     counters["blocks_restored"] = pool.num_restored
     counters["padding_tokens"] = stats.num_padding_tokens
+    if scheduler.speculation is not None:
+        counters |= scheduler.speculation.counters
     return LoadReport(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),

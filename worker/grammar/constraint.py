@@ -10,10 +10,10 @@ A compiled grammar is copied for each request (5 us).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ FEW_TOKENS = 512
 MAX_REASON_CHARS = 300
 
 Bits = npt.NDArray[np.uint8]
+_Guess = TypeVar("_Guess")
 
 # For each value of a mask byte: what is added to the logits of its eight tokens.
 _BIAS_OF_BYTE = np.where(
@@ -160,6 +161,29 @@ class Matcher:
                 log.warning("a constraint cannot be followed further: %s", reason_of(self.position.get_error()))
         except BaseException as error:
             self._fail(error)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many generated tokens it has followed."""
+        return self._num_tokens
+
+    def forced_tokens(self) -> Sequence[int]:
+        """The tokens of the only text that may follow, as far as there is but one. A sampled token may differ, because
+        a text has several tokenisations."""
+        return self._guess(lambda: self.position.compute_ff_tokens(), ())
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens may follow, in this order."""
+        return self._guess(lambda: self.position.validate_tokens(list(token_ids)), 0)
+
+    def _guess(self, ask: Callable[[], _Guess], otherwise: _Guess) -> _Guess:
+        if self._failure is not None or self.has_failed:
+            return otherwise
+        try:
+            return ask()
+        except BaseException as error:
+            self._fail(error)
+            return otherwise
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error

@@ -11,6 +11,10 @@ For two sequences, the first with 40 cached tokens and 1 new one, the second wit
     max_context_len       41                      largest past + new
     sampled_tokens_indices [ 0, 3 ]               rows whose logits are wanted
 
+The tokens of a draft are sequences of one token each, over the blocks of their request. The operator stores the keys
+and values of a step before it computes any attention, so each token also sees the draft before it. It has the bits that
+it would have if it were computed alone (docs/decisions/0048).
+
 Source of the layout: the operator's description in OpenVINO's paged_attention_extension.
 """
 
@@ -20,15 +24,17 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.kv.manager import BlockCopy
+from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Scheduled
 
+Ahead = npt.NDArray[np.intp]
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
 
@@ -37,8 +43,11 @@ LongArray = npt.NDArray[np.int64]
 class Batch:
     """Inputs of one step; names, shapes and types are the operator's.
 
-    The first rows of logits belong to the `sampled` requests, in that order. After them, each of `prompts` has a row
-    for each of its prompt tokens in the step, except the last token of the prompt. `copies` of KV blocks are made
+    The first rows of logits belong to the `sampled` requests, in that order; then come those of `later`. After them,
+    each of `prompts` has a row for each of its prompt tokens in the step, except the last token of the prompt. A
+    request with a draft has more than one row: `ahead` says how many draft tokens are before each row of `sampled`; it
+    is None if there are no drafts. What a row of `later` samples also depends on whether the draft before it was
+    accepted. `copies` of KV blocks are made
     before anything is computed. `sums` says what is computed besides the logits; nothing if there are `prompts`, which
     may have many rows.
     """
@@ -52,6 +61,8 @@ class Batch:
     max_context_len: IntArray
     sampled_tokens_indices: LongArray
     sampled: Sequence[Request]
+    ahead: Ahead | None
+    later: Sequence[Request]
     copies: Sequence[BlockCopy]
     prompts: Sequence[PromptRows]
     sums: Sums
@@ -64,7 +75,7 @@ class Batch:
     @property
     def inverse_temperatures(self) -> npt.NDArray[np.float32]:
         """The factor of each sampled row's logits, `[rows]`."""
-        return np.array([request.sampling.inverse_temperature for request in self.sampled], np.float32)
+        return np.array([request.sampling.inverse_temperature for request in (*self.sampled, *self.later)], np.float32)
 
 
 class Sums(enum.Enum):
@@ -86,49 +97,92 @@ class PromptRows(NamedTuple):
 
 def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequence[BlockCopy] = ()) -> Batch:
     """The inputs of a step. Every request has blocks for its computed and scheduled tokens."""
-    input_ids, block_indices = array("I"), array("i")
-    past_lens, subsequence_begins, block_indices_begins = [], [0], [0]
-    sampled_indices, sampled = [], []
-    prompt_indices: list[int] = []
+    sequences = _Sequences(block_size)
+    rows: list[int] = []
+    sampled: list[Request] = []
+    ahead: list[int] = []
+    later_rows: list[int] = []
+    later: list[Request] = []
+    prompt_rows: list[int] = []
     prompts: list[PromptRows] = []
-    max_context_len = 0
+    has_drafts = False
     for request, num_tokens in scheduled:
         past = request.num_computed_tokens
         end = past + num_tokens
-        if num_tokens == 1:
-            input_ids.append(request.token_ids[past])
-        else:
-            input_ids.extend(request.token_ids[past:end])
-        num_blocks = -(-end // block_size)
-        table = request.block_table
-        block_indices.extend(table if len(table) == num_blocks else table[:num_blocks])
-        past_lens.append(past)
-        subsequence_begins.append(len(input_ids))
-        block_indices_begins.append(len(block_indices))
-        max_context_len = max(max_context_len, end)
+        first = len(sequences.input_ids)
+        if request.draft:
+            has_drafts = True
+            num_tokens = 1
+            end = past + 1
+        sequences.add(request, past, request.token_ids[past:end])
         if request.wants_prompt_logprobs:
             num_rows = min(end, request.num_prompt_tokens - 1) - past
-            prompt_indices.extend(range(subsequence_begins[-2], subsequence_begins[-2] + num_rows))
+            prompt_rows.extend(range(first, first + num_rows))
             prompts.append(PromptRows(request, past, num_rows))
         if end == len(request.token_ids):
-            sampled_indices.append(len(input_ids) - 1)
+            rows.append(len(sequences.input_ids) - 1)
             sampled.append(request)
-    past_array = np.array(past_lens, np.int32)
-    begins = np.array(subsequence_begins, np.int32)
+            ahead.append(0)
+        for number, token_id in enumerate(request.draft, 1):
+            sequences.add(request, past + number, (token_id,))
+            if depends_on_tokens(request.sampling):
+                later_rows.append(first + number)
+                later.append(request)
+            else:
+                rows.append(first + number)
+                sampled.append(request)
+                ahead.append(number)
     return Batch(
-        input_ids=np.frombuffer(input_ids, np.uint32).astype(np.int64),
-        position_ids=_positions(past_array, begins),
-        past_lens=past_array,
-        subsequence_begins=begins,
-        block_indices=np.frombuffer(block_indices, np.int32),
-        block_indices_begins=np.array(block_indices_begins, np.int32),
-        max_context_len=np.array(max_context_len, np.int32),
-        sampled_tokens_indices=np.array(sampled_indices + prompt_indices, np.int64),
+        **sequences.inputs(),
+        sampled_tokens_indices=np.array(rows + later_rows + prompt_rows, np.int64),
         sampled=sampled,
+        ahead=np.array(ahead, np.intp) if has_drafts else None,
+        later=later,
         copies=copies,
         prompts=prompts,
-        sums=Sums.NONE if prompts else sums_for(sampled),
+        sums=Sums.NONE if prompts else sums_for((*sampled, *later)),
     )
+
+
+def depends_on_tokens(sampling: SamplingParams) -> bool:
+    """Whether what is sampled depends on the tokens of the answer in another way than by the model's logits."""
+    return sampling.has_penalties or sampling.has_edits
+
+
+class _Sequences:
+    """The sequences of a step, one after the other."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.input_ids, self._block_indices = array("I"), array("i")
+        self._past_lens: list[int] = []
+        self._begins, self._block_begins = [0], [0]
+        self._max_context_len = 0
+
+    def add(self, request: Request, past: int, token_ids: Sequence[int]) -> None:
+        """Add new tokens of a request, after `past` others."""
+        self.input_ids.extend(token_ids)
+        end = past + len(token_ids)
+        num_blocks = -(-end // self._block_size)
+        table = request.block_table
+        self._block_indices.extend(table if len(table) == num_blocks else table[:num_blocks])
+        self._past_lens.append(past)
+        self._begins.append(len(self.input_ids))
+        self._block_begins.append(len(self._block_indices))
+        self._max_context_len = max(self._max_context_len, end)
+
+    def inputs(self) -> dict[str, Any]:
+        """The operator's inputs by name."""
+        past_lens, begins = np.array(self._past_lens, np.int32), np.array(self._begins, np.int32)
+        return {
+            "input_ids": np.frombuffer(self.input_ids, np.uint32).astype(np.int64),
+            "position_ids": _positions(past_lens, begins),
+            "past_lens": past_lens,
+            "subsequence_begins": begins,
+            "block_indices": np.frombuffer(self._block_indices, np.int32),
+            "block_indices_begins": np.array(self._block_begins, np.int32),
+            "max_context_len": np.array(self._max_context_len, np.int32),
+        }
 
 
 def padded(batch: Batch, num_tokens: int, block: int) -> Batch:

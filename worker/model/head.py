@@ -33,7 +33,7 @@ from headrace.worker.sampling.logits import Logits, floats_of
 from headrace.worker.sampling.reduction import FloatArray, Reduction, run_length, weigh_runs
 from headrace.worker.sampling.row_sums import RowSums, maxima_of, without_lowest
 
-# Up to so many logits, numpy is faster than starting a graph: 3 rows of 49k, 1 of 152k.
+# Up to so many logits, numpy is faster than starting a graph: 3 rows of 49k, 1 of 152k. It adds up in another order.
 _MOST_FOR_NUMPY = 160_000
 # The CPU plugin keeps nodes with this attribute in bfloat16 after the last product. It converts others to float32, with
 # a copy of all logits for each.
@@ -114,9 +114,12 @@ class InputTensors:
 
 class HeadRequest:
     """An inference request of a model with a replaced head: `bind` rows, `run`, then read `logits`. `row_sums` is None
-    if the model has only logits."""
+    if the model has only logits. With `same_sums`, the sums of a row do not depend on the number of rows."""
 
-    def __init__(self, request: ov.InferRequest, row_sums: RowSums | None, vocab_size: int) -> None:
+    def __init__(
+        self, request: ov.InferRequest, row_sums: RowSums | None, vocab_size: int, *, same_sums: bool = False
+    ) -> None:
+        self._most_for_numpy = 0 if same_sums else _MOST_FOR_NUMPY
         self._request = request
         self._inputs = InputTensors(request)
         self._vocab_size = vocab_size
@@ -150,7 +153,7 @@ class HeadRequest:
         logits, maxima = (self._request.get_output_tensor(output) for output in (self._logits, self._maxima))
         temperatures = self._inverse_temperatures
         num_outputs = 2 if self._wanted is Sums.DRAWN_AND_MODEL else 1
-        if 0 < len(temperatures) * self._vocab_size <= _MOST_FOR_NUMPY:
+        if 0 < len(temperatures) * self._vocab_size <= self._most_for_numpy:
             values, highest = (floats_of(_numbers(tensor)[: len(temperatures)]) for tensor in (logits, maxima))
             for each in (temperatures, np.ones_like(temperatures))[:num_outputs]:
                 self._sums.append(weigh_runs(values[:, 0], highest[..., 0], each))

@@ -46,7 +46,11 @@ class OpenVINOModelRunner:
     """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `vocab_size` and `kv_precision` are
     read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences are computed by a
     graph of their own; 0 without `decode_graph`. Prompts are exact in steps of up to `exact_rows` tokens (see
-    `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`)."""
+    `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`).
+
+    In accuracy mode a token does not depend on how many others its step has. Decode steps have at least two tokens and
+    two sampled rows then, because other kernels compute a single one.
+    """
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class OpenVINOModelRunner:
             else _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
         )
         self.small_decode = SMALL_DECODE if decode_graph else 0
+        self.least_decode = 2 if execution_mode == "accuracy" else 1
         self._slot = self._graph.slots[0]
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
@@ -148,7 +153,7 @@ class OpenVINOModelRunner:
         slot = self._slot = graph.slots[0]
         for name in STEP_INPUTS:
             slot.inputs.set(name, getattr(batch, name))
-        least = 0 if batch.is_decode else MIN_PROMPT_STEP
+        least = self.least_decode if batch.is_decode else MIN_PROMPT_STEP
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
 
     def run(self) -> Logits:
@@ -200,17 +205,21 @@ class _Graph:
         logits = compiled.output("logits")
         self.vocab_size = int(logits.partial_shape[2].get_length())
         row_sums = RowSums(self.vocab_size, logits.element_type, asked.threads) if has_runs else None
-        self.slots = deque(_Slot(compiled, row_sums, self.vocab_size) for _ in range(2))
+        self.slots = deque(
+            _Slot(compiled, row_sums, self.vocab_size, same_sums=asked.execution_mode == "accuracy") for _ in range(2)
+        )
 
 
 class _Slot:
     """An inference request with its inputs and outputs. Each graph has two, so that the results of one step can be read
     while the next one runs."""
 
-    def __init__(self, compiled: ov.CompiledModel, row_sums: RowSums | None, vocab_size: int) -> None:
+    def __init__(
+        self, compiled: ov.CompiledModel, row_sums: RowSums | None, vocab_size: int, *, same_sums: bool
+    ) -> None:
         self.request = compiled.create_infer_request()
         self.inputs = InputTensors(self.request)
-        self.head = HeadRequest(self.request, row_sums, vocab_size)
+        self.head = HeadRequest(self.request, row_sums, vocab_size, same_sums=same_sums)
 
 
 def _dims(port: ov.Output) -> list[int]:

@@ -8,6 +8,9 @@ the next token:
     computed  c c c c c c c c . . . . . . .
               |- 8 computed -| 7 to compute, then one more is sampled
 
+A step may also verify a draft, tokens that are proposed to follow. It then samples a token after each of them, and
+keeps those up to the first that differs. Only accepted tokens count as computed.
+
 This covers chunked prefill, prefix hits (start with some tokens computed), preemption (start again from 0 and keep the
 generated tokens) and resumption after a failure (start with generated tokens).
 """
@@ -72,6 +75,8 @@ class Request:
     """When the caller gives up, on the clock of `arrival_s`."""
     max_wait_s: float = math.inf
     """How long it may wait for others before its first token."""
+    prediction: Sequence[int] = ()
+    """Tokens that the caller expects the answer to have. They are proposed as drafts."""
     prompt_hashes: list[int] = field(default_factory=list)
     """The part of `block_hashes` that covers the prompt. Requests that came together with the same prompt and
     `root_hash` share the list, so each hash is computed once."""
@@ -85,6 +90,12 @@ class Request:
     block_hashes: list[int] = field(default_factory=list)
     num_findable_blocks: int = 0
     num_preemptions: int = 0
+    draft: Sequence[int] = ()
+    """Tokens proposed to follow `token_ids`, while a step verifies them."""
+    num_drafted: int = 0
+    """Draft tokens that steps have verified."""
+    num_accepted: int = 0
+    """Draft tokens that became part of the answer."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0

@@ -14,23 +14,26 @@ NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits for this request
 
 
 class Scheduled(NamedTuple):
-    """A request, and how many of its next tokens the step computes."""
+    """A request, and how many of its next tokens the step computes. Those beyond its last token are its draft's."""
 
     request: Request
     num_tokens: int
 
 
 class Sampled(NamedTuple):
-    """The token sampled for a request. `token_id` is -1 if there is none; `error` says why."""
+    """The token sampled for a request. `token_id` is -1 if there is none; `error` says why. `more` are the tokens after
+    it, if a draft was accepted."""
 
     token_id: int
     error: StatusError = NOT_A_NUMBER
+    more: tuple[int, ...] = ()
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
     """The output of one step for one request. It is the request's last output if `finish` or `error` is set.
 
-    `start_pos` is the position of the first of `token_ids` among the generated tokens.
+    `start_pos` is the position of the first of `token_ids` among the generated tokens. `num_drafted` draft tokens were
+    verified, and `num_accepted` of them are in `token_ids`.
     """
 
     request: Request
@@ -40,6 +43,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: StatusError | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def is_last(self) -> bool:

@@ -115,8 +115,8 @@ class Logits:
         """Rows and vocabulary."""
         return self.values.shape[0], self.values.shape[1]
 
-    def part(self, rows: slice) -> Logits:
-        """Some of the rows, as the model gave them."""
+    def part(self, rows: slice | IndexArray) -> Logits:
+        """Some of the rows, as the model gave them; a copy if they are not a slice."""
         reduction = None if self.reduction is None else Reduction(*(array[rows] for array in self.reduction))
         return Logits(self.values[rows], reduction, None if self.model_sums is None else self.model_sums[rows])
 

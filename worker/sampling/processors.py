@@ -80,6 +80,24 @@ class LogitsProcessors:
         if steps:
             self._look_ahead.begin(steps)
 
+    def forced_tokens(self, request: Request) -> Sequence[int]:
+        """See BatchSampler."""
+        matcher = self._matcher_behind(request)
+        return () if matcher is None else matcher.forced_tokens()
+
+    def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
+        """See BatchSampler."""
+        matcher = self._matcher_behind(request)
+        return len(token_ids) if matcher is None else matcher.num_valid(token_ids)
+
+    def _matcher_behind(self, request: Request) -> Matcher | None:
+        """The matcher of the request, if it has followed all of its tokens."""
+        if request.sampling.constraint is None:
+            return None
+        self._look_ahead.finish()
+        matcher = self._matchers.get(request)
+        return matcher if matcher is not None and matcher.num_tokens == request.num_generated_tokens else None
+
     def _process_row(self, request: Request, row: int, processed: Processed) -> list[_Single]:
         """Single changes of the row, to be applied after those of `processed`. Or add the row to `processed`."""
         sampling = request.sampling

@@ -30,9 +30,10 @@ class RowParams(NamedTuple):
     uniforms: DoubleArray
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> RowParams:
-        """Those of the next token of each request."""
+    def of(cls, requests: Sequence[Request], ahead: IndexArray | None = None) -> RowParams:
+        """Those of the next token of each request, or of the token after `ahead` `[n]` more."""
         samplings = [request.sampling for request in requests]
+        positions = np.array([request.num_generated_tokens for request in requests], np.uint64)
         return cls(
             np.array([sampling.is_greedy for sampling in samplings]),
             np.array([sampling.inverse_temperature for sampling in samplings], np.float32),
@@ -41,7 +42,7 @@ class RowParams(NamedTuple):
             np.array([sampling.min_p for sampling in samplings], np.float64),
             uniforms(
                 np.array([sampling.seed & _SEED_MASK for sampling in samplings], np.uint64),
-                np.array([request.num_generated_tokens for request in requests], np.uint64),
+                positions if ahead is None else positions + ahead.astype(np.uint64),
             ),
         )
 

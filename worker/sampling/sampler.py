@@ -63,11 +63,12 @@ class BatchSampler:
         self._penalties = PenaltyCounter()
         self._processors = LogitsProcessors()
 
-    def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
-        """Prepare the sampling of each request's next token; None if all are plainly greedy."""
+    def plan(self, requests: Sequence[Request], vocab_size: int, ahead: IndexArray | None = None) -> Plan | None:
+        """Prepare the sampling of each request's next token, or of the one after `ahead` `[n]` draft tokens, which only
+        rows have that do not depend on earlier tokens. None if all are plainly greedy."""
         if all(request.sampling.is_plain for request in requests):
             return None
-        return Plan(RowParams.of(requests), self._penalties.penalties(requests, vocab_size))
+        return Plan(RowParams.of(requests, ahead), self._penalties.penalties(requests, vocab_size))
 
     def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
         """The next token of each request, or -1 with an error. `logits` has a row for each; `plan` is theirs."""
@@ -82,6 +83,14 @@ class BatchSampler:
         sampled = [_sampled(token_id) for token_id in token_ids]
         self._processors.begin_look_ahead(requests, [entry.token_id for entry in sampled])
         return sampled
+
+    def forced_tokens(self, request: Request) -> Sequence[int]:
+        """Tokens that the request's grammar is likely to force next; none without a grammar."""
+        return self._processors.forced_tokens(request)
+
+    def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many of the tokens the request's grammar allows to follow; all of them without a grammar."""
+        return self._processors.num_valid(request, token_ids)
 
     def logprobs(
         self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]

@@ -158,6 +158,7 @@ def admit(decoded: DecodedRequest, limits: ModelLimits, *, request_id: str, arri
         prompt = _token_ids(message.token_ids if shared is None else shared.token_ids, "token_ids", limits)
     if not prompt:
         raise _invalid("token_ids", "must have at least one token")
+    prediction = _token_ids(message.prediction_token_ids, "prediction_token_ids", limits)
     resume = _token_ids(message.resume_token_ids, "resume_token_ids", limits)
     room = limits.max_context_tokens - len(prompt)
     root = root_hash(limits.fingerprint, message.adapter, message.cache_salt)
@@ -168,6 +169,7 @@ def admit(decoded: DecodedRequest, limits: ModelLimits, *, request_id: str, arri
         root_hash=root,
         prompt_hashes=[] if shared is None else shared.block_hashes(root),
         resume_token_ids=resume,
+        prediction=prediction[:room],
         priority=message.priority,
         arrival_s=arrival_s,
         max_wait_s=message.max_wait_ms / 1000 if message.HasField("max_wait_ms") else math.inf,

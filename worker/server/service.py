@@ -186,6 +186,9 @@ def _response_of(request: Request, outputs: Sequence[RequestOutput]) -> inferenc
     else:
         token_ids = [token_id for output in outputs for token_id in output.token_ids]
         response = inference_pb2.GenerateResponse(start_pos=outputs[0].start_pos, token_ids=token_ids)
+    if request.num_drafted:
+        response.num_drafted_tokens = sum(output.num_drafted for output in outputs)
+        response.num_accepted_tokens = sum(output.num_accepted for output in outputs)
     if request.sampling.num_logprobs is not None:
         response.logprobs.extend(_logprobs_of(entry) for output in outputs for entry in output.logprobs)
     if last.finish is not None:

@@ -80,6 +80,10 @@ export function figuresOf(message) {
     if (count > 1 && decodeMs > 0) figures.push([((count - 1) / (decodeMs / 1000)).toFixed(count > 20 ? 0 : 1), "tokens/s"]);
     figures.push([String(count), count === 1 ? "token" : "tokens"]);
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    const details = usage.completion_tokens_details ?? {};
+    const accepted = details.accepted_prediction_tokens ?? 0;
+    const drafted = accepted + (details.rejected_prediction_tokens ?? 0);
+    if (drafted) figures.push([`${accepted} of ${drafted}`, "draft tokens accepted"]);
     figures.push([`${cached} of ${usage.prompt_tokens}`, "prompt tokens cached"]);
   }
   return figures;

@@ -95,6 +95,10 @@ async def failure(gateway: Any, path: str, status: int, body: Any, **options: An
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
+        ({"prediction": "text"}, "prediction"),
+        ({"prediction": {}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction.content[0]"),
         ({"model": ["tiny"]}, "model"),
     ],
 )
@@ -113,7 +117,6 @@ async def test_a_bad_field_of_a_chat_is_named(gateway: Any, router: Any, fields:
         ({"function_call": "auto"}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "v"}}, "audio"),
-        ({"prediction": {}}, "prediction"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"chat_template": "x"}, "chat_template"),
         ({"use_beam_search": True}, "use_beam_search"),

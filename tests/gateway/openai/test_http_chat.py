@@ -49,7 +49,11 @@ async def test_an_answer_has_the_models_text_and_the_account(gateway: Any, route
         "completion_tokens": num_answer,
         "total_tokens": num_prompt + num_answer,
         "prompt_tokens_details": {"cached_tokens": 5},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

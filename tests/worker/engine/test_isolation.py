@@ -13,6 +13,7 @@ from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.isolation import Sampler
 from headrace.worker.grammar import compiler as grammar_compiler
 from headrace.worker.grammar.constraint import Constraint, ConstraintSource
+from headrace.worker.model.batch import Ahead
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput, Sampled
@@ -41,9 +42,15 @@ class RaisingSampler:
                 self.num_raised += 1
                 raise RuntimeError("spoiled")
 
-    def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
+    def plan(self, requests: Sequence[Request], vocab_size: int, ahead: Ahead | None = None) -> Plan | None:
         self._look("plan", requests)
-        return self.inner.plan(requests, vocab_size)
+        return self.inner.plan(requests, vocab_size, ahead)
+
+    def forced_tokens(self, request: Request) -> Sequence[int]:
+        return self.inner.forced_tokens(request)
+
+    def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
+        return self.inner.num_valid(request, token_ids)
 
     def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
         self._look("sample", requests)

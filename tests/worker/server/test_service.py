@@ -41,6 +41,7 @@ class GatedRunner:
         self.runner = runner
         self.infer_s = 0.0
         self.small_decode = 0
+        self.least_decode = 1
         self.vocab_size = VOCAB_SIZE
         self.gate = threading.Event()
         self.gate.set()

@@ -1,0 +1,125 @@
+"""Speculative decoding on the real model, in accuracy mode: every token and log-probability is that of a run without.
+
+HEADRACE_SOAK=1 runs all layers of the model and 500 prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import pytest
+
+from headrace.cli.models.model_cache import model_directory
+from headrace.worker.engine.build import build_engine
+from headrace.worker.grammar.compiler import Grammars
+from headrace.worker.grammar.constraint import Constraint, ConstraintSource
+from headrace.worker.grammar.vocabulary import read_vocabulary
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import RequestOutput
+from headrace.worker.sampling.sampler import BatchSampler
+from tests.e2e.serving import MODEL
+from tests.e2e.small_model import small_model
+from tests.worker.conftest import CHEAP_STEPS
+
+pytestmark = pytest.mark.e2e
+SOAK = os.environ.get("HEADRACE_SOAK") == "1"
+NUM_BLOCKS = 900
+MAX_TOKENS = 40
+NUM_PROMPTS = 500 if SOAK else 8
+SCHEMA = (
+    '{"type":"object","properties":{"first_name":{"type":"string","maxLength":12},"age":{"type":"integer"}},'
+    '"required":["first_name","age"],"additionalProperties":false}'
+)
+KINDS = ("plain", "schema", "penalties")
+
+
+@pytest.fixture(scope="module")
+def directory() -> Path:
+    small = small_model()
+    return model_directory(MODEL) if SOAK else small
+
+
+@pytest.fixture(scope="module")
+def runner(directory: Path) -> OpenVINOModelRunner:
+    runner = OpenVINOModelRunner(directory, threads=2, kv_precision="u8", execution_mode="accuracy")
+    runner.allocate(NUM_BLOCKS)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def constraint(directory: Path) -> Constraint:
+    grammars = Grammars(lambda: read_vocabulary(directory), 49_152, [2])
+    return asyncio.run(grammars.constrain(ConstraintSource("json_schema", (SCHEMA,)), end_token_ids=[2]))
+
+
+@pytest.fixture(scope="module")
+def prompts(directory: Path) -> list[list[int]]:
+    """Pieces of the documentation, each with its beginning once more at its end."""
+    import openvino_tokenizers  # noqa: F401  it registers its operators
+
+    documents = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    tokenizer = ov.Core().compile_model(directory / "openvino_tokenizer.xml", "CPU")
+    token_ids = tokenizer(["\n".join(document.read_text() for document in documents)])["input_ids"][0]
+    starts = np.linspace(0, len(token_ids) - 100, NUM_PROMPTS).astype(int)
+    return [[*token_ids[at : at + 60].tolist(), *token_ids[at : at + 6].tolist()] for at in starts.tolist()]
+
+
+def answers(
+    runner: OpenVINOModelRunner, prompts: Sequence[Sequence[int]], batch: int, speculation: str, **sampling: Any
+) -> tuple[list[tuple[Any, ...]], list[Request]]:
+    """Tokens and log-probabilities of each prompt, so many at a time."""
+    limits = StepLimits(batch, 1024, 1024, is_exact=True)
+    sampler = BatchSampler()
+    engine = build_engine(runner, sampler, NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, speculation=speculation)
+    given: dict[Request, list[RequestOutput]] = {}
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": number, **sampling})
+        request = Request(str(number), list(prompt), params, number % 3, arrival_s=number)
+        given[request] = []
+        engine.scheduler.add(request)
+    while engine.scheduler.has_requests:
+        for output in engine.step():
+            given[output.request].append(output)
+        engine.scheduler.check()
+    found = [
+        (
+            [token_id for output in outputs for token_id in output.token_ids],
+            [entry for output in outputs for entry in output.logprobs],
+            outputs[-1].finish,
+        )
+        for outputs in given.values()
+    ]
+    return found, list(given)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64] if SOAK else [1, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_bit_for_bit_those_without(
+    runner: OpenVINOModelRunner,
+    prompts: list[list[int]],
+    constraint: Constraint,
+    kind: str,
+    temperature: float,
+    batch: int,
+) -> None:
+    sampling: dict[str, Any] = {
+        "plain": {"num_logprobs": 2},
+        "schema": {"constraint": constraint, "num_logprobs": 0, "stop_token_ids": frozenset([2])},
+        "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "num_logprobs": 1},
+    }[kind]
+    chosen = prompts if batch > 1 or SOAK else prompts[:3]
+    without, _ = answers(runner, chosen, batch, "off", temperature=temperature, **sampling)
+    with_drafts, requests = answers(runner, chosen, batch, "ngram", temperature=temperature, **sampling)
+    assert with_drafts == without
+    assert sum(request.num_drafted for request in requests) > 0
+    assert kind == "penalties" or sum(request.num_accepted for request in requests) > 0

@@ -1,0 +1,95 @@
+"""Prompt lookup, and predictions."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from headrace.worker.speculation.history import History
+from headrace.worker.speculation.proposer import Source
+
+
+def draft_after(prompt: list[int], answer: list[int], most: int = 4, prediction: list[int] | None = None) -> list[int]:
+    history = History(prediction or [], prompt)
+    for end in range(len(answer) + 1):  # token by token, as they come
+        history.extend([*prompt, *answer[:end]])
+    return list(history.draft(most).token_ids)
+
+
+def test_what_followed_the_same_tokens_is_proposed() -> None:
+    assert draft_after([1, 2, 3, 4, 5, 6, 7], [9, 2, 3, 4]) == [5, 6, 7, 9]
+    assert draft_after([1, 2, 3, 4, 5, 6, 7], [9, 3, 4]) == [], "two tokens are too few"
+    assert draft_after([1, 2, 3], []) == []
+
+
+def test_the_longest_match_is_preferred_to_a_later_one() -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 70, 71, 9, 4, 5, 6, 80, 81]
+    assert draft_after(prompt, [1, 2, 3, 4, 5, 6], 2) == [70, 71]
+    assert draft_after(prompt, [5, 4, 5, 6], 2) == [80, 81]
+
+
+def test_a_place_is_followed_as_long_as_it_is_right() -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert draft_after(prompt, [1, 2, 3, 4, 5], 2) == [6, 7]
+    assert draft_after(prompt, [1, 2, 3, 4, 99], 2) == []
+
+
+def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
+    assert draft_after([50], [1, 2, 1, 2, 1, 2], 7) == [1, 2, 1, 2, 1, 2, 1]
+
+
+def test_a_prediction_is_proposed_from_its_beginning_and_behind_what_differs() -> None:
+    prediction = [10, 11, 12, 13, 14, 15]
+    assert draft_after([1], [], 3, prediction) == [10, 11, 12]
+    assert draft_after([1], [10, 11], 9, prediction) == [12, 13, 14, 15]
+    assert draft_after([1], [99, 11, 12, 13], 9, prediction) == [14, 15]
+    assert draft_after([1], prediction, 3, prediction) == [], "behind its end nothing is predicted"
+    history = History(prediction, [1, 10, 11, 12])
+    assert history.draft(2).source is Source.PREDICTION
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_makes_no_difference_when_tokens_are_added(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt, answer = ([rng.randrange(3) for _ in range(40)] for _ in range(2))
+    at_once, one_by_one = History([], prompt), History([], prompt)
+    for end in range(1, len(answer) + 1):
+        one_by_one.extend([*prompt, *answer[:end]])
+    at_once.extend([*prompt, *answer])
+    assert len(at_once.draft(5).token_ids) == len(one_by_one.draft(5).token_ids)
+    for history in (at_once, one_by_one):
+        length = history._length
+        assert (length >= 3) == (len(history.draft(5).token_ids) == 5)
+        assert length == 0 or history._tokens[history._at - length : history._at] == history._tokens[-length:]
+
+
+def test_a_step_behind_a_long_prompt_costs_no_more_than_behind_a_short_one() -> None:
+    def seconds(num_tokens: int) -> float:
+        rng = random.Random(1)
+        tokens = [rng.randrange(50_000) for _ in range(num_tokens)]
+        history = History([], tokens)
+        times = []
+        for _ in range(200):
+            tokens.append(rng.randrange(50_000))
+            start_s = time.perf_counter()
+            history.extend(memoryview_of(tokens))
+            history.draft(8)
+            times.append(time.perf_counter() - start_s)
+        return sorted(times)[100]
+
+    assert seconds(100_000) < 20 * seconds(100) + 1e-4
+
+
+class memoryview_of:
+    """The end of a list without a copy of all of it."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, part: slice) -> list[int]:
+        return self._tokens[part]

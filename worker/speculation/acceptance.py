@@ -1,0 +1,91 @@
+"""Which tokens of the drafts are accepted: those that would have been sampled without a draft.
+
+A step samples a token after each token of a draft. A row is valid if all draft tokens before it are the tokens that
+were sampled. Draws depend on seed and position alone, so the answer is that of a run without speculation.
+
+    draft           a  b  c
+    rows        r0  r1 r2 r3
+    sampled     a   b  x  y      a, b and x are the next tokens; y is dropped, because c is not x
+
+Rows that depend on the model's logits only are sampled together. Where penalties, a grammar or bad words also count the
+tokens before, a row is sampled after the rows before it, and only if they were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from headrace.worker.model.batch import Batch
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Sampled
+
+SampleLater = Callable[[Sequence[Request], Sequence[int]], Sequence[Sampled]]
+_DROPPED = Sampled(-1)
+
+
+class Verified(NamedTuple):
+    """`tokens` has an entry for each sampled request, in batch order. `rows` has one for each row of the batch's
+    `sampled` and `later`; a row that does not count has no token."""
+
+    tokens: Sequence[Sampled]
+    rows: Sequence[Sampled]
+
+
+def verify(batch: Batch, sampled: Sequence[Sampled], sample_later: SampleLater) -> Verified:
+    """Accept tokens. `sampled` are those of the batch's `sampled` rows. `sample_later` samples the next token of
+    requests from given rows of logits."""
+    assert batch.ahead is not None
+    rows = [_DROPPED] * (len(batch.sampled) + len(batch.later))
+    found: dict[Request, list[Sampled]] = {}
+    for row, (request, ahead, entry) in enumerate(zip(batch.sampled, batch.ahead.tolist(), sampled, strict=True)):
+        if ahead == 0:
+            found[request] = [entry]
+        elif _is_accepted(found[request], request, ahead) and entry.token_id >= 0:
+            found[request].append(entry)
+        else:
+            continue
+        rows[row] = entry
+    _verify_later(batch, found, rows, sample_later)
+    tokens = [
+        entries[0]._replace(more=tuple(entry.token_id for entry in entries[1:])) if len(entries) > 1 else entries[0]
+        for entries in found.values()
+    ]
+    return Verified(tokens, rows)
+
+
+def _is_accepted(entries: Sequence[Sampled], request: Request, ahead: int) -> bool:
+    """Whether the first `ahead` tokens of the draft are what was sampled."""
+    return len(entries) == ahead and entries[-1].token_id == request.draft[ahead - 1]
+
+
+def _verify_later(
+    batch: Batch, found: dict[Request, list[Sampled]], rows: list[Sampled], sample_later: SampleLater
+) -> None:
+    """Sample the rows of `later`, all requests' first draft tokens, then all second ones. While that goes on, requests
+    have their accepted tokens."""
+    row_of: dict[Request, int] = {}
+    for row, request in enumerate(batch.later, len(batch.sampled)):
+        row_of.setdefault(request, row)
+    num_tokens = {request: request.num_tokens for request in row_of}
+    active, ahead = list(row_of), 1
+    try:
+        while active := [request for request in active if _may_continue(request, found[request], ahead)]:
+            for request in active:
+                request.token_ids.append(found[request][-1].token_id)
+            places = [row_of[request] + ahead - 1 for request in active]
+            for request, row, entry in zip(active, places, sample_later(active, places), strict=True):
+                if entry.token_id >= 0:
+                    found[request].append(entry)
+                    rows[row] = entry
+            ahead += 1
+    finally:
+        for request, count in num_tokens.items():
+            del request.token_ids[count:]
+
+
+def _may_continue(request: Request, entries: Sequence[Sampled], ahead: int) -> bool:
+    """Whether there is a row after `ahead` draft tokens, and it counts."""
+    if ahead > len(request.draft) or not _is_accepted(entries, request, ahead):
+        return False
+    return entries[-1].token_id not in request.sampling.stop_token_ids

@@ -1,0 +1,54 @@
+"""How likely draft tokens are to be accepted: learned for each source and level, and for each request. Pure."""
+
+from __future__ import annotations
+
+from headrace.worker.speculation.history import LEVELS
+from headrace.worker.speculation.proposer import Draft, Source
+
+# The share of accepted tokens before anything is known.
+_PRIORS = {
+    Source.NGRAM: (0.2, 0.35, 0.5, 0.65, 0.85),
+    Source.PREDICTION: (0.7, 0.7, 0.75, 0.8, 0.9),
+    Source.GRAMMAR: (0.9,) * (len(LEVELS) + 1),
+}
+# A prior counts as so many observed tokens.
+_PRIOR_TOKENS = 8.0
+# Weight of an earlier observation after another: half after 140 tokens for all requests, and 34 for one.
+_KEPT, _KEPT_OF_REQUEST = 0.995, 0.98
+
+
+class AcceptanceRate:
+    """Shares of draft tokens that were accepted, of those whose predecessors were. Recent ones count more."""
+
+    __slots__ = ("_kept", "_shares", "_weights")
+
+    def __init__(self, kept: float = _KEPT) -> None:
+        self._kept = kept
+        self._shares: dict[tuple[Source, int], float] = {}
+        self._weights: dict[tuple[Source, int], float] = {}
+
+    @classmethod
+    def of_request(cls) -> AcceptanceRate:
+        """One that forgets faster."""
+        return cls(_KEPT_OF_REQUEST)
+
+    def observe(self, draft: Draft, num_verified: int, num_accepted: int) -> None:
+        """Learn from a draft. Tokens after the first that is not accepted say nothing."""
+        key = draft.source, draft.level
+        outcomes = [1.0] * num_accepted + [0.0] * (num_verified > num_accepted)
+        weight, share = self._weights.get(key, 0.0), self._shares.get(key, 0.0)
+        for outcome in outcomes:
+            weight = self._kept * weight + 1.0
+            share += (outcome - share) / weight
+        self._weights[key], self._shares[key] = weight, share
+
+    def chance(self, draft: Draft, of_request: AcceptanceRate | None) -> float:
+        """The probability that a token of the draft is accepted if those before it are. `of_request` is what was
+        learned of the same request."""
+        key = draft.source, draft.level
+        common = self._with_prior(key, _PRIORS[draft.source][draft.level])
+        return common if of_request is None else of_request._with_prior(key, common)
+
+    def _with_prior(self, key: tuple[Source, int], prior: float) -> float:
+        weight = self._weights.get(key, 0.0)
+        return (weight * self._shares.get(key, 0.0) + _PRIOR_TOKENS * prior) / (weight + _PRIOR_TOKENS)

@@ -1,0 +1,103 @@
+"""How many draft tokens a step verifies: as many as give the most tokens a second.
+
+A step of B streams and K draft tokens gives B tokens, and as many more as are accepted. It costs what the model of step
+costs predicts for B + K tokens (docs/decisions/0032), corrected by what steps of that size have cost: the first tokens
+of a product are cheaper than later ones, and no straight line shows that. Draft tokens are taken in the order of the
+probability that they are reached and accepted.
+
+A step with another number of tokens than the one before costs a change (docs/decisions/0025), and each new number has
+to be prepared. So sizes are few. A change to more tokens has to pay at once. A change back counts less, because the
+steps after it have the smaller size too. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+# The weight of the newest step in the correction of its size.
+_NEWEST = 0.1
+# Corrections of sizes stay in these bounds, so that one odd step does no lasting harm.
+_LEAST, _MOST = 0.4, 2.5
+# The share of a change of size that counts against having no drafts.
+_CHANGE_BACK = 0.25
+
+
+class StepLine(NamedTuple):
+    """The predicted cost of steps in milliseconds: with the streams only, for each draft token more, and for another
+    number of tokens than in the step before."""
+
+    base_ms: float
+    token_ms: float
+    change_ms: float
+
+
+class SizeCorrections:
+    """How many times its prediction a decode step costs, by its number of tokens."""
+
+    __slots__ = ("_ratios",)
+
+    def __init__(self) -> None:
+        self._ratios: dict[int, float] = {}
+
+    def observe(self, num_tokens: int, ratio: float) -> None:
+        """Learn from a step that took `ratio` of its prediction."""
+        ratio = min(max(ratio, _LEAST), _MOST)
+        old = self._ratios.get(num_tokens)
+        self._ratios[num_tokens] = ratio if old is None else old + _NEWEST * (ratio - old)
+
+    def of(self, num_tokens: int) -> float:
+        """The correction for a size: its own, or that of the nearest size that was seen."""
+        found = self._ratios.get(num_tokens)
+        if found is None and self._ratios:
+            found = self._ratios[min(self._ratios, key=lambda size: (abs(size - num_tokens), size))]
+        return 1.0 if found is None else found
+
+
+def rounded_size(num_tokens: int) -> int:
+    """The size of a step of so many tokens: one of few, because each has to be prepared."""
+    if num_tokens <= 2:
+        return num_tokens
+    grain = 2 if num_tokens <= 8 else 4 if num_tokens <= 16 else 8
+    return -(-num_tokens // grain) * grain
+
+
+def best_counts(
+    chances: Sequence[float],
+    lengths: Sequence[int],
+    line: StepLine,
+    correction: Callable[[int], float],
+    *,
+    size_before: int,
+    most_tokens: int,
+    most_ms: float,
+) -> list[int]:
+    """How many draft tokens of each of B streams to verify. A token of stream i is accepted with probability
+    `chances[i]` if those before it are; there are `lengths[i]`. Steps with drafts have at most `most_tokens` tokens and
+    take at most `most_ms`. `size_before` is the number of tokens of the step before."""
+    num_streams = len(chances)
+    gains = [
+        (chance ** (depth + 1), stream)
+        for stream, (chance, length) in enumerate(zip(chances, lengths, strict=True))
+        for depth in range(length)
+    ]
+    gains.sort(key=lambda gain: -gain[0])
+    without_ms = line.base_ms * correction(num_streams)
+    if num_streams != size_before:
+        without_ms += _CHANGE_BACK * line.change_ms
+    best_rate, best = num_streams / without_ms, 0
+    expected = float(num_streams)
+    for count, (gain, _) in enumerate(gains[: max(0, most_tokens - num_streams)], 1):
+        expected += gain
+        size = num_streams + count
+        if size not in (size_before, rounded_size(size)):
+            continue
+        cost_ms = (line.base_ms + line.token_ms * count) * correction(size)
+        if size != size_before:
+            cost_ms += line.change_ms
+        if cost_ms <= most_ms and expected / cost_ms > best_rate:
+            best_rate, best = expected / cost_ms, count
+    counts = [0] * num_streams
+    for _, stream in gains[:best]:
+        counts[stream] += 1
+    return counts

@@ -1,0 +1,122 @@
+"""Prompt lookup: proposes what followed the same tokens earlier in the prompt, the answer or the caller's prediction.
+
+For every position, the last n tokens lead to the position after them, for each n of `SIZES`. New tokens are added as
+they come, so a step costs the same behind a long prompt. Once a place to copy from is found, it is followed for as long
+as it is right.
+
+    x y z | a b c d e f g ...  | x y a b c     the last three tokens were seen before: d e f g may follow
+            ^^^^^                    ^^^^^
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
+
+# Lengths of the runs of tokens that are looked up, the longest first. Shorter ones are wrong too often.
+SIZES = (6, 3)
+# Drafts are classed by how many tokens before them agree: fewer than 4, 6, 9, 16, or more.
+LEVELS = (4, 6, 9, 16)
+_LONGEST_MATCH = LEVELS[-1]
+_FACTOR = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class History:
+    """The tokens of one request. `prediction` comes before its own tokens."""
+
+    __slots__ = ("_at", "_length", "_next", "_offset", "_tokens")
+
+    def __init__(self, prediction: Sequence[int], prompt: Sequence[int]) -> None:
+        """No token of the answer is known yet."""
+        self._tokens = array("I", prediction)
+        self._offset = len(self._tokens)
+        self._next: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
+        self._at = 0 if self._offset else -1
+        self._length = 0
+        self._tokens.extend(prompt)
+        for size, places in zip(SIZES, self._next, strict=True):
+            keys = _keys(self._tokens, size)[:-1].tolist()
+            places.update(zip(keys, range(size, size + len(keys)), strict=True))
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add the tokens of `token_ids`, prompt and answer, that are new."""
+        for token_id in token_ids[len(self._tokens) - self._offset :]:
+            self._add(token_id)
+        if self._length < SIZES[0]:
+            self._look_up()
+
+    def draft(self, most: int) -> Draft:
+        """Up to `most` tokens that may follow. If the copied text ends with the latest token, it is repeated."""
+        if self._at < 0 or most < 1:
+            return NO_DRAFT
+        tokens = self._tokens[self._at : self._at + most]
+        period = len(self._tokens) - self._at
+        while len(tokens) < most:
+            tokens.append(tokens[len(tokens) - period])
+        if self._at < self._offset:
+            return Draft(tokens[: self._offset - self._at], Source.PREDICTION, self._level)
+        return Draft(tokens, Source.NGRAM, self._level)
+
+    @property
+    def _level(self) -> int:
+        return sum(self._length >= length for length in LEVELS)
+
+    def _add(self, token_id: int) -> None:
+        tokens = self._tokens
+        end = len(tokens)
+        for size, places in zip(SIZES, self._next, strict=True):
+            if end >= size:
+                places[_key(tokens[end - size :])] = end
+        if self._at >= 0 and tokens[self._at] == token_id:
+            self._at += 1
+            self._length = min(self._length + 1, _LONGEST_MATCH)
+            if self._at == self._offset:
+                self._at, self._length = -1, 0  # the prediction ends here
+        else:
+            self._at, self._length = -1, 0
+        tokens.append(token_id)
+
+    def _look_up(self) -> None:
+        """Find the latest place where the last tokens occurred before, unless the present one agrees as far."""
+        tokens = self._tokens
+        for size, places in zip(SIZES, self._next, strict=True):
+            if size <= self._length or len(tokens) < size:
+                return
+            at = places.get(_key(tokens[-size:]), -1)
+            if at >= 0 and (at != self._offset or not self._offset):  # nothing follows a prediction
+                length = _num_common(tokens, at)
+                if length > self._length:
+                    self._at, self._length = at, length
+                    return
+
+
+def _num_common(tokens: array[int], at: int) -> int:
+    """How many tokens before `at` equal the last ones."""
+    length = 0
+    while length < min(at, _LONGEST_MATCH) and tokens[at - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def _key(tokens: Sequence[int]) -> int:
+    key = 0
+    for token_id in tokens:
+        key = (key * _FACTOR + token_id + 1) & _MASK
+    return key
+
+
+def _keys(tokens: array[int], size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+    """The keys of all runs of `size` tokens."""
+    count = max(0, len(tokens) - size + 1)
+    values = np.frombuffer(tokens, np.uint32).astype(np.uint64) if count else np.zeros(0, np.uint64)
+    keys = np.zeros(count, np.uint64)
+    for place in range(size if count else 0):
+        keys = keys * np.uint64(_FACTOR) + values[place : place + count] + np.uint64(1)
+    return keys

@@ -1,0 +1,29 @@
+"""What proposers of drafts have in common."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Source(enum.Enum):
+    """Where a draft comes from."""
+
+    NGRAM = "ngram"
+    """What followed the same tokens earlier in prompt or answer."""
+    PREDICTION = "prediction"
+    """The answer that the caller expects."""
+    GRAMMAR = "grammar"
+    """The only text that the request's grammar allows."""
+
+
+class Draft(NamedTuple):
+    """Proposed tokens. `level` is a class of drafts of this source that are about equally likely to be right."""
+
+    token_ids: Sequence[int]
+    source: Source
+    level: int = 0
+
+
+NO_DRAFT = Draft((), Source.NGRAM)

@@ -1,0 +1,166 @@
+"""Proposes drafts for the streams of a step, and learns from what became of them.
+
+scheduler   propose    streams -> drafts: the grammar's forced tokens, else those of `history`
+                       -> as many of them as the controller chooses
+scheduler   observe    accepted tokens -> acceptance rates, counters
+step meter  observe_step    cost of the step -> controller
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from headrace.worker.request.request import Request
+from headrace.worker.speculation.acceptance_rate import AcceptanceRate
+from headrace.worker.speculation.controller import SizeCorrections, StepLine, best_counts
+from headrace.worker.speculation.history import History
+from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
+
+# The longest draft, and its length without a controller.
+MAX_DRAFT, FIXED_DRAFT = 15, 7
+# Batches of at least so many streams are looked at less often while nothing pays: proposing takes 10 us for each.
+_MANY_STREAMS, _MOST_SKIPPED = 4, 16
+
+
+class GrammarDrafts(Protocol):
+    """What grammars know of the next tokens; see `headrace.worker.sampling.sampler.BatchSampler`."""
+
+    def forced_tokens(self, request: Request) -> Sequence[int]:
+        """Tokens that the request's grammar is likely to force next."""
+        ...
+
+    def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many of the tokens the grammar allows to follow."""
+        ...
+
+
+class StepLineOf(Protocol):
+    """Predicts steps of streams that have computed so many tokens; None while too little is known."""
+
+    def __call__(self, contexts: Sequence[int]) -> StepLine | None:
+        """The cost of such steps."""
+        ...
+
+
+class Speculation:
+    """Drafts for one scheduler. `steps` predicts their cost; without it, drafts have a fixed length. Steps have at most
+    `most_tokens` tokens, and at most `small_decode` if their streams alone have no more."""
+
+    def __init__(
+        self,
+        grammars: GrammarDrafts,
+        steps: StepLineOf | None,
+        *,
+        most_tokens: int,
+        small_decode: int = 0,
+        most_ms: float = math.inf,
+    ) -> None:
+        self.counters = {f"{source.value}_tokens_{event}": 0 for source in Source for event in ("drafted", "accepted")}
+        """Totals since the start."""
+        self._grammars, self._steps = grammars, steps
+        self._most_tokens, self._small_decode, self._most_ms = most_tokens, small_decode, most_ms
+        self._histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
+        self._rates: WeakKeyDictionary[Request, AcceptanceRate] = WeakKeyDictionary()
+        self._drafts: dict[Request, Draft] = {}
+        self._rate, self._corrections = AcceptanceRate(), SizeCorrections()
+        self._size_before = 0
+        self._num_skipped = self._num_to_skip = 0
+
+    def propose(self, wanted: dict[Request, int], num_free_blocks: int) -> None:
+        """Give drafts to streams, and add their tokens to what each wants to compute. No draft takes a block that a
+        stream needs."""
+        self._drafts.clear()
+        if num_free_blocks < 2 * len(wanted) or self._is_skipped():
+            return
+        streams = list(wanted)
+        drafts = [self._draft_of(request) for request in streams]
+        counts = self._counts(streams, drafts) if any(draft.token_ids for draft in drafts) else ()
+        for request, draft, count in zip(streams, drafts, counts, strict=False):
+            if count:
+                request.draft = draft.token_ids[:count]
+                wanted[request] += count
+                self._drafts[request] = draft
+        self._note_use(len(streams))
+
+    def observe(self, request: Request, token_ids: Sequence[int]) -> tuple[int, int]:
+        """A step verified the request's draft and gave it these tokens. Returns the length of the draft, and how many
+        of its tokens are among them."""
+        draft, num_drafted = self._drafts[request], len(request.draft)
+        num_accepted = min(len(token_ids), num_drafted)
+        if token_ids[:num_accepted] != tuple(request.draft[:num_accepted]):
+            num_accepted -= 1
+        request.draft = ()
+        request.num_drafted += num_drafted
+        request.num_accepted += num_accepted
+        self.counters[f"{draft.source.value}_tokens_drafted"] += num_drafted
+        self.counters[f"{draft.source.value}_tokens_accepted"] += num_accepted
+        for rate in (self._rate, self._rates.setdefault(request, AcceptanceRate.of_request())):
+            rate.observe(draft, num_drafted, num_accepted)
+        return num_drafted, num_accepted
+
+    def observe_step(self, num_tokens: int, ratio: float | None) -> None:
+        """A step of so many tokens, padding included, has ended. `ratio` is its time by its prediction; None for steps
+        with prompts."""
+        self._size_before = num_tokens
+        if ratio is not None:
+            self._corrections.observe(num_tokens, ratio)
+
+    def _is_skipped(self) -> bool:
+        self._num_skipped += 1
+        return self._num_skipped <= self._num_to_skip
+
+    def _note_use(self, num_streams: int) -> None:
+        """After steps of many streams without any draft, skip more steps each time."""
+        self._num_skipped = 0
+        is_used = bool(self._drafts) or num_streams < _MANY_STREAMS or self._steps is None
+        self._num_to_skip = 0 if is_used else min(max(1, 2 * self._num_to_skip), _MOST_SKIPPED)
+
+    def _draft_of(self, request: Request) -> Draft:
+        most = min(MAX_DRAFT, request.sampling.max_tokens - request.num_generated_tokens - 1)
+        if most < 1:
+            return NO_DRAFT
+        forced = self._grammars.forced_tokens(request) if request.sampling.constraint is not None else ()
+        if forced:
+            return Draft(forced[:most], Source.GRAMMAR)
+        history = self._histories.get(request)
+        if history is None:
+            history = self._histories[request] = History(request.prediction, request.prompt_token_ids)
+        history.extend(request.token_ids)
+        draft = history.draft(most)
+        if request.sampling.constraint is not None and draft.token_ids:
+            num_valid = self._grammars.num_valid(request, draft.token_ids)
+            draft = draft._replace(token_ids=draft.token_ids[:num_valid])
+        return draft
+
+    def _counts(self, streams: Sequence[Request], drafts: Sequence[Draft]) -> Sequence[int]:
+        """How many tokens of each draft to verify."""
+        num_streams = len(streams)
+        most = self._small_decode if num_streams <= self._small_decode else self._most_tokens
+        if self._steps is None:
+            return _fixed_counts(drafts, most - num_streams)
+        line = self._steps([request.num_computed_tokens for request in streams])
+        if line is None:
+            return ()
+        return best_counts(
+            [
+                self._rate.chance(draft, self._rates.get(request))
+                for request, draft in zip(streams, drafts, strict=True)
+            ],
+            [len(draft.token_ids) for draft in drafts],
+            line,
+            self._corrections.of,
+            size_before=self._size_before,
+            most_tokens=most,
+            most_ms=self._most_ms,
+        )
+
+
+def _fixed_counts(drafts: Sequence[Draft], room: int) -> Sequence[int]:
+    counts = []
+    for draft in drafts:
+        counts.append(min(len(draft.token_ids), FIXED_DRAFT, room))
+        room -= counts[-1]
+    return counts
