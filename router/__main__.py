@@ -1,7 +1,7 @@
 """`python -m headrace.router`: flags in, exit status out.
 
-Exit status: 0 after SIGTERM or SIGINT; 2 when what was asked cannot be done as asked, with one sentence on standard
-error; anything else is a crash.
+Exit status: 0 after SIGTERM or SIGINT; 2 if the flags are wrong, with one sentence on standard error; anything else is
+a crash.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ DRAIN_TIMEOUT_S = 2.0
 
 
 class CannotServeError(Exception):
-    """The flags cannot be honoured. The message is a sentence with the remedy."""
+    """The flags are wrong. The message is a sentence with the remedy."""
 
 
 def split_host_port(address: str) -> tuple[str, int]:
     """Host and port of HOST:PORT. Raises CannotServeError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise CannotServeError(f"{address!r} is no address: write HOST:PORT")
+        raise CannotServeError(f"{address!r} is not an address: write HOST:PORT")
     return host.strip("[]"), int(port)
 
 
@@ -57,14 +57,16 @@ def weight_of(given: str) -> tuple[str, float]:
     except ValueError:
         share = 0.0
     if not equals or not (0 < share < math.inf):
-        raise CannotServeError(f"--tenant-weight {given!r} is none: write NAME=WEIGHT with a weight over 0")
+        raise CannotServeError(
+            f"--tenant-weight {given!r} is not a weight: write NAME=WEIGHT with a weight greater than 0"
+        )
     return name, share
 
 
 def refuse_if_taken(address: str) -> None:
-    """Raise CannotServeError with the reason if it is impossible to listen on this address.
+    """Raise CannotServeError with the reason if the process cannot listen on this address.
 
-    gRPC says only that a bind failed; and it takes a unix socket over from a server that uses it.
+    gRPC reports only that binding failed, and takes over a unix socket that another server uses.
     """
     path = address.removeprefix("unix:")
     if path != address:
@@ -72,7 +74,9 @@ def refuse_if_taken(address: str) -> None:
             probe.settimeout(1.0)
             with contextlib.suppress(OSError):
                 probe.connect(path.removeprefix("//"))
-                raise CannotServeError(f"{address} is in use: stop who listens there, or choose another --listen")
+                raise CannotServeError(
+                    f"{address} is in use: stop the process that listens there, or choose another --listen"
+                )
         return
     host, port = split_host_port(address)
     try:
@@ -87,7 +91,7 @@ def refuse_if_taken(address: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router, wired and not yet listening. `drain_timeout_s` is how long streams may go on when it stops."""
+    """A router that does not listen yet. `drain_timeout_s` is how long streams may continue when it stops."""
 
     server: RouterServer
     metrics: RouterMetrics
@@ -96,7 +100,7 @@ class Router:
     probe: str | None
 
     async def start(self) -> None:
-        """Link the fleet and answer calls. Raises CannotServeError if the address for probes is taken."""
+        """Link the fleet and answer calls. Raises CannotServeError if the address for probes is in use."""
         if self.probe is not None:
             try:
                 await self.server.start_probe(self.probe)
@@ -136,7 +140,7 @@ async def serve(listen: str, metrics_address: str | None, router: Router) -> Non
     where = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     log.info("listening on %s", where)
     await stop.wait()
-    log.info("stopping; running streams may go on for %g s", router.drain_timeout_s)
+    log.info("stopping; running streams may continue for %g s", router.drain_timeout_s)
     await router.stop()
 
 
@@ -176,7 +180,7 @@ def wired(
     "redis_url",
     envvar="HEADRACE_ROUTER_REDIS",
     metavar="URL",
-    help="Find workers by their leases there: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
+    help="Redis with the leases of workers: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
 )
 @click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics here.")
 @click.option(
@@ -184,22 +188,22 @@ def wired(
     envvar="HEADRACE_TLS_DIR",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Mutual TLS within the fleet: directory of ca.pem, cert.pem and key.pem, read again when they change.",
+    help="Mutual TLS within the fleet: directory with ca.pem, cert.pem and key.pem, read again when they change.",
 )
 @click.option(
     "--join-token-file",
     envvar="HEADRACE_JOIN_TOKEN_FILE",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="File with the secret that every caller must present as well.",
+    help="File with a secret that every caller must present.",
 )
 @click.option(
     "--insecure",
     is_flag=True,
     envvar="HEADRACE_INSECURE",
-    help="Serve beyond this host without certificates and join token: anyone who reaches the port may do everything.",
+    help="Allow other hosts to connect without TLS and join token. Anyone who reaches the port can do anything.",
 )
-@click.option("--probe", metavar="HOST:PORT", help="Answer gRPC health here too, without TLS.")
+@click.option("--probe", metavar="HOST:PORT", help="Additional address for gRPC health checks, without TLS.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Lowest level of log lines.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines as text or as JSON.")
 @click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
@@ -207,58 +211,69 @@ def wired(
     "--drain-timeout",
     type=click.FloatRange(min=0),
     default=DRAIN_TIMEOUT_S,
-    help="Seconds for running streams after SIGTERM; then gateways resume them elsewhere.",
+    help="Seconds that running streams have to finish after SIGTERM. Gateways then resume them elsewhere.",
 )
-@click.option("--lease", type=click.FloatRange(min=0.5), default=6.0, help="Seconds a registration lasts.")
+@click.option("--lease", type=click.FloatRange(min=0.5), default=6.0, help="Seconds until a registration expires.")
 @click.option(
     "--capacity-wait",
     type=click.FloatRange(min=0),
     default=10.0,
-    help="Seconds after which a request for which no worker is ready goes back to its gateway. The gateway asks again, "
-    "another router if there is one, while its client waits.",
+    help="Seconds after which a request without a ready worker goes back to its gateway. The gateway tries again, if "
+    "possible with another router, while its client waits.",
 )
 @click.option(
     "--max-ttft",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
-    help="Longest time that a request waits for others, here and at its worker, in seconds. Others are refused.",
+    help="Maximum seconds that a request waits for others, here and at its worker. Longer waits are refused.",
 )
 @click.option(
-    "--max-waiting", type=click.IntRange(min=0), default=1024, help="Requests that wait while all workers are full."
+    "--max-waiting",
+    type=click.IntRange(min=0),
+    default=1024,
+    help="Maximum number of requests that wait while all workers are full.",
 )
-@click.option("--max-in-flight-per-tenant", type=click.IntRange(min=1), help="Requests of one tenant at a time.")
+@click.option(
+    "--max-in-flight-per-tenant",
+    type=click.IntRange(min=1),
+    help="Maximum number of concurrent requests of one tenant.",
+)
 @click.option(
     "--tenant-weight",
     "tenant_weights",
     multiple=True,
     metavar="NAME=WEIGHT",
-    help="A tenant's share when requests wait, 1 for those not named; may be repeated.",
+    help="A tenant's share when requests wait; default 1; may be repeated.",
 )
 @click.option(
     "--max-attempts",
     type=click.IntRange(min=1),
     default=4,
-    help="Workers that one request may lose, one after the other.",
+    help="How many workers one request may lose in a row.",
 )
-@click.option("--max-in-flight", type=click.IntRange(min=1), default=4096, help="Requests at a time.")
+@click.option(
+    "--max-in-flight", type=click.IntRange(min=1), default=4096, help="Maximum number of concurrent requests."
+)
 @click.option(
     "--max-request-mb",
     type=click.IntRange(min=16),
     default=256,
-    help="MiB of requests in flight, as received; the router needs up to six times that for them.",
+    help="Maximum size of the requests in flight, as received, in MiB. The router needs up to six times that.",
 )
 @click.option(
     "--max-workers",
     type=click.IntRange(min=1),
     default=MAX_WORKERS,
-    help="Workers that this router takes. It refuses more, and leaves out more in Redis with a warning.",
+    help="Maximum number of workers. More are refused; more in Redis are ignored with a warning.",
 )
-@click.option("--max-sessions", type=click.IntRange(min=1), default=65_536, help="Sessions whose worker is remembered.")
+@click.option(
+    "--max-sessions", type=click.IntRange(min=1), default=65_536, help="Number of sessions whose worker is remembered."
+)
 @click.option(
     "--max-index-entries",
     type=click.IntRange(min=1),
     default=4_000_000,
-    help="Bound of the prefix index: blocks known to be cached, summed over the workers (up to 160 bytes each).",
+    help="Maximum size of the prefix index: cached blocks, summed over the workers (up to 160 bytes each).",
 )
 @click.option(
     "--plain-grpc",
@@ -279,7 +294,7 @@ def command(
     tenant_weights: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Place requests on workers, by what they have cached and how busy they are."""
+    """Place requests on workers, by their cached prefixes and their load."""
     configure_logging(log_level, log_format)
 
     async def run() -> None:
@@ -312,7 +327,7 @@ def command(
 
 
 def main() -> None:
-    """Run the command; exit status 2 and one sentence on standard error if the flags cannot be honoured."""
+    """Run the command; exit status 2 and one sentence on standard error if the flags are wrong."""
     try:
         command.main(prog_name="headrace router", standalone_mode=False)
     except click.ClickException as error:

@@ -1,4 +1,4 @@
-"""Where a request would be placed now, and why: the policy's own terms as a message."""
+"""Explains where a request would be placed now, with the terms of the policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REASONS = {
 
 
 async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
-    """Decide as a placement would, and book nothing.
+    """Decide like a placement, without booking.
 
     Raises StatusError: INVALID_FIELD for an empty prompt, CONTEXT_TOO_LONG for one that leaves no room for an answer,
     NO_CAPACITY while no worker of the model was ever reached, and what `Fleet.resolve` raises.

@@ -1,7 +1,6 @@
-"""The router's gRPC services: Inference as workers speak it, and Router.
+"""The router's gRPC services: Inference, the same as that of workers, and Router.
 
-Generate and GetTokenizer are served without serializers, so requests and responses are the bytes of the wire and are
-passed on as such.
+Generate and GetTokenizer have no serializers: requests and responses are passed on as the bytes that arrived.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 INFERENCE = "headrace.v1.Inference"
 ROUTER = "headrace.v1.Router"
 REDIS = "redis"
-"""Not a service: a name in gRPC health for the state of the leases' Redis, if there is one."""
+"""A name in gRPC health, not a service: the state of the leases' Redis, if there is one."""
 GENERATE_SPAN = f"{INFERENCE}/Generate"
 PASSED_ON_METADATA = ("x-request-id", "traceparent")
 _HEALTH_POLL_S = 5.0
@@ -55,7 +54,7 @@ _HEALTH_POLL_S = 5.0
 _OTHER_CALLS = 2048
 # Calls of Explain at a time.
 _MAX_EXPLAINING = 8
-# Requests of at most so many bytes are read before they are judged.
+# Requests of at most so many bytes are decoded before their size is checked.
 _SMALL_BYTES = 1 << 20
 
 _Methods: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
@@ -65,21 +64,21 @@ _GenerateContext: TypeAlias = "_Context | CallContext"
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """How many requests a router holds at a time, and of how many bytes on the wire together."""
+    """The maximum of concurrent requests, and of their bytes on the wire."""
 
     max_in_flight: int = 4096
     max_request_bytes: int = 256 << 20
 
 
 def passed_on(context: _GenerateContext) -> Metadata:
-    """The caller's metadata that goes along to the worker."""
+    """The caller's metadata for the worker."""
     received = cast("Metadata", tuple(context.invocation_metadata() or ()))
     return tuple((key, value) for key, value in received if key in PASSED_ON_METADATA)
 
 
 def check_size(fleet: Fleet, num_bytes: int) -> None:
-    """Raise StatusError (CONTEXT_TOO_LONG) for a request that is too large for every model here. It is not read for
-    that: reading 16 MB holds the event loop for a tenth of a second."""
+    """Raise StatusError (CONTEXT_TOO_LONG) for a request that is too large for every model here, without decoding it:
+    decoding 16 MB blocks the event loop for a tenth of a second."""
     if num_bytes <= _SMALL_BYTES:
         return
     most = fleet.max_request_bytes
@@ -139,7 +138,7 @@ class InferenceService:
             code = grpc.StatusCode.INTERNAL
             log.exception("a request failed inside the router")
             span.fail("internal")
-            await abort(context, StatusError(Reason.INTERNAL, "the router failed; its log says where"))
+            await abort(context, StatusError(Reason.INTERNAL, "the router failed; its log has the reason"))
         finally:
             self.num_in_flight -= 1
             self.num_bytes -= wire.num_own_bytes
@@ -148,13 +147,13 @@ class InferenceService:
 
     async def _forward(self, wire: WireRequest, context: _GenerateContext) -> None:
         if self.sessions.is_ending:
-            raise StatusError(Reason.DRAINING, "this router ends its work", retry_after_s=1.0)
+            raise StatusError(Reason.DRAINING, "this router is stopping", retry_after_s=1.0)
         if self.num_in_flight > self.bounds.max_in_flight:
-            problem = f"this router has {self.bounds.max_in_flight} requests in flight, as many as it takes"
+            problem = f"this router has {self.bounds.max_in_flight} requests in flight, its maximum"
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
         if self.num_bytes > self.bounds.max_request_bytes:
             problem = (
-                f"the requests in flight here have {self.bounds.max_request_bytes} bytes, as many as this router takes"
+                f"the requests in flight here have {self.bounds.max_request_bytes} bytes, the maximum of this router"
             )
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
         check_size(self._fleet, wire.num_bytes)
@@ -180,7 +179,7 @@ class InferenceService:
 
 
 class RouterService:
-    """Router: who is there, and the tokenizer bundle of those who are."""
+    """The Router service: models, workers, registration, placements and tokenizer bundles."""
 
     def __init__(self, fleet: Fleet, transport: Transport = PLAIN, leases: LeaseReader | None = None) -> None:
         self._fleet = fleet
@@ -191,7 +190,7 @@ class RouterService:
     async def list_models(
         self, request: router_pb2.ListModelsRequest, context: _Context
     ) -> router_pb2.ListModelsResponse:
-        """The models of live workers, and how the Redis of their leases is."""
+        """The models of live workers, and the state of the Redis of their leases."""
         redis = router_pb2.REDIS_STATE_UNSPECIFIED if self._leases is None else self._leases.state
         return router_pb2.ListModelsResponse(models=self._fleet.models().values(), redis=redis)
 
@@ -219,7 +218,7 @@ class RouterService:
         return router_pb2.DeregisterResponse()
 
     async def explain(self, raw: bytes, context: _Context) -> router_pb2.ExplainResponse:
-        """Where a request would go now. A few at a time: each costs as much as a placement."""
+        """Where a request would go now. Only a few at a time, because each costs as much as a placement."""
         self._num_explaining += 1
         try:
             if self._num_explaining > _MAX_EXPLAINING:
@@ -345,14 +344,14 @@ class RouterServer:
         return RequestLoad(inference.num_in_flight, bounds.max_in_flight, inference.num_bytes, bounds.max_request_bytes)
 
     def bind(self, address: str) -> int:
-        """Take the address; its port (1 for a unix socket). Raises OSError if it is in use or no address."""
+        """Bind the address. Returns its port (1 for a unix socket). Raises OSError if it is in use or invalid."""
         try:
             return self._transport.bind(self._server, address)
         except RuntimeError as error:
             raise OSError(str(error)) from error
 
     async def start_probe(self, address: str) -> None:
-        """Answer questions about health at a second address, without TLS. Raises RuntimeError if it is taken."""
+        """Answer health checks at a second address, without TLS. Raises RuntimeError if it is in use."""
         self._probe = await start_probe(address, self._health)
 
     async def start(self) -> None:
@@ -363,7 +362,7 @@ class RouterServer:
         self._health_task = asyncio.create_task(self._follow_health(), name="health")
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new calls, let running ones go on for at most `grace_s` seconds, then end them."""
+        """Refuse new calls, let running ones continue for at most `grace_s` seconds, then end them."""
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)

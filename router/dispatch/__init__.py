@@ -1,1 +1,1 @@
-"""What happens to a request: admission, the queue, forwarding, resumption, refusals."""
+"""The way of a request through the router: admission, queue, forwarding, resumption, refusals."""

@@ -4,8 +4,8 @@
             --> all workers are full: queued; placed when a report or an ended request shows room
             --> it would wait too long, its tenant has too many requests, the queue is full: refused
 
-The router judges the wait in its own queue only. A worker judges its queue, because it knows what runs before a request
-and what is cached; it gets the rest of the time that the request may wait.
+The router predicts only the wait in its own queue. A worker predicts the wait in its queue, because it knows the
+requests ahead and the cached prefix; it gets the rest of the time that the request may wait.
 
 A request whose answer has begun, or whose worker failed, is never refused or queued here: a client is reading its
 answer. Decisions are synchronous; only the turn in the queue is awaited.
@@ -31,17 +31,17 @@ from headrace.router.placement.policy import predicted_wait_ms
 
 log = logging.getLogger(__name__)
 
-# How often a request that waits looks whether it has waited too long, besides when it is its turn.
+# How often a waiting request checks whether it has waited too long.
 _LOOK_S = 0.5
 _CAPACITY_RETRY_S = 1.0
-# How often the log may say that there is no worker.
+# Least time between two log lines that there is no worker.
 _TELL_AGAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """Bounds; times in seconds. `max_ttft_s` is the longest that a request waits for others, here and at its worker;
-    `capacity_wait_s` is after how long a request is given back while no worker is ready at all."""
+    `capacity_wait_s` is the time after which a request is given back if no worker is ready at all."""
 
     max_ttft_s: float = 60.0
     max_waiting: int = 1024
@@ -57,7 +57,7 @@ class _Ticket:
     request: RoutedRequest
     card: worker_pb2.ModelCard
     ends_at_s: float
-    """When it has waited too long; later by as long as no worker was there."""
+    """When it has waited too long. Time without any worker is added."""
     deadline_s: float
     turn: asyncio.Future[PlacedRequest]
     alone_since_s: float | None = None
@@ -83,12 +83,12 @@ class Admission:
 
     @property
     def capacity_wait_s(self) -> float:
-        """After how long a request is given back while no worker is ready at all."""
+        """The time after which a request is given back if no worker is ready at all."""
         return self._config.capacity_wait_s
 
     @property
     def max_waiting(self) -> int:
-        """Bound of `num_waiting`."""
+        """Maximum of `num_waiting`."""
         return self._config.max_waiting
 
     def max_wait_s(self, message: inference_pb2.GenerateRequest) -> float:
@@ -98,7 +98,8 @@ class Admission:
 
     @contextlib.contextmanager
     def counted(self, message: inference_pb2.GenerateRequest) -> Iterator[None]:
-        """While inside, the request counts for its tenant. Raises StatusError (QUOTA) if the tenant has its fill."""
+        """Context manager: the request counts for its tenant until it exits. Raises StatusError (QUOTA) if the tenant
+        has its maximum of requests."""
         tenant, most = message.tenant, self._config.max_in_flight_per_tenant
         number = self._num_of_tenant.get(tenant, 0)
         if most is not None and number >= most and not has_begun(message):
@@ -147,13 +148,13 @@ class Admission:
             self._forget_if_empty(card.name)
 
     def dispatch(self, model: str) -> None:
-        """There may be room at a worker of this model: place those whose turn it is."""
+        """A worker of this model may have room: place the requests that are next."""
         queue = self._queues.get(model)
         if queue is None:
             return
         while (entry := queue.first()) is not None and self._fleet.has_room(entry.item.card):
             ticket = entry.item
-            if ticket.turn.done():  # its caller gave up and has not run since
+            if ticket.turn.done():  # its caller gave up, but has not run since
                 queue.remove(entry)
                 continue
             ticket.request.max_ttft_ms = self._left_s(ticket, is_alone=False) * 1000
@@ -170,7 +171,7 @@ class Admission:
         self._forget_if_empty(model)
 
     def drain(self) -> None:
-        """The router stops: those that wait are sent elsewhere, with DRAINING."""
+        """Send waiting requests elsewhere with DRAINING, because the router stops."""
         for queue in self._queues.values():
             while (entry := queue.first()) is not None:
                 if not entry.item.turn.done():
@@ -250,14 +251,14 @@ class Admission:
         return min(ticket.ends_at_s, ticket.deadline_s) - now_s
 
     def no_capacity(self, model: str) -> StatusError:
-        """The refusal for want of any worker that takes requests. A gateway asks again while its client waits."""
+        """The error if no worker takes requests. A gateway tries again while its client waits."""
         self._tell_of_absence(model)
         which = f"model {model!r}" if model else "the model"
-        problem = f"nobody serves {which} at the moment; try again in a moment"
+        problem = f"no worker serves {which} at the moment; try again in a moment"
         return StatusError(Reason.NO_CAPACITY, problem, retry_after_s=_CAPACITY_RETRY_S)
 
     def _tell_of_absence(self, model: str) -> None:
-        """Tell the operator that requests wait for a worker of a model, not too often."""
+        """Log that requests wait for a worker of a model, not too often."""
         now_s = self._clock()
         if now_s - self._told_s < _TELL_AGAIN_S:
             return
@@ -282,5 +283,5 @@ class Admission:
 
 
 def has_begun(message: inference_pb2.GenerateRequest) -> bool:
-    """Whether an earlier attempt of this request was taken in somewhere."""
+    """Whether an earlier attempt of this request was accepted somewhere."""
     return message.attempt > 0 or bool(message.resume_token_ids)

@@ -1,16 +1,16 @@
 """The order of waiting requests: by priority, then in fair shares between tenants, then by arrival.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996), charged when an entry is served. Each tenant has a start tag: the
-work that was served to it, divided by its weight. The tenant with the least tag goes next, with its oldest entry; then
-its tag moves on by the entry's charge. An entry that is removed before its turn is never charged, so a tenant whose
+Start-time fair queueing (Goyal, Vin, Cheng 1996), charged when an entry is served. Each tenant has a start tag: its
+served work, divided by its weight. The tenant with the lowest tag goes next, with its oldest entry; then its tag grows
+by the entry's charge divided by the weight. An entry that is removed before its turn is not charged, so a tenant whose
 clients give up and try again keeps its share. A new tenant starts at the tag that was served last: it gets its share
-from then on, and none for the past. A tenant that floods the queue only delays itself:
+from then on, but none for the past. A tenant that floods the queue only delays itself:
 
     A (weight 1)  a0:0  a1:10  a2:20  a3:30 ...
     B (weight 2)        b0:10  b1:15            came when tag 10 was served
     order         a0    a1 b0  b1  a2  a3 ...   equal tags in order of arrival
 
-Each priority is a queue of its own: it shares among its tenants what the priorities above leave.
+Each priority has its own queue, which shares among its tenants what higher priorities leave.
 
 Pure. Not safe for threads.
 """
@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 DEFAULT_WEIGHT = 1.0
-# Dead items in a heap, and tags of tenants that do not wait, beyond those of tenants that wait.
+# Maximum of outdated items in a heap, and of tags of tenants that do not wait.
 _SLACK = 16
 
 
@@ -47,13 +47,13 @@ class _Level(Generic[T]):
     """The entries of one priority, by tenant; no tenant is without entries.
 
     The heap has at least one item for each tenant that waits: (tag, number of the oldest entry, tenant). Tags and
-    numbers only grow, so an item may be outdated but never too late; it is put right when it comes to the top.
+    numbers only grow, so an outdated item is never too late. It is corrected when it reaches the top.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.waiting: dict[str, OrderedDict[int, Entry[T]]] = {}
         self.heap: list[tuple[float, int, str]] = []
-        self.tags: dict[str, float] = {}  # of all that wait, and of some that waited
+        self.tags: dict[str, float] = {}  # of all tenants that wait, and of some that waited
         self.now = 0.0  # the tag that was served last
         self._weights = weights
 
@@ -99,7 +99,7 @@ class _Level(Generic[T]):
         return max(self.now, self.tags.get(tenant, 0.0))
 
     def cost_of(self, entry: Entry[T]) -> float:
-        """By how much serving an entry moves its tenant's tag on."""
+        """By how much serving an entry increases its tenant's tag."""
         return entry.charge / self._weights.get(entry.tenant, DEFAULT_WEIGHT)
 
     def num_ahead(self, tenant: str) -> int:
@@ -175,7 +175,7 @@ class FairQueue(Generic[T]):
         return self._levels[self._priorities[-1]].first() if self._priorities else None
 
     def pop(self) -> T:
-        """Take the first entry out and charge its tenant for it. There is one."""
+        """Remove the first entry and charge its tenant. The queue must not be empty."""
         entry = self.first()
         assert entry is not None, "the queue is empty"
         self._levels[entry.priority].serve(entry)
@@ -183,7 +183,7 @@ class FairQueue(Generic[T]):
         return entry.item
 
     def remove(self, entry: Entry[T]) -> None:
-        """Take an entry out without its turn; its tenant is not charged. No effect when it is out already."""
+        """Remove an entry before its turn, without charging its tenant. No effect if it was removed already."""
         if entry in self:
             self._levels[entry.priority].remove(entry)
             self._took(entry)
@@ -207,8 +207,8 @@ class FairQueue(Generic[T]):
     def to_displace(self, tenant: str, priority: int) -> Entry[T] | None:
         """The entry that should give way to a new one when there is no room; None if the new one should stay out.
 
-        It is the newest one of the tenant that has most waiting, of the lowest priority there is: if that is lower
-        than the new one's, or else if that tenant would still have no less than this one.
+        It is the newest entry of the tenant with most entries in the lowest priority, if that priority is lower than
+        the new one's, or if that tenant would still have at least as many entries as this one.
         """
         if not self._priorities:
             return None
@@ -230,7 +230,7 @@ class FairQueue(Generic[T]):
             level.check()
 
     def _took(self, entry: Entry[T]) -> None:
-        """An entry has left. Without entries, all tenants are equal again."""
+        """Forget a level that is empty: without entries, all tenants are equal again."""
         self._num_entries -= 1
         if not self._levels[entry.priority].waiting:
             del self._levels[entry.priority]

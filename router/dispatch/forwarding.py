@@ -7,7 +7,7 @@
         |            +-- it was busier than believed and gave the request back: place it again,
         +------------+   knowing what that worker has
 
-When `run` returns or raises, the booking is released and the call to the worker is over.
+When `run` returns or raises, the booking is released and the call to the worker has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Metadata = Sequence[tuple[str, str | bytes]]
 _RETRY_AFTER_S = 1.0
 # What the field for it holds.
 _MOST_WAIT_MS = (1 << 32) - 1
-# Most workers that one request may lose in all.
+# Maximum number of workers that one request may lose in total.
 _MAX_LOST = 32
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
 
@@ -58,7 +58,7 @@ class ForwardingConfig:
 
 
 class UpstreamError(Exception):
-    """A worker's own error, to be passed on as it is."""
+    """A worker's own error, which is passed on unchanged."""
 
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
         super().__init__(error.details())
@@ -68,13 +68,13 @@ class UpstreamError(Exception):
 
 
 class Verdict(enum.Enum):
-    """What a failed call to a worker means for its request."""
+    """The consequence of a failed call to a worker for its request."""
 
-    LOST = enum.auto()  # the worker or the way to it failed: go elsewhere, and suspect it
-    LOST_BEHIND = enum.auto()  # it reports a failure of something it depends on: go elsewhere
+    LOST = enum.auto()  # the worker or its connection failed: go elsewhere, and suspect the worker
+    LOST_BEHIND = enum.auto()  # a service that it depends on failed: go elsewhere
     DRAINING = enum.auto()  # it takes no requests: go elsewhere
-    GIVEN_BACK = enum.auto()  # it has more work than was believed: place the request again, wherever that is
-    FULL = enum.auto()  # it has no room: go elsewhere if there is an elsewhere
+    GIVEN_BACK = enum.auto()  # it has more work than was believed: place the request again, on any worker
+    FULL = enum.auto()  # it has no room: go elsewhere if possible
     FINAL = enum.auto()  # every worker would answer the same
 
 
@@ -97,7 +97,7 @@ def verdict_of(error: grpc.aio.AioRpcError) -> Verdict:
 
 class _AttemptFailedError(Exception):
     """This worker will not end the request; another one may. `refusal` is why the worker did not take it, `full` or
-    `draining`; empty when the worker was lost. `passed_on` is its own error, for want of another worker."""
+    `draining`; empty when the worker was lost. `passed_on` is its own error, in case there is no other worker."""
 
     def __init__(self, why: str, refusal: str = "", passed_on: UpstreamError | None = None) -> None:
         super().__init__(why)
@@ -123,7 +123,7 @@ class _Call:
 
 
 class Forwarding:
-    """One request on its way. `write` sends the client a message, `remaining_s` is the time to its deadline or None."""
+    """One request. `write` sends the client a message, `remaining_s` is the time to its deadline or None."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Forwarding:
         raise StatusError(Reason.WORKER_LOST, problem, retry_after_s=_RETRY_AFTER_S)
 
     async def _close(self, card: worker_pb2.ModelCard) -> bool:
-        """Deliver the finish from here if the tokens delivered already end the answer; whether they do."""
+        """Deliver the finish if the delivered tokens are a complete answer. Returns whether they are."""
         message = self._delivery.closing_message(card)
         if message is None:
             return False
@@ -216,8 +216,8 @@ class Forwarding:
     # -- placing ----------------------------------------------------------------------------------------------------
 
     async def _next_place(self) -> PlacedRequest:
-        """Book a worker, after a wait for room or for its return if necessary. Raises StatusError when none comes in
-        time."""
+        """Book a worker, after waiting for room or for a worker's return if necessary. Raises StatusError if there is
+        none in time."""
         arrived_s = time.monotonic()
         with current_span().child("place") as span:
             placed = await self._await_place(MAX_CANDIDATES if span.is_recording else 0)
@@ -231,7 +231,7 @@ class Forwarding:
     async def _await_place(self, num_described: int) -> PlacedRequest:
         wait_until_s = time.monotonic() + self._admission.capacity_wait_s
         delivery = self._delivery
-        # One that was given back has had its turn.
+        # A request that was given back does not queue again.
         is_new = not self._failed and not self._num_given_back and not has_begun(delivery.request)
         identity = self._identity
         request = RoutedRequest(delivery.request, delivery.prompt, delivery.token_ids, identity)
@@ -263,8 +263,8 @@ class Forwarding:
             await self._fleet.changed(left_s)
 
     def _is_changed(self, card: worker_pb2.ModelCard | None, identity: str) -> bool:
-        """Whether only other model files are served where the answer needs these, and a worker with them will not come
-        back. As long as it may, the answer waits as for the restart of a lone worker."""
+        """Whether only other model files are served than those that began the answer, and no worker with them may come
+        back. While one may, the answer waits, as for the restart of a lone worker."""
         if card is None or not identity or self._fleet.may_come_back(identity):
             return False
         return self._fleet.is_served(card)
@@ -272,7 +272,7 @@ class Forwarding:
     def _resolved(self, is_new: bool) -> worker_pb2.ModelCard | None:
         """The card of the requested model, or None while it is unknown. Raises StatusError.
 
-        An answer that has begun had a worker: that none is known may only mean that this router is new.
+        An answer that has begun had a worker. If none is known, this router may have just started.
         """
         try:
             return self._fleet.resolve(self._delivery.request.model)
@@ -282,7 +282,7 @@ class Forwarding:
             return None
 
     def _place_again(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> PlacedRequest | None:
-        """Decide now. A worker that failed is only used again if it has come back and there is no other."""
+        """Decide now. A worker that failed is used again only if it has come back and there is no other."""
         placed = self._fleet.place(request, card, self._failed.keys())
         if placed is None and self._failed:
             still_failed = {link for link, incarnation in self._failed.items() if link.incarnation == incarnation}
@@ -334,7 +334,7 @@ class Forwarding:
             call.cancel()
 
     def _max_wait_ms(self) -> int:
-        """What is left of the time for which the request may wait for others."""
+        """The rest of the time that the request may wait for others."""
         left_s = max(self._waits_until_s - time.monotonic(), 0.0)
         return min(round(1000 * left_s), _MOST_WAIT_MS)
 
@@ -374,7 +374,7 @@ class Forwarding:
 
 
 def _model_changed(why: str) -> StatusError:
-    """The end of an answer that only other model files could continue."""
+    """The error for an answer that only other model files could continue."""
     return StatusError(
         Reason.MODEL_CHANGED, f"the answer cannot be continued: {why}; ask again", retry_after_s=_RETRY_AFTER_S
     )

@@ -1,4 +1,4 @@
-"""What the router counts, as Prometheus metrics; the only file that knows their names."""
+"""The router's Prometheus metrics. Only this file knows their names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.placement.policy import PlacementReason
 
-# The times at which series began say nothing that the process's start does not.
+# All series begin when the process starts, so their own times of creation are left out.
 prometheus_client.disable_created_metrics()
 
 _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -26,7 +26,7 @@ _DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 150e-6, 250e-6, 500e-6, 1e-3, 2.5e-
 
 
 class RequestLoad(NamedTuple):
-    """What requests hold, and the bounds of it."""
+    """Requests and bytes that are held, and their maxima."""
 
     held: int
     most_held: int
@@ -35,7 +35,7 @@ class RequestLoad(NamedTuple):
 
 
 class HoldsRequests(Protocol):
-    """Whoever knows what requests hold."""
+    """An object that knows what requests hold."""
 
     @property
     def request_load(self) -> RequestLoad:
@@ -56,17 +56,20 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         placements = Counter(
-            "headrace_router_placements", "Requests placed, by what decided", ["reason"], registry=self.registry
+            "headrace_router_placements",
+            "Placed requests, by the reason of the placement",
+            ["reason"],
+            registry=self.registry,
         )
         self.placements = {reason: placements.labels(reason.value) for reason in PlacementReason}
         self.resumes = Counter(
             "headrace_router_resumes",
-            "Requests that went on on another worker because theirs was lost, with or without tokens delivered",
+            "Requests that continued on another worker because theirs was lost, with or without delivered tokens",
             registry=self.registry,
         )
         worker_refusals = Counter(
             "headrace_router_worker_refusals",
-            "Attempts that a worker did not take: it was full, or draining",
+            "Attempts that a worker refused because it was full or draining",
             ["reason"],
             registry=self.registry,
         )
@@ -108,34 +111,34 @@ class RouterMetrics:
         self._gauge("requests_in_flight", "Requests booked on workers", lambda: fleet.num_in_flight)
         self._gauge("workers_ready", "Workers that take requests", lambda: fleet.num_ready)
         self._gauge("index_entries", "Pairs of block hash and worker", lambda: len(index))
-        self._gauge("index_entries_max", "Bound of the entries", lambda: index.max_entries)
+        self._gauge("index_entries_max", "Maximum of the entries", lambda: index.max_entries)
         self._gauge("index_entries_dropped", "Entries given up for lack of room", lambda: index.num_dropped)
         self._gauge("index_predicted_blocks", "Blocks predicted on placement", lambda: index.num_predicted)
-        self._gauge("index_predicted_blocks_max", "Bound of the predicted blocks", lambda: index.max_predicted)
+        self._gauge("index_predicted_blocks_max", "Maximum of the predicted blocks", lambda: index.max_predicted)
         self._gauge("sessions", "Sessions whose worker is remembered", lambda: fleet.num_sessions)
-        self._gauge("sessions_max", "Bound of the remembered sessions", lambda: fleet.max_sessions)
-        self._gauge("unread_bytes", "Bytes that workers sent and that wait here", lambda: fleet.num_unread_bytes)
-        self._gauge("unread_bytes_max", "Bound of those bytes", lambda: fleet.max_unread_bytes)
+        self._gauge("sessions_max", "Maximum of the remembered sessions", lambda: fleet.max_sessions)
+        self._gauge("unread_bytes", "Bytes received from workers and not passed on yet", lambda: fleet.num_unread_bytes)
+        self._gauge("unread_bytes_max", "Maximum of these bytes", lambda: fleet.max_unread_bytes)
         self._gauge("resident_bytes", "Memory of the process", resident_bytes)
 
     def observe_requests(self, admission: Admission, holder: HoldsRequests) -> None:
         """Add gauges that read the queue and what requests hold whenever they are scraped. Once."""
         self._gauge("requests_waiting", "Requests that wait for room on a worker", lambda: admission.num_waiting)
-        self._gauge("requests_waiting_max", "Bound of the waiting ones", lambda: admission.max_waiting)
+        self._gauge("requests_waiting_max", "Maximum of the waiting requests", lambda: admission.max_waiting)
         self._gauge("requests_held", "Requests in flight, waiting ones included", lambda: holder.request_load.held)
-        self._gauge("requests_held_max", "Bound of the requests in flight", lambda: holder.request_load.most_held)
+        self._gauge("requests_held_max", "Maximum of the requests in flight", lambda: holder.request_load.most_held)
         self._gauge("request_bytes", "Bytes of the requests in flight", lambda: holder.request_load.num_bytes)
-        self._gauge("request_bytes_max", "Bound of those bytes", lambda: holder.request_load.most_bytes)
+        self._gauge("request_bytes_max", "Maximum of these bytes", lambda: holder.request_load.most_bytes)
 
     def observe_sessions(self, sessions: SessionServer) -> None:
         """Add gauges that read the callers' sessions whenever they are scraped. Once."""
         self._gauge("callers", "Sessions of gateways", lambda: sessions.num_sessions)
-        self._gauge("callers_max", "Bound of the sessions of gateways", lambda: MAX_SESSIONS)
+        self._gauge("callers_max", "Maximum of the sessions of gateways", lambda: MAX_SESSIONS)
         self._gauge("unsent_bytes", "Bytes that gateways have not taken yet", lambda: sessions.num_unsent_bytes)
-        self._gauge("unsent_bytes_max", "Bound of those bytes", lambda: MAX_UNSENT_BYTES * sessions.num_sessions)
+        self._gauge("unsent_bytes_max", "Maximum of these bytes", lambda: MAX_UNSENT_BYTES * sessions.num_sessions)
 
     def observe_leases(self, leases: LeaseReader) -> None:
-        """Add a gauge that says whether Redis can be read. Once."""
+        """Add gauges for whether Redis can be read and written. Call once."""
         self._gauge("redis_up", "1 while the leases in Redis can be read", lambda: float(leases.is_connected))
         self._gauge("redis_writable", "1 while Redis takes writes", lambda: float(leases.is_writable))
 

@@ -16,7 +16,7 @@ def retry_after(seconds: float) -> float:
 
 
 def too_late(predicted_s: float, bound_s: float) -> StatusError:
-    """For a request whose first token would come after `predicted_s` where only `bound_s` is allowed."""
+    """The refusal of a request whose first token would take `predicted_s` if only `bound_s` is allowed."""
     return StatusError(
         Reason.QUEUE_FULL,
         f"the service is busy: the first token would come after about {predicted_s:.1f} s, later than the "
@@ -26,19 +26,19 @@ def too_late(predicted_s: float, bound_s: float) -> StatusError:
 
 
 def queue_full(num_waiting: int, wait_s: float) -> StatusError:
-    """For a request that finds no room to wait; `wait_s` is how long it would have waited."""
+    """The refusal of a request if the queue is full; `wait_s` is how long it would have waited."""
     return StatusError(
         Reason.QUEUE_FULL,
-        f"the service is busy: {num_waiting} requests wait already, as many as may; try again later",
+        f"the service is busy: {num_waiting} requests wait already, the maximum; try again later",
         retry_after_s=retry_after(wait_s),
     )
 
 
 def tenant_full(tenant: str, num_in_flight: int) -> StatusError:
-    """For a request of a tenant that has as many in flight as it may."""
+    """The refusal of a request whose tenant has its maximum in flight."""
     return StatusError(
         Reason.QUOTA,
-        f"tenant {tenant[:100]!r} has {num_in_flight} requests in flight, as many as one tenant may; "
+        f"tenant {tenant[:100]!r} has {num_in_flight} requests in flight, the maximum of a tenant; "
         "wait until one has ended",
         retry_after_s=1.0,
     )

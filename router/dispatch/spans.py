@@ -1,4 +1,4 @@
-"""A placement as attributes of a span: what was decided, why, and what each candidate would have cost."""
+"""A placement as attributes of a span: the decision, its reason, and the cost of each candidate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_CANDIDATES = 16
 
 
 def describe_placement(span: Span, placed: PlacedRequest) -> None:
-    """Say where the request goes and on which grounds."""
+    """Add where the request goes, and why."""
     if not span.is_recording:
         return
     placement = placed.placement

@@ -1,4 +1,4 @@
-"""The models of workers that are gone, so that an answer waits while its own worker may come back.
+"""Remembers the models of workers that are gone, so that an answer waits while its own worker may come back.
 
 Pure: no I/O, no clock of its own. Times are seconds of any one monotonic clock.
 """
@@ -9,9 +9,9 @@ from collections import OrderedDict
 
 
 class Departed:
-    """Workers by name that take requests no longer, each with the identity of the model that it served. A worker is
-    forgotten when it takes requests again, with whatever model, and after `remember_s`; the oldest, if there are more
-    than `max_workers`."""
+    """Workers by name that no longer take requests, each with the identity of its model. A worker is forgotten when it
+    takes requests again, with any model, and after `remember_s`. If there are more than `max_workers`, the oldest are
+    forgotten."""
 
     def __init__(self, remember_s: float, max_workers: int) -> None:
         self._remember_s = remember_s
@@ -19,7 +19,7 @@ class Departed:
         self._workers: OrderedDict[str, tuple[str, float]] = OrderedDict()  # in the order in which they went
 
     def went(self, worker_id: str, model_identity: str, now_s: float) -> None:
-        """A worker takes requests no longer."""
+        """A worker no longer takes requests."""
         self._workers[worker_id] = (model_identity, now_s)
         self._workers.move_to_end(worker_id)
         if len(self._workers) > self._max_workers:
@@ -30,7 +30,7 @@ class Departed:
         self._workers.pop(worker_id, None)
 
     def may_come_back(self, model_identity: str, now_s: float) -> bool:
-        """Whether a worker that served this went not long ago and has not come back with another model."""
+        """Whether a worker of this model left recently and has not come back with another model."""
         return any(
             identity == model_identity and now_s - went_s < self._remember_s
             for identity, went_s in self._workers.values()

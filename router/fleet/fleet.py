@@ -1,6 +1,6 @@
-"""The fleet as one router sees it: members and their links, the index over all of them, and the decision.
+"""The fleet as one router sees it: members and their links, the index over all of them, and the placement.
 
-Everything here but the links' own tasks is synchronous: a placement is decided and booked without an await in between.
+Everything except the links' own tasks is synchronous: a placement is decided and booked without an await in between.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _MAX_DEPARTED = 4096
-# After so long gateways know of another tokenizer.
+# After this time gateways know of a new tokenizer.
 _NEW_TOKENIZER_S = 2.0
 
 
@@ -59,7 +59,7 @@ class FleetConfig:
 
 
 class Fleet:
-    """Members, links, index, sessions; see the module. `start` and `close` frame its life on one event loop."""
+    """Members, links, index, sessions; see the module. Call `start` and `close` on one event loop."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Fleet:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Link the members of the fixed list, and keep time."""
+        """Link the members of the fixed list, and start the timer."""
         self._sync()
         self._ticker = asyncio.create_task(self._tick(), name="fleet")
 
@@ -113,12 +113,12 @@ class Fleet:
         return self._registry.lease_s
 
     def deregister(self, worker_id: str, address: str) -> None:
-        """A worker goes away: it gets no new requests, and those it has may end."""
+        """A worker deregisters: it gets no new requests, and its running ones may end."""
         if self._registry.deregister(worker_id, address):
             self._sync(gone=address)
 
     def leases_seen(self, addresses: Mapping[str, str]) -> None:
-        """A store that routers share was read: worker id -> address."""
+        """The shared store was read: worker id -> address."""
         self._registry.shared.seen(addresses, self._clock())
         self._sync()
 
@@ -199,12 +199,12 @@ class Fleet:
 
     @property
     def num_unread_bytes(self) -> int:
-        """Bytes of answers that came from workers and were not passed on yet."""
+        """Bytes of answers received from workers and not passed on yet."""
         return sum(link.sessions.num_unread_bytes for link in (*self._links.values(), *self._retiring))
 
     @property
     def max_unread_bytes(self) -> int:
-        """Bound of `num_unread_bytes`."""
+        """Maximum of `num_unread_bytes`."""
         return MAX_UNREAD_BYTES * (len(self._links) + len(self._retiring))
 
     @property
@@ -214,7 +214,7 @@ class Fleet:
 
     @property
     def max_sessions(self) -> int:
-        """Bound of `num_sessions`."""
+        """Maximum of `num_sessions`."""
         return self._sessions.max_sessions
 
     def links(self) -> list[WorkerLink]:
@@ -254,7 +254,7 @@ class Fleet:
         """Choose a ready worker of the card's model, book the request there and predict its blocks; None if none is.
 
         A prompt goes only to workers with the tokenizer that made it, an answer that has begun only to workers of its
-        own identity. Whether a request has to wait there for too long is for the worker to say, which knows it exactly.
+        own identity. The worker itself decides whether a request would wait there too long, because it knows exactly.
 
         Raises StatusError (MODEL_CHANGED) if workers take requests, but none that has the prompt's tokenizer.
         """
@@ -278,7 +278,7 @@ class Fleet:
         return PlacedRequest(link, its_card, booking, placement, time.perf_counter() - began_s, prediction)
 
     def not_taken(self, placed: PlacedRequest) -> None:
-        """The worker did not take the request: its blocks will not come there."""
+        """The worker did not accept the request, so its blocks will not be cached there."""
         if placed.prediction is not None:
             self.index.withdraw(placed.prediction)
 
@@ -288,7 +288,7 @@ class Fleet:
 
     @property
     def max_request_bytes(self) -> int | None:
-        """Bytes that no valid request has, for any of the models that are known. None while none is."""
+        """The size in bytes that no valid request exceeds, over all known models. None while no model is known."""
         cards = (*self.models().values(), *self._models.remembered())
         return max((max_request_bytes(card) for card in cards), default=None)
 
@@ -302,7 +302,7 @@ class Fleet:
         return len({model_identity(card) for card in cards if card is not None and card.name == model}) > 1
 
     def may_come_back(self, identity: str) -> bool:
-        """Whether a worker with these weights and this tokenizer was lost not long ago: it may only be restarting."""
+        """Whether a worker with these weights and this tokenizer was lost recently, and may be restarting."""
         return self._departed.may_come_back(identity, self._clock())
 
     def is_served(self, card: worker_pb2.ModelCard) -> bool:
@@ -314,12 +314,12 @@ class Fleet:
         return self._pools.has_room(card.name)
 
     def weigh(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> Placement | None:
-        """The decision that `place` would take now, with nothing booked and all workers described; None if no worker of
+        """The decision that `place` would make now, without booking, with all workers described; None if no worker of
         the model is ready."""
         members = self._pools.members(card.name)
         if not members:
             return None
-        # Ties are broken by random numbers of its own: asking must not change what comes next.
+        # Ties are broken by separate random numbers, so that explaining does not change later placements.
         cached_blocks = self._cached_blocks(request, members)
         return self._decide(request, card.name, members, cached_blocks, random.Random(0), len(members))
 
@@ -372,7 +372,7 @@ class Fleet:
     # -- waiting for a change ---------------------------------------------------------------------------------------
 
     async def changed(self, timeout_s: float) -> None:
-        """Return at the next change of any worker's state, or when the time is over."""
+        """Return at the next change of any worker's state, or after the time limit."""
         # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the result.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""The models that a router knows: those that live workers serve, and those that were served a moment ago."""
+"""The models that a router knows: those of live workers, and those that were served recently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KnownModels:
         self._remembered: OrderedDict[str, tuple[worker_pb2.ModelCard, float]] = OrderedDict()
 
     def workers_changed(self) -> None:
-        """The state or the card of a worker is another."""
+        """The state or the card of a worker has changed."""
         self._live = None
 
     def live(self, links: Callable[[], Sequence[WorkerLink]]) -> dict[str, worker_pb2.ModelCard]:

@@ -1,11 +1,11 @@
-"""Workers' leases in Redis, read again and again.
+"""Reads the workers' leases in Redis periodically.
 
     headrace:workers          set of worker ids
     headrace:worker:ID        {"worker_id": ID, "address": gRPC target}, gone when its lease ends
 
-A worker writes both every third of its lease (see worker/server/registration.py). Redis is on no request's path: while
-it cannot be read, what is known stays, and a worker that is heard stays whatever its lease says. Now and then
-`headrace:probe` is written, to know whether workers can write.
+A worker writes both every third of its lease (see worker/server/registration.py). No request depends on Redis: while
+it cannot be read, known workers stay, and a worker that is heard stays even if its lease ended. `headrace:probe` is
+written periodically, to find out whether workers can write.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_VALUE_BYTES = 4096
 
 class LeaseReader:
     """Reads the leases until `close` and hands them to `seen`: worker id -> address. `lost` is called at each read that
-    fails. Raises ValueError for a URL that is none."""
+    fails. Raises ValueError if the URL is not one of Redis."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class LeaseReader:
     ) -> None:
         self.is_connected = False
         self.is_writable = True
-        """Whether Redis takes what is written: one that is full, or a replica, does not, and leases end unrenewed."""
+        """Whether Redis accepts writes. If it is full or a replica, it does not, and leases expire."""
         self._redis = connect(url, _TIMEOUT_S)
         self._seen = seen
         self._lost = lost
@@ -117,7 +117,7 @@ class LeaseReader:
         return dict(filter(None, map(parse_lease, values)))
 
     def _tell_of_those_left_out(self, num_workers: int) -> None:
-        """Say so when Redis has more workers than this router takes, once for each number of them."""
+        """Warn if Redis has more workers than this router takes, once for each number of workers."""
         num_left_out = max(num_workers - self._max_workers, 0)
         if num_left_out and num_left_out != self._num_left_out:
             log.warning(
@@ -130,7 +130,7 @@ class LeaseReader:
 
 
 def parse_lease(value: bytes | None) -> tuple[str, str] | None:
-    """Worker id and address of a lease; None for what is none."""
+    """Worker id and address of a lease; None if it is not valid."""
     if value is None or len(value) > _MAX_VALUE_BYTES:
         return None
     try:

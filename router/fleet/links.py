@@ -46,7 +46,7 @@ _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 # Hashes applied in one go; the event loop runs in between.
 _SLICE = 4096
-# How long calls may go on over a channel whose certificates were replaced.
+# How long calls may continue over a channel whose certificates were replaced.
 _OLD_CHANNEL_S = 3600.0
 
 
@@ -60,7 +60,7 @@ class LinkState(enum.Enum):
 
 
 class Abandonable(Protocol):
-    """A running call to a worker that can be given up from outside."""
+    """A running call to a worker that its link can abandon."""
 
     def abandon(self, why: str) -> None:
         """End the call; its reader gets the error that the worker was lost."""
@@ -71,7 +71,7 @@ _Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb
 
 
 class _OutOfStepError(Exception):
-    """The worker's reports do not fit what went before: watch again."""
+    """The worker's reports do not continue the earlier ones: watch again."""
 
 
 class WorkerLink:
@@ -126,7 +126,7 @@ class WorkerLink:
         self._clock = clock
         self.away_since_s = self.created_at_s
         self._bookings = Bookings()
-        self._calls: dict[Abandonable, None] = {}  # in order of arrival, in which they go on elsewhere
+        self._calls: dict[Abandonable, None] = {}  # in order of arrival, in which they are resumed elsewhere
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.slot = index.add_worker(address)
@@ -135,7 +135,7 @@ class WorkerLink:
         self._open_channel()
 
     def _open_channel(self) -> None:
-        """Make the channel, and what calls through it."""
+        """Make the channel and its stubs."""
         self._version = self._transport.version
         self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
@@ -150,7 +150,7 @@ class WorkerLink:
 
     @property
     def worker_id(self) -> str:
-        """The worker's own name; until it was reached the one it registered with, or else its address."""
+        """The worker's own name. Before it is reached, the name that it registered with, or its address."""
         return self._own_id or self.registered_id or self.address
 
     @property
@@ -159,7 +159,7 @@ class WorkerLink:
         return self.state is LinkState.READY
 
     def info(self) -> router_pb2.WorkerInfo:
-        """What ListWorkers says of this worker."""
+        """This worker for ListWorkers."""
         return router_pb2.WorkerInfo(
             worker_id=self.worker_id,
             address=self.address,
@@ -192,12 +192,12 @@ class WorkerLink:
         return booking
 
     def settle(self, booking: Booking) -> None:
-        """The worker's reports show this request from now on. No effect when they did before."""
+        """The worker's reports include this request from now on. No effect if they did before."""
         if self._bookings.settle(booking):
             self._on_load(self)
 
     def release(self, booking: Booking) -> None:
-        """The request is no longer there. Once for each booking."""
+        """Release a booking. Call once for each."""
         self._bookings.release(booking)
         self._on_load(self)
         self._on_room(self)
@@ -208,7 +208,7 @@ class WorkerLink:
 
     @contextlib.contextmanager
     def running(self, call: Abandonable) -> Iterator[None]:
-        """While inside, the call is abandoned if the worker falls silent for too long."""
+        """Context manager: the call is abandoned if the worker is silent for too long before it exits."""
         self._calls[call] = None
         try:
             yield
@@ -218,7 +218,7 @@ class WorkerLink:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def suspect(self, why: str) -> None:
-        """A call failed in a way that speaks against the worker: no new requests until it is heard again."""
+        """A call failed in a way that suggests a dead worker: no new requests until it is heard again."""
         if self.state is LinkState.READY:
             self._enter(LinkState.SUSPECT, why)
 
@@ -233,12 +233,12 @@ class WorkerLink:
         self._task = asyncio.create_task(self._run(), name=f"link {self.address}")
 
     def nudge(self) -> None:
-        """Try again now: something says that the worker is there."""
+        """Connect again now, because there is a sign that the worker is there."""
         if self.state is LinkState.UNREACHABLE:
             self._wake.set()
 
     def retire(self) -> None:
-        """Watch no more and take no new requests; running ones may end. Leaves nothing in the index."""
+        """Stop watching and take no new requests; running ones may end. Removes the worker from the index."""
         if self._task is not None:
             self._task.cancel()
         self._enter(LinkState.UNREACHABLE, "retired")
@@ -288,7 +288,7 @@ class WorkerLink:
             self._wake.clear()
 
     async def _session(self) -> None:
-        """Fetch the card, then watch until the worker is another one, falls silent or breaks off."""
+        """Fetch the card, then watch until the worker changes, falls silent or breaks off."""
         if self._transport.version != self._version:
             # Calls that still run end on the old channel.
             closing = asyncio.create_task(self._channel.close(_OLD_CHANNEL_S))
@@ -318,7 +318,7 @@ class WorkerLink:
                 watch.cancel()
 
     async def _follow(self, watch: _Watch, silence: SilenceTimer) -> None:
-        """Apply one watch; return when it has a gap, and so should be started again."""
+        """Apply one watch. Returns if it has a gap, to be started again."""
         expected = 0
         while True:
             try:
@@ -370,7 +370,7 @@ class WorkerLink:
             self._take_load(message.load, message.placement_ids)
 
     def _take_load(self, load: worker_pb2.Load, placement_ids: Sequence[int]) -> None:
-        """Take in a load that shows these placements of this router."""
+        """Apply a load that includes these placements of this router."""
         now_s = self._clock()
         if load.HasField("num_arrived"):
             self._bookings.settle_named(placement_ids)
@@ -381,7 +381,7 @@ class WorkerLink:
         self._on_room(self)
 
     def _judge_silence(self, peer: Peer) -> float | None:
-        """Act on how long the worker has been silent; seconds until to look again, or None when it is given up."""
+        """Act on how long the worker has been silent. Returns seconds until the next check; None if it was given up."""
         silent_s = peer.silent_s
         if silent_s < self._suspect_after_s:
             return self._suspect_after_s - silent_s

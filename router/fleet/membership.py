@@ -1,6 +1,6 @@
-"""Which addresses an unknown caller may register: a router connects to them from inside its network.
+"""Decides which addresses an unknown caller may register, because a router connects to them from inside its network.
 
-Pure. With a join token or mutual TLS all callers are known, and this is not asked.
+Pure. Not used with a join token or mutual TLS, where all callers are known.
 """
 
 from __future__ import annotations

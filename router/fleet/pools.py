@@ -1,7 +1,7 @@
-"""The workers of one model that take requests: who they are, and which have room.
+"""The workers of each model that take requests, and those with room.
 
-Both are kept up to date link by link, so a report costs the same however many workers there are, and a request that
-waits is looked at again only when there is room.
+Both are updated link by link, so the cost of a report does not depend on the number of workers, and a waiting request
+is considered again only when there is room.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Pool:
         self._members = None
 
     def note(self, link: WorkerLink) -> None:
-        """A member's load or bookings are not what they were."""
+        """The load or the bookings of a member have changed."""
         candidate = link.candidate()
         self._table.put(link.slot, candidate)
         if candidate.load.has_room(candidate.num_booked_requests):

@@ -92,7 +92,7 @@ def test_what_does_not_continue_the_answer_is_fenced(raw: bytes) -> None:
 def test_a_repeat_and_anything_behind_the_finish_is_fenced() -> None:
     delivery = Delivery(WireRequest(request()))
     delivery.accept(message(0, 9))
-    with pytest.raises(FencedError, match="position 0 where 1 was due"):
+    with pytest.raises(FencedError, match="position 0 where 1 was expected"):
         delivery.accept(message(0, 9))
     delivery.accept(message(1, finish=inference_pb2.Finish()))
     with pytest.raises(FencedError, match="behind its finish"):
