@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob, WholeChoice
 from headrace.gateway.chat.generation import Usage
+from headrace.gateway.chat.logprobs import LEAST_LOGPROB
 from headrace.gateway.edge.failures import Failure
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.kserve.requests import OPTIONAL_OUTPUTS, SAMPLING, TEXT_INPUT, TEXT_OUTPUT, VERSION, Inference
@@ -101,7 +102,7 @@ def _tensors(inference: Inference, rows: Sequence[Mapping[str, Any]]) -> list[Te
 
 
 def _sum(logprobs: Sequence[TokenLogprob]) -> float:
-    return sum(one.logprob for one in logprobs)
+    return sum(max(one.logprob, LEAST_LOGPROB) for one in logprobs)
 
 
 def generated(model: str, request_id: str | None, tensors: Sequence[Tensor]) -> dict[str, Any]:

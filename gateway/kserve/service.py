@@ -38,6 +38,8 @@ from headrace.protos.kserve_pb2_grpc import GRPCInferenceServiceServicer
 from headrace.protos.status import StatusError
 
 SERVICE_NAME = "inference.GRPCInferenceService"
+MAX_STREAM_REQUESTS = 256
+"""Requests of one stream that are answered at a time; the next one is read when one of them has ended."""
 _QUEUED_RESPONSES = 16
 
 
@@ -100,6 +102,8 @@ class KserveService(GRPCInferenceServiceServicer):
         async def read() -> None:
             try:
                 async for request in request_iterator:
+                    if len(running) >= MAX_STREAM_REQUESTS:
+                        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     task = asyncio.create_task(self._follow(request, context, queue))
                     running.add(task)
                     task.add_done_callback(running.discard)

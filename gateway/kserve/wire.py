@@ -22,6 +22,7 @@ from headrace.gateway.kserve.requests import (
 from headrace.gateway.kserve.tensors import Tensor, checked, decoded, encoded
 
 LENGTH_HEADER = "inference-header-content-length"
+MAX_NESTING = 8
 _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
 
@@ -128,7 +129,7 @@ def _tensors(inputs: Sequence[KserveInput], tail: bytes) -> list[Tensor]:
         if (size is None) == (one.data is None):
             raise invalid(f"inputs[{i}].data", f"inputs[{i}].data: give either data or parameters.{_SIZE}")
         if one.data is not None:
-            values: Sequence[Any] = list(_flat(one.data))
+            values: Sequence[Any] = list(_flat(f"inputs[{i}].data", one.data, MAX_NESTING))
         else:
             if not isinstance(size, int) or isinstance(size, bool) or size < 0 or pos + size > len(tail):
                 field = f"inputs[{i}].parameters.{_SIZE}"
@@ -141,10 +142,12 @@ def _tensors(inputs: Sequence[KserveInput], tail: bytes) -> list[Tensor]:
     return tensors
 
 
-def _flat(data: Sequence[Any]) -> Iterator[Any]:
+def _flat(where: str, data: Sequence[Any], depth: int) -> Iterator[Any]:
+    if not depth:
+        raise invalid(where, f"{where}: lists may be nested {MAX_NESTING} deep")
     for value in data:
         if isinstance(value, list):
-            yield from _flat(value)
+            yield from _flat(where, value, depth - 1)
         else:
             yield value
 

@@ -17,6 +17,7 @@ from headrace.common.stores.api_keys import ApiKey
 from headrace.gateway.access.admission import AdmissionControl, OwnLimits
 from headrace.gateway.access.limits import LocalLimits
 from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.kserve import service
 from headrace.protos import kserve_pb2, kserve_pb2_grpc
 from headrace.protos.kserve_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from headrace.protos.status import Reason, StatusError, error_of
@@ -166,6 +167,31 @@ async def test_a_stream_takes_several_requests_and_one_failure_ends_no_other(stu
     assert found["c"] == ["hiHello"]
     assert len(found["b"]) == 1
     assert "temperature" in found["b"][0]
+
+
+async def test_a_stream_answers_a_bounded_number_of_requests_at_a_time(
+    stub: Any, router: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_STREAM_REQUESTS", 2)
+    gate = asyncio.Event()
+
+    async def wait(_: Any, stream: Any, send: Any) -> None:
+        await gate.wait()
+        await send([kit.EOS], 0, kit.inference_pb2.FINISH_REASON_STOP)
+
+    router.script = wait
+    call = stub.ModelStreamInfer(sent(*(request("hi") for _ in range(5))))
+
+    async def read() -> list[str]:
+        return [one.infer_response.id async for one in call]
+
+    reading = asyncio.create_task(read())
+    while len(router.streams) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert len(router.streams) == 2
+    gate.set()
+    assert await reading == ["a"] * 5
 
 
 async def test_a_client_that_leaves_cancels_its_generations(stub: Any, router: Any, kit: Any) -> None:

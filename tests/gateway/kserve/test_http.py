@@ -142,6 +142,7 @@ async def test_elements_may_be_bytes_behind_the_json(gateway: Any, router: Any) 
         ("text_input", [{**TEXT, "shape": [2]}], {}),
         ("text_input", [{**TEXT, "data": [5]}], {}),
         ("text_input", [TEXT, TEXT], {}),
+        ("inputs[0].data", [{**TEXT, "data": json.loads("[" * 200 + '"hi"' + "]" * 200)}], {}),
         ("inputs[0].data", [{**TEXT, "data": None}], {}),
         ("inputs[0].parameters.shared_memory_region", [{**TEXT, "parameters": {"shared_memory_region": "x"}}], {}),
         ("inputs[0].parameters.binary_data_size", [{**TEXT, "data": None, "parameters": {"binary_data_size": 9}}], {}),
