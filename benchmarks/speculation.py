@@ -49,8 +49,8 @@ Side = Callable[[Sequence[Task], int], float]
 
 def tasks_of(model_dir: Path, case: str, number: int) -> Task:
     """One of the tasks of a case."""
-    code = (ROOT / "worker" / "engine" / "padding.py").read_text()
-    text = (ROOT / "docs" / "decisions" / "0025-steps-keep-their-token-count.md").read_text()
+    code = (ROOT / "worker" / "kv" / "block_pool.py").read_text()
+    text = (ROOT / "docs" / "explanation" / "batching.md").read_text()
     at = 120 * (number % 8)
     if case == "edit":
         part = code[at : at + 1200]

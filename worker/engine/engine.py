@@ -141,7 +141,7 @@ class Engine:
         else:
             sampled, errors = self._sample(step.batch, logits, planned)
             outputs = self._account(step, sampled, errors)
-            self._observe(step, time.perf_counter() - start_s, is_traced=is_traced)
+            self._observe(step, sampled, time.perf_counter() - start_s, is_traced=is_traced)
         self._overlap.hold(self._end_failed(outputs))
         return True
 
@@ -228,9 +228,10 @@ class Engine:
             outputs += self.scheduler.fail([request], error)
         return outputs
 
-    def _observe(self, step: _Step, step_s: float, *, is_traced: bool) -> None:
+    def _observe(self, step: _Step, sampled: Sequence[Sampled], step_s: float, *, is_traced: bool) -> None:
         """Learn what the step cost, and count it."""
-        self.meter.observe(step.size, step_s)
+        num_more = sum(len(entry.more) for entry in sampled) if step.output.num_draft_tokens else 0
+        self.meter.observe(step.size, step_s, 1.0 + num_more / max(1, len(sampled)))
         self.stats.num_steps += 1
         self.stats.num_padding_tokens += step.size.num_padding
         self.stats.infer_s += self.runner.infer_s

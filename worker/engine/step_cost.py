@@ -272,11 +272,13 @@ class StepRates:
     (docs/simulation.md).
     """
 
-    __slots__ = ("_seconds", "_tokens", "decode_step_ms")
+    __slots__ = ("_seconds", "_tokens", "decode_step_ms", "tokens_per_stream")
 
     def __init__(self) -> None:
         self.decode_step_ms = 0.0
         """Mean time of a decode step."""
+        self.tokens_per_stream = 1.0
+        """Mean number of tokens that a decode step gives to a stream: more than one with accepted drafts."""
         self._tokens = 0.0
         self._seconds = 0.0
 
@@ -289,6 +291,15 @@ class StepRates:
         """Add a step of mostly prompts."""
         self._tokens = self._tokens * RATE_KEPT + num_tokens
         self._seconds = self._seconds * RATE_KEPT + milliseconds / 1000
+
+    @property
+    def decode_token_ms(self) -> float:
+        """Mean time of a token of a stream."""
+        return self.decode_step_ms / self.tokens_per_stream
+
+    def observe_drafts(self, tokens_per_stream: float) -> None:
+        """Add what a decode step gave to each stream."""
+        self.tokens_per_stream += DECODE_WEIGHT * (tokens_per_stream - self.tokens_per_stream)
 
     def observe_decode(self, milliseconds: float) -> None:
         """Add a step without prompts."""

@@ -54,8 +54,8 @@ class StepMeter:
         self.longest_expected_step_s = max(self._longest_step_s, predicted_s)
         return StepSize(shape, num_padding, is_small)
 
-    def observe(self, size: StepSize, step_s: float) -> None:
-        """Learn from a step that took `step_s` seconds."""
+    def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0) -> None:
+        """Learn from a step that took `step_s` seconds and gave each stream so many tokens, on average."""
         # Kernels are built in the first step of each size.
         key = (size.is_small, size.shape.tokens)
         is_first = key not in self._seen
@@ -65,6 +65,8 @@ class StepMeter:
             is_known = size.shape.prompt_tokens == 0 and self.costs.decode.is_learned and not is_first
             ratio = 1000 * step_s / self.costs.decode.predict_ms(size.shape) if is_known else None
             speculation.observe_step(size.shape.tokens, ratio)
+            if size.shape.prompt_tokens == 0:
+                self.costs.rates.observe_drafts(tokens_per_stream)
         self.costs.observe(size.shape, 1000 * step_s, is_first=is_first)
         self._longest_step_s = max(step_s, _FORGETTING * self._longest_step_s)
 

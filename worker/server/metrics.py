@@ -29,7 +29,7 @@ _GAUGES = {
     "num_free_blocks": ("kv_blocks_free", "KV blocks that can be allocated, including those with cached content."),
     "num_cached_blocks": ("kv_blocks_cached", "KV blocks that the prefix cache can find."),
     "prefill_tokens_per_s": ("prefill_tokens_per_second", "Mean rate of prompt processing."),
-    "decode_step_ms": ("decode_step_milliseconds", "Mean time of a decode step."),
+    "decode_step_ms": ("decode_step_milliseconds", "Mean time of a decode step for each token of a stream."),
 }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from headrace.protos import inference_pb2
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI = [{"role": "user", "content": "hi"}]
 
@@ -264,3 +266,24 @@ async def test_fields_that_change_nothing_here_are_taken(gateway: Any) -> None:
     }
     answer = await chat(gateway, **neutral)
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_prediction_reaches_the_worker_and_the_account_has_what_came_of_it(
+    gateway: Any, router: Any, kit: Any
+) -> None:
+    async def speak(router: Any, stream: Any, send: Any) -> None:
+        message = inference_pb2.GenerateResponse(start_pos=0, token_ids=kit.tokens_of("abc"))
+        message.num_drafted_tokens, message.num_accepted_tokens = 5, 2
+        await router.context_of(stream).write(message)
+        await send(kit.tokens_of("d"), 3, inference_pb2.FINISH_REASON_LENGTH)
+
+    router.script = speak
+    content = [{"type": "text", "text": "ab"}, {"type": "text", "text": "xyz"}]
+    for n in (1, 2):
+        router.streams.clear()
+        answer = await chat(gateway, prediction={"type": "content", "content": content}, n=n)
+        assert answer["choices"][0]["message"]["content"] == "abcd"
+        assert [list(one.request.prediction_token_ids) for one in router.streams] == [kit.tokens_of("abxyz")] * n
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == 2 * n
+        assert details["rejected_prediction_tokens"] == 3 * n

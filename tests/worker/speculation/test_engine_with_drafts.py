@@ -86,6 +86,19 @@ def test_a_right_prediction_takes_few_steps() -> None:
     assert speculation.counters["prediction_tokens_accepted"] == request.num_accepted
 
 
+def test_routers_are_told_of_the_time_of_a_token() -> None:
+    right = expected_tokens([1, 2, 3], 200, VOCAB_SIZE)
+    for speculation in ("off", "ngram"):
+        engine = make_engine(speculation=speculation)
+        engine.request([1, 2, 3], 200, prediction=right)
+        engine.run()
+        rates = engine.scheduler.step_costs.rates
+        assert (rates.tokens_per_stream > 4) == (speculation == "ngram")
+        rates.observe_decode(8.0)
+        assert rates.decode_token_ms == pytest.approx(rates.decode_step_ms / rates.tokens_per_stream)
+        rates.tokens_per_stream = 1.0  # all engines of these tests share what steps cost
+
+
 def test_a_step_delivers_several_tokens_with_their_logprobs() -> None:
     right = expected_tokens([1, 2, 3], 16, VOCAB_SIZE)
     engine = make_engine(speculation="ngram")
