@@ -56,6 +56,7 @@ SIM_MAY_IMPORT = {
 ONLY_IN = {
     "openvino": {
         "common/model_files/vocabulary.py",
+        "worker/check.py",
         "worker/model/fused_projections.py",
         "worker/model/exact_rows.py",
         "worker/model/paging.py",
@@ -101,7 +102,7 @@ TIERS = {
         ("model",),
         ("speculation",),
         ("engine",),
-        ("loading", "server"),
+        ("loading", "server", "check"),
         ("serving",),
         ("__main__",),
     ),

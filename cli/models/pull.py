@@ -148,6 +148,7 @@ def _link(source: Source, target: Path, force: bool) -> Path:
             f"the cache already has another model called {source.name} ({target}); "
             "choose another name with --name, or replace it with --force"
         )
+    _check_servable(source.name, directory)
     link_model(source.name, directory)
     say(f"{source.name}: ready to serve ({target} -> {directory})")
     return target
@@ -282,10 +283,23 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _convert(name: str, gguf: Path, directory: Path) -> None:
-    """Run the converter as a process that does not outlive this one."""
+    """Run the converter."""
     say(f"{name}: converting")
-    convert = (sys.executable, "-m", "headrace.cli.models.convert", str(gguf), str(directory))
-    command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", *convert]
+    _run(f"converting {gguf}", "headrace.cli.models.convert", str(gguf), str(directory))
+
+
+def _check_servable(name: str, directory: Path) -> None:
+    """Ask a worker whether it would serve the model. Raises CommandError with its sentence."""
+    try:
+        _run(f"checking {directory}", "headrace.worker.check", str(directory))
+    except CommandError as error:
+        # The directory that a model is built in is gone when the user reads this.
+        raise type(error)(error.message.replace(str(directory), name)) from None
+
+
+def _run(what: str, *module: str) -> None:
+    """Run a module of headrace, with arguments, as a process that does not outlive this one. Raises CommandError."""
+    command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", sys.executable, "-m", *module]
     finished = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if finished.returncode == 0:
         return
@@ -293,11 +307,12 @@ def _convert(name: str, gguf: Path, directory: Path) -> None:
     if errors:
         raise CommandError(errors[-1])
     last = (finished.stderr.strip().splitlines() or ["no reason given"])[-1]
-    raise CommandFailed(f"converting {gguf} ended with status {finished.returncode}: {last}")
+    raise CommandFailed(f"{what} ended with status {finished.returncode}: {last}")
 
 
 def _finish(directory: Path, source: Source, record: dict[str, str]) -> None:
     check_model_directory(directory)
+    _check_servable(source.name, directory)
     write_manifest(directory, source.name, record, version("headrace"))
 
 

@@ -137,7 +137,7 @@ FAMILIES: Mapping[str, Family] = {
     "bloom": Family("bloom", {"n_head": 4, "n_layer": 2, "num_attention_heads": None, "num_hidden_layers": None}),
     "falcon": Family("falcon", {"multi_query": True, "new_decoder_architecture": False, "alibi": False}),
     "falcon-alibi": Family(
-        "falcon", {"multi_query": True, "new_decoder_architecture": False, "alibi": True}, refused="cannot page"
+        "falcon", {"multi_query": True, "new_decoder_architecture": False, "alibi": True}, refused="ALiBi"
     ),
     "mpt": Family(
         "mpt",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.models import pull
 from tests.hub import Hub, running_hub
 
 
@@ -94,6 +95,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     runtime = tmp_path / "run"
     runtime.mkdir()
     monkeypatch.setenv("HEADRACE_CACHE", str(folder))
+    # The models of these tests are names and sizes only; tests/e2e/test_by_name.py has real ones checked.
+    monkeypatch.setattr(pull, "_check_servable", lambda _name, _directory: None)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("PIP_NO_INDEX", "1")

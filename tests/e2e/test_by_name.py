@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,15 +78,19 @@ def test_run_uses_the_server_that_runs(hub: Hub) -> None:
     assert headrace("models", "rm", "owner/tiny-GGUF:q8_0").returncode == 0
 
 
-def test_a_model_that_cannot_be_served_ends_run_with_the_reason(hub: Hub, model_that_fails: str) -> None:
-    failed = headrace("run", model_that_fails, "hello", timeout_s=60)
-    assert failed.returncode == 2
-    assert failed.stderr.splitlines()[-1].startswith("error: ")
-    assert "corrupt" in failed.stderr
-
-
-@pytest.fixture
-def model_that_fails(hub: Hub, tmp_path: Path) -> str:
-    files = {path.name: path.read_bytes() for path in small_model().iterdir() if path.is_file()}
-    hub.add("owner/broken", {**files, "openvino_model.xml": b"<net/>"})
-    return "owner/broken"
+def test_pull_refuses_what_serve_refuses_with_the_same_sentence(hub: Hub, tmp_path: Path) -> None:
+    files = hub.repositories["owner/model"].revisions["main"]
+    directory = tmp_path / "windows"
+    directory.mkdir()
+    config = {**json.loads(files["config.json"]), "layer_types": ["sliding_attention"]}
+    for name, content in {**files, "config.json": json.dumps(config).encode()}.items():
+        (directory / name).write_bytes(content)
+    hub.add_directory("owner/windows", directory)
+    sentence = "cannot be served: layers of its architecture (llama) see a window of the context only"
+    for command in (["pull", "owner/windows"], ["run", "owner/windows", "hello"], ["pull", str(directory)]):
+        refused = headrace(*command, timeout_s=60)
+        assert (refused.returncode, sentence in refused.stderr) == (2, True), refused.stderr
+        assert refused.stderr.splitlines()[-1].startswith("error: the model in ")
+    assert headrace("models", "list").stdout == ""
+    served = headrace("serve", str(directory), "--port", "0", timeout_s=60)
+    assert (served.returncode, sentence in served.stderr) == (2, True), served.stderr

@@ -6,6 +6,7 @@ its tokens would mix sequences. `settle_positions` looks for such operations.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,12 @@ _FOREIGN_INPUTS = {
     "encoder_hidden_states": "it is the decoder of an encoder-decoder model",
 }
 _SUPPORTED = "only decoder-only text models whose layers all have attention can be served"
+_REMEDY = "serve a model of another architecture, or export it again with the current optimum-intel"
+_LOSES_ALIBI = (
+    "its architecture ({}) uses ALiBi for positions, which OpenVINO loses when it pages its attention; "
+    "answers would be wrong"
+)
+log = logging.getLogger(__name__)
 
 
 class PagedModel(NamedTuple):
@@ -85,22 +92,21 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
     try:
         paged_attention_transformation(model)
     except RuntimeError as error:
-        raise UnservableError(
-            f"OpenVINO cannot page the attention of its architecture ({kind}): {reason_of(error)}"
-        ) from error
+        if uses_alibi(config):
+            raise UnservableError(_LOSES_ALIBI.format(kind)) from error
+        log.info("OpenVINO says: %s", reason_of(error))
+        raise UnservableError(f"OpenVINO cannot page the attention of its architecture ({kind}); {_REMEDY}") from error
     attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
     names = [port.any_name for port in model.inputs]
     unknown = [name for name in names if name not in STEP_INPUTS and "_cache." not in name]
     if unknown:
-        why = next((_FOREIGN_INPUTS[name] for name in unknown if name in _FOREIGN_INPUTS), "")
-        raise UnservableError(f"{why or f'it takes more than tokens ({unknown[0]})'}; {_SUPPORTED}")
+        log.info("unknown inputs: %s", ", ".join(unknown))
+        why = next((_FOREIGN_INPUTS[name] for name in unknown if name in _FOREIGN_INPUTS), "it takes more than tokens")
+        raise UnservableError(f"{why}; {_SUPPORTED}")
     if not attentions:
         raise UnservableError(f"no attention of its architecture ({kind}) was recognised; {_SUPPORTED}")
     if uses_alibi(config) and any(_has_no_slopes(node) for node in attentions):
-        raise UnservableError(
-            f"its architecture ({kind}) uses ALiBi for positions, which OpenVINO loses when it pages its attention; "
-            "answers would be wrong"
-        )
+        raise UnservableError(_LOSES_ALIBI.format(kind))
     if has_windows(config) and not any(_has_window(node) for node in attentions):
         raise UnservableError(
             f"layers of its architecture ({kind}) see a window of the context only, which OpenVINO loses when it pages "

@@ -12,10 +12,13 @@ Positions beyond a table of learned positions would read its last row, so the co
 from __future__ import annotations
 
 import enum
+import logging
 
 import numpy as np
 import openvino as ov
 from openvino import opset13
+
+log = logging.getLogger(__name__)
 
 _REDUCTIONS = {"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2"}
 _ALONG_AN_AXIS = {"CumSum", "Softmax", "LogSoftmax"}
@@ -55,9 +58,10 @@ def settle_positions(model: ov.Model, max_context_tokens: int) -> bool:
             node.output(0).replace(constant.output(0))
             depends_on_context = True
             continue
+        log.info("%s %s works over all tokens of a step", node.get_type_name(), node.get_friendly_name())
         raise UnservableError(
-            f"it takes {node.get_type_name()} over all tokens of a step outside of attention, so one request would "
-            "change the answer to another"
+            "it computes something over all tokens of a step outside of attention, so one request would change the "
+            "answer to another; serve a model of another architecture"
         )
     model.validate_nodes_and_infer_types()
     return depends_on_context

@@ -1,0 +1,41 @@
+"""`python -m headrace.worker.check DIR`: whether a worker can serve the model in a directory. Compiles nothing.
+
+The exit status is 0, or 2 with one line, `error: SENTENCE`, on standard error: the sentence with which a worker would
+end.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import openvino as ov
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.directory import read_model_dir
+from headrace.worker.model.fused_projections import fuse_projections
+from headrace.worker.model.head import replace_head
+from headrace.worker.model.paging import read_paged
+
+
+def check_servable(model_dir: Path) -> None:
+    """Raise ConfigurationError for a model that a worker would refuse to load."""
+    read_model_dir(model_dir)
+    graph = read_paged(ov.Core(), model_dir).graph
+    fuse_projections(graph)
+    replace_head(graph, is_bfloat16=False)
+
+
+def main() -> None:
+    """Entry point of the checking process."""
+    logging.disable(logging.WARNING)
+    try:
+        check_servable(Path(sys.argv[1]))
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
