@@ -60,7 +60,7 @@ def tensors_of(model: TinyModel) -> dict[str, np.ndarray]:
         "output_norm.weight": vector(model.hidden),
     }
     if not model.tied:
-        found["output.weight"] = matrix(num_tokens, model.hidden, 3.0)
+        found["output.weight"] = matrix(num_tokens, model.hidden, 2.0)
     queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
     for layer in range(model.layers):
         block = {

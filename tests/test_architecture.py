@@ -55,6 +55,9 @@ SIM_MAY_IMPORT = {
 # foreign distribution -> the only files that may import it
 ONLY_IN = {
     "openvino": {
+        "cli/gguf/graph.py",
+        "cli/gguf/weights.py",
+        "cli/models/convert.py",
         "common/model_files/vocabulary.py",
         "worker/check.py",
         "worker/model/fused_projections.py",
@@ -72,7 +75,7 @@ ONLY_IN = {
     "openvino_tokenizers": {"common/model_files/vocabulary.py"},
     "llguidance": {"worker/grammar/compiler.py"},
     "openvino_genai": {"cli/models/convert.py"},
-    "gguf": {"cli/models/convert.py"},
+    "gguf": {"cli/gguf/tensors.py", "cli/gguf/weights.py", "cli/models/convert.py"},
     "starlette": {"gateway/edge/http.py"},
     "jinja2": {"gateway/text/chat_template.py"},
     "redis": {"common/stores/redis_link.py", "cli/fleet/key_store.py"},
@@ -107,7 +110,7 @@ TIERS = {
         ("__main__",),
     ),
     "router": (("placement",), ("fleet",), ("dispatch",), ("explain",), ("service",), ("__main__",)),
-    "cli": (("errors", "launch"), ("models", "fleet"), ("serving",), ("main",), ("__main__",)),
+    "cli": (("errors", "launch", "gguf"), ("models", "fleet"), ("serving",), ("main",), ("__main__",)),
 }
 
 

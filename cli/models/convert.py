@@ -7,16 +7,35 @@ Runs as a process of its own, so that the converter's libraries and memory never
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _NEEDED = "converting a GGUF file needs openvino-genai and gguf; install them with: pip install 'headrace[convert]'"
-# What openvino-genai reads.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_FREQUENCIES = "rope_freqs.weight"
+_REMEDY = "take an OpenVINO version of the model (optimum-cli export openvino makes one of the original)"
+_LAYER_TENSORS = (
+    "attn_norm",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "ffn_norm",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+)
+_KNOWN_TENSOR = re.compile(
+    r"(token_embd|output_norm|output|rope_freqs)\.weight"
+    r"|blk\.\d+\.(attn_(norm|q|k|v|output|q_norm|k_norm)|ffn_(norm|gate|up|down))\.(weight|bias)"
+)
+_UNKNOWN_SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale", "expert_count")
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_PIECE = re.compile(r"-00001-of-(\d{5})\.gguf$")
+_CONTEXT_KEY = "context_length"
 
 
 class ConversionError(Exception):
@@ -25,48 +44,97 @@ class ConversionError(Exception):
 
 def convert(gguf_path: Path, out_directory: Path) -> None:
     """Write the OpenVINO model, tokenizer and detokenizer, chat template and the two JSON files into the directory."""
-    metadata = read_metadata(gguf_path)
-    check_convertible(metadata)
+    paths = pieces_of(gguf_path)
+    readers = _readers(paths)
+    metadata = metadata_of(readers[0])
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    check_convertible(metadata, tensors)
+    config = config_of(metadata)
+    _write_model(metadata, tensors, out_directory / "openvino_model.xml")
     with tempfile.TemporaryDirectory(dir=out_directory, prefix=".convert.") as folder:
-        # The converter writes next to its input file: give it a link in a directory of our own.
-        link = Path(folder) / "model.gguf"
-        link.symlink_to(gguf_path.absolute())
-        _write_openvino_files(link, gguf_path)
+        # The converter writes next to its input file: give it links in a directory of our own.
+        for path in paths:
+            (Path(folder) / path.name).symlink_to(path.absolute())
+        _write_tokenizers(Path(folder) / paths[0].name)
         for path in Path(folder).glob("openvino_*"):
             path.replace(out_directory / path.name)
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str) and template:
         (out_directory / "chat_template.jinja").write_text(template)
-    _write_json(out_directory / "config.json", config_of(metadata))
+    _write_json(out_directory / "config.json", config)
     _write_json(out_directory / "generation_config.json", generation_config_of(metadata))
 
 
-def check_convertible(metadata: dict[str, Any]) -> None:
-    """Raise ConversionError for what openvino-genai's converter cannot read, or would read wrongly."""
+def pieces_of(gguf_path: Path) -> list[Path]:
+    """All files of a model in pieces, of which the first is given. Raises ConversionError if one is missing."""
+    matched = _PIECE.search(gguf_path.name)
+    if matched is None:
+        return [gguf_path]
+    stem, total = gguf_path.name[: matched.start()], matched[1]
+    paths = [gguf_path.with_name(f"{stem}-{number:05}-of-{total}.gguf") for number in range(1, int(total) + 1)]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ConversionError(f"it is one of {int(total)} pieces, and {missing[0]} is not beside it")
+    return paths
+
+
+def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
+    """Raise ConversionError for a model that we cannot convert exactly: it says what there is, what can be converted,
+    and what to do."""
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ConversionError(
-            f"its architecture is {architecture}, and only GGUF files of {', '.join(_ARCHITECTURES)} can be converted; "
-            "export the original model with optimum-cli"
+            f"its architecture is {architecture}, and GGUF files of {', '.join(_ARCHITECTURES)} can be converted "
+            f"(Llama, Mistral, SmolLM, Qwen 2 and 3); {_REMEDY}"
+        )
+    tokenizer = metadata.get("tokenizer.ggml.model")
+    if tokenizer != "gpt2":
+        raise ConversionError(
+            f"its tokenizer is of the kind {tokenizer}, and byte-level BPE (gpt2) can be converted; {_REMEDY}"
         )
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" or metadata.get(_FREQUENCIES):
+    if scaling not in ("none", "linear"):
         raise ConversionError(
-            "its rotary frequencies are scaled for long contexts, as those of Llama 3.1 are, and the converter would "
-            "drop that; export the original model with optimum-cli"
+            f"its rotary frequencies are scaled by {scaling}, and linear scaling and Llama 3's factors can be "
+            f"converted; {_REMEDY}"
         )
+    size = _head_size(metadata)
+    if metadata.get(f"{architecture}.rope.dimension_count", size) != size or size != _head_size(metadata, "value"):
+        raise ConversionError(f"its heads are rotated in part, or keys and values differ in size; {_REMEDY}")
+    scaled = [key for key in _UNKNOWN_SCALES if metadata.get(f"{architecture}.{key}")]
+    unknown = sorted(name for name in tensors if not _KNOWN_TENSOR.fullmatch(name))
+    if scaled or unknown:
+        what = f"{architecture}.{scaled[0]}" if scaled else unknown[0]
+        raise ConversionError(f"it has {what}, which a plain {architecture} model has not; {_REMEDY}")
+
+
+def _head_size(metadata: dict[str, Any], part: str = "key") -> int:
+    architecture = metadata["general.architecture"]
+    stated = metadata.get(f"{architecture}.attention.{part}_length")
+    return int(stated or _number(metadata, "embedding_length") // _number(metadata, "attention.head_count"))
+
+
+def _number(metadata: dict[str, Any], key: str) -> int:
+    architecture = metadata["general.architecture"]
+    value = metadata.get(f"{architecture}.{key}")
+    if not isinstance(value, int):
+        raise ConversionError(f"its metadata has no {architecture}.{key}")
+    return value
 
 
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
-    """config.json with what a GGUF file knows of it. Raises ConversionError if it does not know the context length."""
+    """config.json with what a GGUF file knows of it. Raises ConversionError if it lacks what a model needs."""
     architecture = metadata.get("general.architecture")
-    context = metadata.get(f"{architecture}.context_length")
-    if not isinstance(context, int):
-        raise ConversionError(f"its metadata has no {architecture}.context_length")
     vocabulary = metadata.get(f"{architecture}.vocab_size", metadata.get("tokenizer.ggml.tokens.count"))
+    heads = _number(metadata, "attention.head_count")
     config = {
         "model_type": architecture,
-        "max_position_embeddings": context,
+        "max_position_embeddings": _number(metadata, _CONTEXT_KEY),
+        "num_hidden_layers": _number(metadata, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get(f"{architecture}.attention.head_count_kv", heads),
+        "head_dim": _head_size(metadata),
+        "hidden_size": _number(metadata, "embedding_length"),
         "vocab_size": vocabulary,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
@@ -85,27 +153,63 @@ def generation_config_of(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def read_metadata(gguf_path: Path) -> dict[str, Any]:
-    """The file's key-value pairs; of an array only its length, as KEY.count; and whether it has a tensor of rotary
-    frequencies, as rope_freqs.weight. Raises ConversionError."""
+def _readers(paths: Sequence[Path]) -> list[Any]:
     try:
-        from gguf import GGUFReader, GGUFValueType
+        from gguf import GGUFReader
     except ImportError:
         raise ConversionError(_NEEDED) from None
     try:
-        reader = GGUFReader(gguf_path)
-        metadata: dict[str, Any] = {_FREQUENCIES: any(tensor.name == _FREQUENCIES for tensor in reader.tensors)}
+        return [GGUFReader(path) for path in paths]
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise ConversionError(f"it is no readable GGUF file ({str(error) or type(error).__name__})") from None
+
+
+def metadata_of(reader: Any) -> dict[str, Any]:
+    """The file's key-value pairs; of an array only its length, as KEY.count. Raises ConversionError."""
+    from gguf import GGUFValueType
+
+    metadata: dict[str, Any] = {}
+    try:
         for key, field in reader.fields.items():
             if field.types and field.types[0] == GGUFValueType.ARRAY:
                 metadata[f"{key}.count"] = len(field.data)
             else:
                 metadata[key] = field.contents()
-    except (ValueError, IndexError, KeyError, OSError) as error:
+    except (ValueError, IndexError, KeyError) as error:
         raise ConversionError(f"it is no readable GGUF file ({str(error) or type(error).__name__})") from None
     return metadata
 
 
-def _write_openvino_files(link: Path, gguf_path: Path) -> None:
+def _write_model(metadata: dict[str, Any], tensors: Mapping[str, Any], path: Path) -> None:
+    import openvino
+
+    from headrace.cli.gguf.graph import GraphBuilder, Shape
+    from headrace.cli.gguf.tensors import Matrices, vectors_of
+
+    architecture = metadata["general.architecture"]
+    config = config_of(metadata)
+    linear = metadata.get(f"{architecture}.rope.scaling.type") == "linear"
+    shape = Shape(
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_size=config["head_dim"],
+        rope_base=float(metadata.get(f"{architecture}.rope.freq_base", 10_000.0)),
+        rope_factor=float(metadata.get(f"{architecture}.rope.scaling.factor", 1.0)) if linear else 1.0,
+        epsilon=float(metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)),
+        has_interleaved_heads=architecture == "llama",
+    )
+    try:
+        model = GraphBuilder(shape, Matrices(tensors), vectors_of(tensors)).build()
+    except KeyError as error:
+        raise ConversionError(f"it lacks the tensor {error.args[0]}; download it again") from None
+    except NotImplementedError:
+        kinds = sorted({tensor.tensor_type.name for tensor in tensors.values()})
+        raise ConversionError(f"its weights are of the types {', '.join(kinds)}, one of which is unknown") from None
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def _write_tokenizers(link: Path) -> None:
     # Without this module OpenVINO takes a stub; with it, every import is reported over the network.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
@@ -113,12 +217,12 @@ def _write_openvino_files(link: Path, gguf_path: Path) -> None:
     except ImportError:
         raise ConversionError(_NEEDED) from None
     try:
-        openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
+        openvino_genai.Tokenizer(str(link), enable_save_ov_model=True)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise ConversionError(f"OpenVINO cannot read this kind of GGUF ({reason})") from None
-    if not (link.parent / "openvino_model.xml").is_file():
-        raise ConversionError(f"openvino-genai wrote no model for {gguf_path.name}")
+        print(error, file=sys.stderr)
+        raise ConversionError(f"its tokenizer cannot be read; {_REMEDY}") from None
+    if not (link.parent / "openvino_tokenizer.xml").is_file():
+        raise ConversionError(f"openvino-genai wrote no tokenizer for {link.name}")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

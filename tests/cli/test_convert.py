@@ -1,24 +1,43 @@
-"""What the converter makes of a GGUF file's metadata. The conversion itself is run by tests/e2e."""
+"""What the converter makes of a GGUF file's metadata, and what it refuses. tests/cli/test_gguf.py has the weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from headrace.cli.models.convert import ConversionError, check_convertible, config_of, generation_config_of
+from headrace.cli.models.convert import (
+    ConversionError,
+    check_convertible,
+    config_of,
+    generation_config_of,
+    pieces_of,
+)
 
 METADATA = {
     "general.architecture": "llama",
     "llama.context_length": 8192,
+    "llama.block_count": 30,
+    "llama.embedding_length": 576,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
     "llama.vocab_size": 49152,
+    "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2,
 }
+TENSORS = ["token_embd.weight", "rope_freqs.weight", "blk.0.attn_q.weight", "blk.11.ffn_down.weight"]
 
 
-def test_the_context_length_is_that_of_the_architecture() -> None:
+def test_the_config_has_the_context_and_the_shape() -> None:
     assert config_of(METADATA) == {
         "model_type": "llama",
         "max_position_embeddings": 8192,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "hidden_size": 576,
         "vocab_size": 49152,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -32,8 +51,10 @@ def test_a_vocabulary_that_is_not_stated_is_counted() -> None:
 
 
 def test_a_file_without_context_length_is_refused() -> None:
-    with pytest.raises(ConversionError, match=r"llama\.context_length"):
-        config_of({"general.architecture": "llama"})
+    metadata = {**METADATA}
+    del metadata["llama.context_length"]
+    with pytest.raises(ConversionError, match=r"its metadata has no llama\.context_length"):
+        config_of(metadata)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +68,28 @@ def test_every_token_that_ends_a_turn_ends_a_generation(extra: dict[str, int], e
 @pytest.mark.parametrize(
     ("extra", "problem"),
     [
-        ({"general.architecture": "phi3"}, "architecture is phi3, and only GGUF files of llama, qwen2, qwen3"),
-        ({"rope_freqs.weight": True}, "rotary frequencies are scaled"),
-        ({"llama.rope.scaling.type": "yarn"}, "rotary frequencies are scaled"),
+        ({"general.architecture": "phi3"}, "architecture is phi3, and GGUF files of llama, qwen2, qwen3 can be conv"),
+        ({"llama.rope.scaling.type": "yarn"}, "scaled by yarn, and linear scaling and Llama 3's factors can be"),
+        ({"tokenizer.ggml.model": "llama"}, r"tokenizer is of the kind llama, and byte-level BPE \(gpt2\) can be"),
+        ({"llama.rope.dimension_count": 32}, "rotated in part"),
+        ({"llama.attention.value_length": 128}, "keys and values differ in size"),
+        ({"llama.expert_count": 8}, r"it has llama\.expert_count, which a plain llama model has not"),
     ],
 )
-def test_what_would_be_converted_wrongly_is_refused_before(extra: dict[str, object], problem: str) -> None:
-    check_convertible({**METADATA, "rope_freqs.weight": False, "llama.rope.scaling.type": "none"})
-    with pytest.raises(ConversionError, match=problem):
-        check_convertible({**METADATA, **extra})
+def test_what_would_be_converted_wrongly_is_refused_with_a_remedy(extra: dict[str, object], problem: str) -> None:
+    check_convertible({**METADATA, "llama.rope.scaling.type": "linear", "llama.rope.dimension_count": 64}, TENSORS)
+    with pytest.raises(ConversionError, match=f"{problem}.*take an OpenVINO version of the model"):
+        check_convertible({**METADATA, **extra}, TENSORS)
+
+
+def test_a_tensor_that_no_plain_model_has_is_named() -> None:
+    with pytest.raises(ConversionError, match=r"it has blk\.0\.attn_sinks\.weight"):
+        check_convertible(METADATA, [*TENSORS, "blk.0.attn_sinks.weight"])
+
+
+def test_a_missing_piece_is_named(tmp_path: Path) -> None:
+    for number in (1, 3):
+        (tmp_path / f"m-0000{number}-of-00003.gguf").touch()
+    with pytest.raises(ConversionError, match=r"one of 3 pieces, and m-00002-of-00003\.gguf is not beside it"):
+        pieces_of(tmp_path / "m-00001-of-00003.gguf")
+    assert pieces_of(tmp_path / "other.gguf") == [tmp_path / "other.gguf"]

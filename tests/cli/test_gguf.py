@@ -1,0 +1,134 @@
+"""Models made of GGUF files compute what their files say, in every quantisation, paged as a worker has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader
+from gguf.quants import dequantize
+
+from headrace.cli.gguf.weights import Weights, matrix_of, read_weights, rows_of, with_rows
+from headrace.cli.models.convert import _write_model, metadata_of, pieces_of
+from headrace.worker.model.runner import OpenVINOModelRunner
+from tests.cli.gguf_reference import log_probabilities
+from tests.gguf_models import TinyModel, write_gguf
+
+BLOCK_BYTES = {
+    Type.Q4_0: 18,
+    Type.Q4_1: 20,
+    Type.Q5_0: 22,
+    Type.Q5_1: 24,
+    Type.Q8_0: 34,
+    Type.Q4_K: 144,
+    Type.Q5_K: 176,
+    Type.Q6_K: 210,
+    Type.Q3_K: 110,
+    Type.IQ4_NL: 18,
+}
+IN_BLOCK = {kind: 256 if kind.name.endswith("_K") else 32 for kind in BLOCK_BYTES}
+
+
+def random_blocks(kind: Type, rows: int = 6, columns: int = 512) -> np.ndarray:
+    """Bytes of a matrix whose scales and minima are as those of real ones."""
+    random = np.random.default_rng(3)
+    blocks = random.integers(0, 256, (rows * columns // IN_BLOCK[kind], BLOCK_BYTES[kind]), dtype=np.uint8)
+    scales = {Type.Q6_K: [208], Type.Q3_K: [108]}.get(kind, [0, 2] if kind.name[-1] in "1K" else [0])
+    for at in scales:
+        halves = random.uniform(0.001, 0.01, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(rows, -1)
+
+
+def computed(output: ov.Output, *inputs: ov.Node, values: tuple[np.ndarray, ...] = ()) -> np.ndarray:
+    core = ov.Core()
+    core.set_property("CPU", {"EXECUTION_MODE_HINT": "ACCURACY"})
+    found: np.ndarray = core.compile_model(ov.Model([output], list(inputs)), "CPU")(values)[0]
+    return found
+
+
+def product_with_unit_matrix(weights: Weights) -> np.ndarray:
+    """The matrix, by a product with it, as a worker computes one."""
+    states = ov.opset13.parameter([-1, weights.shape[1]], np.float32)
+    product = ov.opset13.matmul(states, matrix_of(weights), False, True)
+    return computed(product.output(0), states, values=(np.eye(weights.shape[1], dtype=np.float32),)).T
+
+
+@pytest.mark.parametrize("kind", BLOCK_BYTES, ids=lambda kind: kind.name)
+def test_weights_are_those_of_the_file(kind: Type) -> None:
+    data = random_blocks(kind)
+    expected = dequantize(data, kind)
+    weights = read_weights(kind, data)
+    tolerance = np.abs(expected).max() * (0.005 if kind in (Type.Q3_K, Type.IQ4_NL) else 1e-6)
+    np.testing.assert_allclose(product_with_unit_matrix(weights), expected, rtol=0, atol=tolerance)
+    indices = ov.opset13.parameter([-1, -1], np.int64)
+    rows = computed(rows_of(weights, indices.output(0)), indices, values=(np.array([[4, 0]]),))
+    np.testing.assert_allclose(rows[0], expected[[4, 0]], rtol=0, atol=tolerance)
+    order = np.array([5, 3, 1, 0, 2, 4])
+    np.testing.assert_allclose(product_with_unit_matrix(with_rows(weights, order)), expected[order], atol=tolerance)
+
+
+def test_groups_of_one_number_keep_it() -> None:
+    blocks = random_blocks(Type.Q4_1, 2, 64).reshape(-1, 20)
+    blocks[0, :2] = 0  # the scale
+    expected = dequantize(blocks.reshape(2, -1), Type.Q4_1)
+    found = product_with_unit_matrix(read_weights(Type.Q4_1, blocks.reshape(2, -1)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+MODELS = {
+    **{kind.name: TinyModel(default=kind) for kind in (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0)},
+    **{kind.name: TinyModel(default=kind) for kind in (Type.F16, Type.BF16, Type.F32)},
+    "qwen2": TinyModel("qwen2", Type.Q8_0),
+    "qwen3": TinyModel("qwen3", Type.Q4_1, {"token_embd": Type.F16}, tied=True),
+    "llama-3.1": TinyModel(default=Type.Q8_0, rope_factors=True),
+    "mixed": TinyModel(default=Type.Q4_0, types={"attn_v": Type.Q8_0, "output.weight": Type.F16}),
+    "pieces": TinyModel(default=Type.Q8_0, pieces=3),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_model_computes_what_its_file_says(name: str, tmp_path: Path) -> None:
+    """Log-probabilities in accuracy mode, within 0.001 of the book's."""
+    model = MODELS[name]
+    readers = [GGUFReader(path) for path in pieces_of(write_gguf(model, tmp_path / "m.gguf"))]
+    assert len(readers) == model.pieces
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    _write_model(metadata_of(readers[0]), tensors, tmp_path / "openvino_model.xml")
+    weights = {key: dequantize(tensor.data, tensor.tensor_type) for key, tensor in tensors.items()}
+    tokens = np.random.default_rng(1).integers(0, 250, 40).tolist()
+    expected = log_probabilities(model, weights, tokens)
+    core = ov.Core()
+    core.set_property("CPU", {"EXECUTION_MODE_HINT": "ACCURACY"})
+    compiled = core.compile_model(tmp_path / "openvino_model.xml", "CPU", {"KV_CACHE_PRECISION": "f32"})
+    request = compiled.create_infer_request()
+    found = []
+    for begin, end in ((0, 25), (25, 40)):
+        shape = (1, end - begin)
+        inputs = {
+            "input_ids": np.array([tokens[begin:end]]),
+            "attention_mask": np.ones((1, end), np.int64),
+            "position_ids": np.arange(begin, end).reshape(shape),
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        found.append(request.infer(inputs)["logits"][0].astype(np.float64))
+    logits = np.concatenate(found)
+    logits -= logits.max(-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
+
+
+def test_a_worker_pages_a_converted_model(tmp_path: Path) -> None:
+    """All attention layers, query, key and value as one product, and weights that stay compressed."""
+    model = replace(MODELS["qwen3"], types={})
+    path = write_gguf(model, tmp_path / "m.gguf")
+    (reader,) = (GGUFReader(path),)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _write_model(metadata_of(reader), tensors, tmp_path / "openvino_model.xml")
+    runner = OpenVINOModelRunner(tmp_path, threads=1, kv_precision="u8", execution_mode="performance")
+    assert runner.vocab_size == 263
+    assert (tmp_path / "openvino_model.bin").stat().st_size < 1.45 * sum(tensor.n_bytes for tensor in reader.tensors)
