@@ -1,7 +1,7 @@
 """`headrace certs`: an authority, certificates and secrets for a fleet, to try mutual TLS out or to run a small one.
 
-By the openssl command, which every server has: nothing of headrace depends on it, and a library for a command that is
-used once a year would be installed everywhere. Where there is an authority already, let that sign.
+Uses the openssl command, which every server has, because a library for a rare command would be installed everywhere.
+If there is an authority already, let it sign instead.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def certs() -> None:
     help="Days for which the certificate is valid.",
 )
 def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, days: int) -> None:
-    """Make DIRECTORY fit for --tls-dir: ca.pem, cert.pem and key.pem, and secrets as `certs secrets` makes them.
+    """Make ca.pem, cert.pem and key.pem in DIRECTORY for --tls-dir, and secrets as `certs secrets` makes them.
 
-    Again with the same directory, it renews certificate and key: processes that run take them within seconds. Only what
-    signs needs ca-key.pem: keep it off the hosts that serve.
+    With the same directory again, it renews certificate and key; running processes use them within seconds. Only
+    signing needs ca-key.pem: keep it off the hosts that serve.
     """
     from headrace.common.transport.channels import FLEET_NAME, TransportError, read_identity
 
@@ -78,7 +78,7 @@ def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, d
     "--readable", is_flag=True, help="Make the files readable for every user, such as Redis in its own container."
 )
 def make_secrets(directory: Path, readable: bool) -> None:
-    """Make the secrets of a fleet without certificates, where DIRECTORY lacks them.
+    """Make the secrets of a fleet without certificates, if DIRECTORY lacks them.
 
     join-token is for --join-token-file; redis-password for HEADRACE_REDIS_PASSWORD_FILE; redis.conf has the same
     password for redis-server.
@@ -148,7 +148,7 @@ def _openssl(arguments: Sequence[str]) -> None:
     except FileNotFoundError:
         raise CommandError("there is no openssl command: install it, or have your own authority sign") from None
     except subprocess.TimeoutExpired:
-        raise CommandFailed("openssl does not end") from None
+        raise CommandFailed("openssl does not finish") from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise CommandFailed(f"openssl {arguments[0]} failed: {reason[:300]}")

@@ -21,7 +21,7 @@ from headrace.cli.fleet.run_state import running_serves
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 _COMMANDS = ("/help", "/reset", "/exit")
-# A word like a command. A path such as /etc/hosts is none, and a space before the slash makes anything a question.
+# Looks like a command. A path such as /etc/hosts does not, and a space before the slash makes anything a question.
 _LIKE_A_COMMAND = re.compile(r"/[A-Za-z?]\w*(?=\s|$)")
 
 
@@ -42,7 +42,7 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def messages_with(self, question: str) -> list[dict[str, str]]:
-        """What to send for the next answer."""
+        """The messages to send for the next answer."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return [*head, *self.turns, {"role": "user", "content": question}]
 
@@ -63,7 +63,7 @@ class ChatClient:
     ) -> None:
         self._max_tokens = max_tokens
         self._url = url.rstrip("/").removesuffix("/v1")
-        # A slow prompt is silent for long; only a server that is not there should fail fast.
+        # A slow prompt is silent for long. Only an unreachable server should fail fast.
         self._http = access.client(httpx.Timeout(600.0, connect=5.0))
         self.model = model or self._only_model()
 
@@ -97,7 +97,7 @@ class ChatClient:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         except (ValueError, KeyError, TypeError):
-            raise CommandError(f"{self._url} is no headrace server: its /v1/models makes no sense") from None
+            raise CommandError(f"{self._url} is not a headrace server: its /v1/models is not valid") from None
         if not models:
             raise CommandFailed(f"{self._url} serves no model at the moment; headrace status shows why")
         return str(models[0])
@@ -217,7 +217,7 @@ def _converse(client: ChatClient, conversation: Conversation, interactive: bool)
 
 
 def _obey(command: str, conversation: Conversation) -> bool:
-    """Carry a command out; False for the one that leaves. Raises CommandError for one that there is not."""
+    """Execute a command. Returns False for the one that leaves. Raises CommandError for an unknown one."""
     if command == "/help":
         click.echo(_HELP, err=True)
     elif command == "/reset":
@@ -242,7 +242,7 @@ def default_url() -> str:
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
-    help="Longest answer.  [default: what the model's context holds]",
+    help="Maximum tokens of an answer.  [default: the rest of the model's context]",
 )
 @api_options
 def chat(url: str | None, model: str | None, system: str | None, max_tokens: int | None, access: ApiAccess) -> None:

@@ -29,7 +29,7 @@ from headrace.protos.status import error_of
 def drain(worker: str, undo: bool, timeout_s: float, tls_dir: Path | None, join_token_file: Path | None) -> None:
     """Let the worker at WORKER, HOST:PORT or unix:/path, end its requests and take no new ones.
 
-    Its health says NOT_SERVING and routers pass it over from then on. The exit status is 1 while requests still run.
+    From then on its health is NOT_SERVING and routers skip it. The exit status is 1 while requests still run.
     """
     with transport_of(tls_dir, join_token_file).blocking_channel(worker) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)

@@ -1,4 +1,4 @@
-"""`headrace explain`: which worker a prompt would go to now, and what each would cost, in the policy's own terms."""
+"""`headrace explain`: which worker a prompt would go to now, and the cost of each worker in the terms of the policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WIDTH_OF_A_PIPE = 160
 _TERMS = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "total", "ttft")
 _REASONS = {
     router_pb2.PLACEMENT_REASON_UNSPECIFIED: "no worker takes requests",
-    router_pb2.PLACEMENT_REASON_ONLY: "there is no other to choose",
+    router_pb2.PLACEMENT_REASON_ONLY: "there is no other worker",
     router_pb2.PLACEMENT_REASON_PREFIX: "it is the cheapest, and none has more of the prompt cached",
     router_pb2.PLACEMENT_REASON_LOAD: "it is the cheapest, for its load",
     router_pb2.PLACEMENT_REASON_SESSION: "it is the session's, and near enough to the cheapest",
@@ -60,7 +60,7 @@ def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[
     except httpx.HTTPError:
         raise CommandFailed(f"no gateway at {url}; name one with --url, or give token ids with --tokens") from None
     except (ValueError, KeyError, TypeError):
-        raise CommandError(f"{url} is no headrace gateway: its /tokenize makes no sense") from None
+        raise CommandError(f"{url} is not a headrace gateway: its /tokenize is not valid") from None
 
 
 def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = PLAIN) -> router_pb2.ExplainResponse:
@@ -166,7 +166,7 @@ def explain(
     )
     asked_for = [given for given in (text, prompt, tokens) if given is not None]
     if len(asked_for) != 1:
-        raise CommandError("say what to place: either a TEXT, or --prompt, or --tokens")
+        raise CommandError("give a prompt: either TEXT, or --prompt, or --tokens")
     if router is None:
         record = _default_serve(url)
         router, transport = record.router_address, transport_of(record.tls_dir, record.join_token_file)

@@ -1,4 +1,4 @@
-"""How commands reach a fleet that wants to know who asks: options that those who ask have in common."""
+"""Options with which commands authenticate to a fleet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILE = click.Path(path_type=Path)
 
 
 def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command --tls-dir and --join-token-file, and the variables that all processes of a fleet read."""
+    """Add --tls-dir and --join-token-file to a command, and the variables that all processes of a fleet read."""
     directory = click.option(
         "--tls-dir",
         envvar="HEADRACE_TLS_DIR",
@@ -38,8 +38,8 @@ def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def transport_of(tls_dir: Path | str | None, join_token_file: Path | str | None) -> Transport:
-    """The way to the fleet. Raises CommandError if the files cannot be used."""
-    # Imported here: it brings gRPC, for which not every command has a use.
+    """The transport to the fleet. Raises CommandError if the files cannot be used."""
+    # Imported here, because it imports gRPC, which not every command needs.
     from headrace.common.transport.channels import Transport, TransportError
 
     try:
@@ -52,7 +52,7 @@ def transport_of(tls_dir: Path | str | None, join_token_file: Path | str | None)
 
 @dataclass(frozen=True, slots=True)
 class ApiAccess:
-    """What a command needs to use the HTTP API: a key, and whom to believe that they are the server."""
+    """Access to the HTTP API: a key, and the authority of the server's certificate."""
 
     api_key: str | None = None
     ca_file: Path | None = None
@@ -74,17 +74,17 @@ class ApiAccess:
 
 
 OPEN = ApiAccess()
-"""For a gateway that asks for nothing."""
+"""Access to a gateway without keys and TLS."""
 
 
 def api_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command --api-key and --ca-file, as `access`."""
+    """Add --api-key and --ca-file to a command, which gets them as `access`."""
 
     @functools.wraps(command)
     def with_access(*args: Any, api_key: str | None, ca_file: Path | None, **options: Any) -> Any:
         return command(*args, access=ApiAccess(api_key, ca_file), **options)
 
-    key = click.option("--api-key", envvar="HEADRACE_API_KEY", help="API key, if the gateway asks for one.")
+    key = click.option("--api-key", envvar="HEADRACE_API_KEY", help="API key, if the gateway requires one.")
     ca_file = click.option(
         "--ca-file", envvar="HEADRACE_CA_FILE", type=_FILE, help="File with the authority of the server's certificate."
     )

@@ -1,4 +1,4 @@
-"""`headrace health TARGET`: one question to one process, for probes of containers and supervisors."""
+"""`headrace health TARGET`: check one process, for probes of containers and supervisors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask an HTTP server for one status code, with nothing but asyncio: the serve process imports no HTTP client."""
+"""Get a status code from an HTTP server, with asyncio alone, because the serve process imports no HTTP client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 async def http_status(host: str, port: int, path: str, timeout_s: float = 1.0, *, scheme: str = "http") -> int | None:
-    """Status code of GET `path`, or None when no HTTP answer came in time. A server on any address is asked here.
+    """Status code of GET `path`, or None if no HTTP answer came in time. A server on any address is asked at loopback.
 
     With https, certificates are not checked: nothing secret is sent, and only the code is read.
     """
@@ -34,7 +34,7 @@ async def http_status(host: str, port: int, path: str, timeout_s: float = 1.0, *
 
 
 def _unverified() -> ssl.SSLContext:
-    # Imported here: the start of a plain serve does not pay for it.
+    # Imported here, to keep the start of serve fast.
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,4 +1,4 @@
-"""Where `headrace keys` keeps API keys: a file, or Redis. Several may change them at once; nothing gets lost."""
+"""Stores the API keys of `headrace keys` in a file or in Redis. Concurrent changes are safe."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _TIMEOUT_S = 5.0
 
 
 class KeyStore(Protocol):
-    """Keys, kept. Every failure is a CommandError."""
+    """A store of keys. Every failure is a CommandError."""
 
     def keys(self) -> Sequence[ApiKey]:
         """All of them."""
 
     def add(self, key: ApiKey) -> None:
-        """Keep one more."""
+        """Add a key."""
 
     def remove(self, key_id: str) -> None:
-        """Keep this one no longer; no failure if it is gone."""
+        """Remove a key; does nothing if it does not exist."""
 
 
 class FileStore:
@@ -55,7 +55,7 @@ class FileStore:
         except OSError as error:
             raise CommandError(f"{self._path} cannot be read: {error.strerror}") from None
         except ValueError as error:
-            raise CommandError(f"{self._path} is no file of keys: {error}") from None
+            raise CommandError(f"{self._path} is not a file of keys: {error}") from None
 
     def add(self, key: ApiKey) -> None:
         """As `KeyStore.add`."""
@@ -116,7 +116,7 @@ class RedisStore:
         try:
             return checked(map(load_key, table.values()))
         except ValueError as error:
-            raise CommandError(f"Redis has keys that make no sense: {error}") from None
+            raise CommandError(f"Redis has no valid list of keys: {error}") from None
 
     def add(self, key: ApiKey) -> None:
         """As `KeyStore.add`."""
@@ -140,4 +140,4 @@ def _failing() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError) as error:
-        raise CommandFailed(f"Redis does not do it: {error or type(error).__name__}") from None
+        raise CommandFailed(f"Redis failed: {error or type(error).__name__}") from None

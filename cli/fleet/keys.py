@@ -1,4 +1,4 @@
-"""`headrace keys`: make, list and revoke the API keys that gateways ask for."""
+"""`headrace keys`: make, list and revoke the API keys of gateways."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _WIDTH_OF_A_PIPE = 200
 def keys() -> None:
     """Make, list and revoke API keys.
 
-    They are kept in a file (--file) or in Redis (--redis), by their hash; gateways that use the same place notice every
-    change within about a second.
+    Their hashes are stored in a file (--file) or in Redis (--redis). Gateways with the same file or Redis notice
+    changes within about a second.
     """
 
 
@@ -45,7 +45,7 @@ def _store(path: Path | None, redis_url: str | None) -> KeyStore:
     if redis_url is not None:
         return RedisStore(redis_url)
     if path is None:
-        raise CommandError("say where the keys are: --file FILE or --redis URL")
+        raise CommandError("give the place of the keys: --file FILE or --redis URL")
     return FileStore(path)
 
 
@@ -100,7 +100,7 @@ def create(
 @_place
 @click.option("--json", "as_json", is_flag=True, help="Print the keys as a JSON list.")
 def list_keys(path: Path | None, redis_url: str | None, as_json: bool) -> None:
-    """Show all keys, without what is secret of them."""
+    """Show all keys, without their secrets."""
     found = sorted(_store(path, redis_url).keys(), key=lambda key: (key.created_s, key.id))
     if as_json:
         values = [{name: value for name, value in asdict(key).items() if name != "sha256"} for key in found]
@@ -132,7 +132,7 @@ def _print(found: Sequence[ApiKey]) -> None:
 @click.argument("key")
 @_place
 def revoke(key: str, path: Path | None, redis_url: str | None) -> None:
-    """Take a key back. KEY is its id or its name, if only one has that name."""
+    """Revoke a key. KEY is its id, or its name if only one key has it."""
     store = _store(path, redis_url)
     known = store.keys()
     found = [one for one in known if one.id == key] or [one for one in known if one.name == key]

@@ -1,4 +1,4 @@
-"""What a running `headrace serve` leaves for `headrace status` and `headrace chat` to find.
+"""The files of a running `headrace serve`, by which `headrace status` and `headrace chat` find it.
 
     RUNTIME/serve-PORT.json     its processes; replaced as a whole at each change
     RUNTIME/PORT/*.sock         the sockets between them
@@ -125,7 +125,7 @@ class RunState:
         fresh.replace(self._path)
 
     def remove(self, record: ServeRecord) -> None:
-        """Take away the record and the sockets."""
+        """Remove the record and the sockets."""
         self._path.unlink(missing_ok=True)
         shutil.rmtree(record.socket_directory, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""`headrace status`: the processes that serve on this host, as supervisor, router and gateway see them."""
+"""`headrace status`: the processes that serve on this host, with data from supervisor, router and gateway."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COLOURS = {"ready": "green", "failed": "red", "suspect": "red"}
 
 
 async def collect(record: ServeRecord) -> list[dict[str, Any]]:
-    """One row for each process of a serve; see `row_of` for what is in it."""
+    """One row for each process of a serve; `row_of` describes its fields."""
     workers, gateway_ready = await asyncio.gather(
         _list_workers(record),
         http_status(record.host, record.port, "/health/ready", _ASK_TIMEOUT_S, scheme=record.url.partition(":")[0]),
@@ -45,7 +45,7 @@ def row_of(
     gateway_ready: bool,
     now_s: float,
 ) -> dict[str, Any]:
-    """What is known of one process. Pure.
+    """The fields of one process. Pure.
 
     `workers` are the router's, by worker id, or None when the router does not answer. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port; a worker's also model, kv_blocks, kv_blocks_free,

@@ -28,7 +28,7 @@ _MAX_RETRY_AFTER_S = 30.0
 
 
 class DownloadError(CommandFailed):
-    """A download that did not come about; the message says what and why. `http_status` is the last answer's, if any,
+    """A download failed; the message says which and why. `http_status` is the last answer's, if any,
     and `hub_code` its X-Error-Code."""
 
     def __init__(self, message: str, http_status: int | None = None, hub_code: str = "") -> None:
@@ -39,7 +39,7 @@ class DownloadError(CommandFailed):
 
 @dataclass(frozen=True, slots=True)
 class RetryRule:
-    """How often and how patiently. Attempts that brought bytes do not count; delays double up to the longest."""
+    """The number of attempts and their delays, which double up to a maximum. Attempts that got bytes do not count."""
 
     max_fruitless: int = 5
     first_delay_s: float = 0.5
@@ -65,7 +65,7 @@ class Wanted:
 
 
 class _TryAgain(Exception):
-    """An attempt failed in a way that another may not."""
+    """An attempt failed, but another may succeed."""
 
     def __init__(self, why: str, asked_s: float | None = None) -> None:
         super().__init__(why)
@@ -111,7 +111,7 @@ def download(
 
 
 def _fetch(client: httpx.Client, wanted: Wanted, part: Path, progress: Progress, rule: RetryRule) -> None:
-    """Attempts until one reaches the end of the file, or until too many in a row brought nothing."""
+    """Try until the file is complete, or until too many attempts in a row received nothing."""
     fruitless = 0
     furthest = _size(part)
     while True:
@@ -123,7 +123,7 @@ def _fetch(client: httpx.Client, wanted: Wanted, part: Path, progress: Progress,
             fruitless = 0 if reached > furthest else fruitless + 1
             furthest = max(furthest, reached)
             if fruitless >= rule.max_fruitless:
-                message = f"{wanted.url} could not be downloaded: {_reason(error)}; try again to go on from here"
+                message = f"{wanted.url} could not be downloaded: {_reason(error)}; try again to resume"
                 raise DownloadError(message) from None
             rule.wait(fruitless, error.asked_s if isinstance(error, _TryAgain) else None)
         except httpx.HTTPError as error:
@@ -149,7 +149,7 @@ def _attempt(client: httpx.Client, wanted: Wanted, part: Path, progress: Progres
             done = 0
         elif _range_start(response) != done:
             part.unlink()
-            raise _TryAgain("the server sent another range than was asked for")
+            raise _TryAgain("the server sent another range than requested")
         total = _total_bytes(response, done) or wanted.num_bytes
         progress.at(done, total)
         with part.open("ab" if done else "wb") as file:

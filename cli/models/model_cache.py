@@ -1,4 +1,4 @@
-"""The user's cache of models: where it is, what a complete model directory has, and how one comes into being.
+"""The user's cache of models: its location, the files of a complete model directory, and how a directory is built.
 
     CACHE/models/NAME/          a complete model directory with headrace.json, or a link to one elsewhere
     CACHE/models/.NAME.XXXX/    one being built; renamed into place when complete
@@ -216,7 +216,7 @@ def no_pulls() -> Iterator[None]:
 
 @contextmanager
 def building(name: str) -> Iterator[Path]:
-    """An empty directory to build the model in; it becomes the model's directory if the block ends well.
+    """An empty directory to build the model in. It becomes the model's directory if the block does not raise.
 
     The caller holds the model's lock. What an interrupted build left is removed first.
     """

@@ -1,7 +1,7 @@
-"""Fetch the wheel of a Python distribution from the package index that the pip of this interpreter is set up for.
+"""Fetch the wheel of a Python distribution from the package index that this interpreter's pip uses.
 
 pip tells where the wheel is; the bytes are streamed here, because pip shows no progress without a terminal and cannot
-resume. Where that does not work (an index behind a login, say), pip downloads it itself.
+resume. If that fails, for example with an index behind a login, pip downloads it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Progress(Protocol):
         """End what was shown."""
 
     def at(self, done: int, total: int | None) -> None:
-        """So much is there now, of so much in all if that is known."""
+        """Show that `done` of `total` bytes are there; `total` may be unknown."""
 
 
 class PlainProgress:
@@ -87,7 +87,7 @@ class BarProgress:
 
 
 def progress_for(title: str) -> Progress:
-    """The kind that fits standard error."""
+    """The kind of progress for standard error: a bar on a terminal, else lines."""
     return BarProgress(title) if sys.stderr.isatty() else PlainProgress(title)
 
 

@@ -1,4 +1,4 @@
-"""Lines of many processes on one stream, each with its process's name, without ever holding anyone up.
+"""Writes the lines of many processes to one stream, each with its process's name, without blocking any process.
 
 text  worker-0 | 2026-01-31 12:00:00,000 INFO headrace.worker [-] listening on unix:/tmp/...
 json  {"process":"worker-0","time":"2026-01-31T12:00:00.000Z","level":"info", ...}
@@ -20,7 +20,7 @@ _COLOURS = (b"\x1b[36m", b"\x1b[33m", b"\x1b[32m", b"\x1b[35m", b"\x1b[34m")
 class LogSink:
     """Writes lines from a thread of its own; with `as_json` every one is a JSON object, whatever a process printed.
 
-    A reader that does not keep up costs lines, which are counted and reported, and never time.
+    If the reader is too slow, lines are dropped, counted and reported.
     """
 
     def __init__(self, stream: BinaryIO, *, colour: bool = False, as_json: bool = False) -> None:
@@ -46,7 +46,7 @@ class LogSink:
             self._num_dropped += 1
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, for so long at most."""
+        """Write the waiting lines, within a time limit."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)

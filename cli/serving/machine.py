@@ -1,4 +1,4 @@
-"""`headrace topology`: the machine, drawn, and which cores `headrace serve` would give to each worker."""
+"""`headrace topology`: the machine, and the cores that `headrace serve` would give to each worker."""
 
 from __future__ import annotations
 

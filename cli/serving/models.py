@@ -1,4 +1,4 @@
-"""`headrace models`: what is in the cache, what it needs, and how to get rid of it."""
+"""`headrace models`: list the models in the cache, show what they need, and remove them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which cores and which node each worker of this host gets. Pure.
+"""Decides which cores and which node each worker of this host gets. Pure.
 
-One worker per NUMA node, on physical cores only: SMT siblings share the units that the kernels keep busy. Of a large
-node a core or two are left to the worker's asyncio side, the gateway and the router. A node without memory lends its
+One worker per NUMA node, on physical cores only: SMT siblings share the units that the kernels keep busy. On a large
+node, one or two cores are left for the worker's event loop, the gateway and the router. A node without memory lends its
 cores to the nearest one with memory. A CPU quota is respected by computing with no more threads than it pays for.
 """
 

@@ -1,4 +1,4 @@
-"""Which processes serve a model on one host, with which arguments and on which CPUs. Pure."""
+"""Decides which processes serve a model on one host, with which arguments and on which CPUs. Pure."""
 
 from __future__ import annotations
 

@@ -32,7 +32,11 @@ _POLL_S = 0.1
 @click.argument("model", default=DEFAULT_MODEL)
 @click.argument("prompt", nargs=-1)
 @click.option("--system", help="System message.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.  [default: what the model's context holds]")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Maximum tokens of an answer.  [default: the rest of the model's context]",
+)
 @offline_option
 @api_options
 def run(

@@ -14,4 +14,4 @@ BUNDLE_FILES = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
-"""The tokenizer bundle: what a worker hands out of its model, as far as the files exist."""
+"""The files of the tokenizer bundle, which a worker serves as far as they exist."""

@@ -1,6 +1,6 @@
 """The bytes of a model's tokens, from its detokenizer graph.
 
-The graph runs once over all token ids, cut in front of the node that joins the tokens of a text:
+The graph runs once over all token ids. It is cut before the node that joins the tokens of a text:
 
     ids -> VocabDecoder [-> ByteFallback, ...] -> | -> FuzeRagged -> UTF8Validate -> StringTensorPack -> text
                                                  cut
@@ -79,7 +79,7 @@ def _before(fuse: Any) -> list[Any]:
 
 
 def _run(core: Any, outputs: list[Any], parameters: list[Any], inputs: list[Any]) -> list[Any]:
-    """Values of the outputs, computed by a model of their own."""
+    """Values of the outputs, computed by a separate model."""
     compiled = core.compile_model(openvino.Model(outputs, parameters, "part"), "CPU", COMPILE_OPTIONS)
     results = compiled(inputs)
     return [np.array(results[i]) for i in range(len(outputs))]

@@ -1,8 +1,8 @@
-"""API keys: what is kept of them, in a file or in Redis. Gateways read what `headrace keys` writes.
+"""API keys as they are stored, in a file or in Redis. `headrace keys` writes them and gateways read them.
 
-A key is a random text of 256 bits and is shown once, when it is made. Kept is its SHA-256: a text that nobody can guess
-needs no slow hash, no salt and no pepper, since trying them out is hopeless at any speed; a slow hash would only let
-strangers keep a gateway busy. Who holds a key is found by the hash, so no comparison tells how near a guess came.
+A key is a random text of 256 bits and is shown once, when it is made. Only its SHA-256 is stored. A random key needs
+no slow hash, salt or pepper, because guessing is hopeless at any speed, and a slow hash would let strangers keep a
+gateway busy. A key is found by its hash, so no comparison reveals how near a guess is.
 
 In a file: {"keys": [JSON, ...]}. In Redis: the hash `headrace:api-keys` has a field for each key, its id, with the
 key's JSON, and `headrace:api-keys:version` is another random text after each change.
@@ -36,13 +36,13 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f]*")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What is known of a key. `None` is no limit; no models means all of them."""
+    """A stored key. `None` means no limit; no models means all models."""
 
     id: str
     sha256: str
     name: str
     tenant: str
-    """For fair shares, and for whom stored things belong to."""
+    """The owner of requests in fair queueing, and of stored responses."""
     created_s: int
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -54,7 +54,7 @@ class ApiKey:
     """Keys of one group share cached prefixes, whatever their tenants; by default the keys of one tenant do."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no key."""
+        """Raises ValueError if it is not a valid key."""
         for name in ("id", "name", "tenant", "cache_group"):
             value = getattr(self, name)
             if name == "cache_group" and value is None:
@@ -90,7 +90,7 @@ def new_id() -> str:
 
 
 def sha256_of(secret: str | bytes) -> str:
-    """What is kept of a key, in hexadecimal digits."""
+    """The stored hash of a key, in hexadecimal digits."""
     return hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).hexdigest()
 
 
@@ -132,7 +132,7 @@ def checked(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys in a file. Raises OSError if it cannot be read, ValueError for what are no keys."""
+    """The keys in a file. Raises OSError if it cannot be read, ValueError if it has no valid keys."""
     with path.open("rb") as file:
         raw = file.read(MAX_FILE_BYTES + 1)
     if len(raw) > MAX_FILE_BYTES:

@@ -1,9 +1,8 @@
 """Clients of the Redis that the processes of a fleet share, from its URL.
 
-What is secret need not be in the URL: `HEADRACE_REDIS_PASSWORD_FILE` names a file with the password, read once, and
-`HEADRACE_REDIS_TLS_DIR` a directory with ca.pem, cert.pem and key.pem for rediss://, read for each connection. The
-authority is that of the fleet: whom it signed belongs to the fleet, wherever it listens, so names of hosts are not
-looked at.
+Secrets need not be in the URL: `HEADRACE_REDIS_PASSWORD_FILE` names a file with the password, read once, and
+`HEADRACE_REDIS_TLS_DIR` a directory with ca.pem, cert.pem and key.pem for rediss://, read for each connection. Host
+names are not checked, because a certificate signed by the fleet's authority proves membership, wherever Redis listens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 PROBE_KEY = "headrace:probe"
-"""Written now and then by those who want to know whether they could write."""
+"""A key that processes write to find out whether Redis accepts writes."""
 
 RedisClient: TypeAlias = "Redis"
 """For those who use a client and import nothing of it."""
@@ -31,7 +30,7 @@ _PORT, _SENTINEL_PORT = 6379, 26379
 
 
 class SentinelUrl(NamedTuple):
-    """What redis+sentinel://[[USER:]PASSWORD@]HOST[:PORT],.../SERVICE[/DB] says."""
+    """The parts of redis+sentinel://[[USER:]PASSWORD@]HOST[:PORT],.../SERVICE[/DB]."""
 
     addresses: list[tuple[str, int]]
     service: str
@@ -41,7 +40,7 @@ class SentinelUrl(NamedTuple):
 
 
 def sentinel_url(url: str) -> SentinelUrl | None:
-    """The parts of a URL of sentinels; None for another URL. Raises ValueError for what begins like one and is none."""
+    """The parts of a URL of sentinels; None for another URL. Raises ValueError for an invalid one."""
     parts = urlsplit(url)
     if parts.scheme != "redis+sentinel":
         return None
@@ -68,7 +67,7 @@ def connect(url: str, timeout_s: float) -> RedisClient:
 
     def options(**more: object) -> dict[str, object]:
         retry = Retry(NoBackoff(), 0)  # the caller decides whether to try again
-        # The newer protocol costs several exchanges for each connection, and brings nothing that is used here.
+        # The newer protocol costs several round trips for each connection, and has no advantage here.
         common = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "protocol": 2}
         return {**common, "retry": retry, **more}
 
@@ -87,7 +86,7 @@ def connect(url: str, timeout_s: float) -> RedisClient:
 
 
 def secrets_for(url: str) -> dict[str, object]:
-    """What the environment adds to the options of a client for this URL; what the URL says itself goes first.
+    """Options of a client from the environment. The URL takes precedence.
 
     Raises ValueError for a password that cannot be read.
     """
@@ -135,7 +134,7 @@ def word_for(state: RedisState) -> str:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What a command raises when Redis is away, slow, or does not do it."""
+    """The exceptions of a command if Redis is unreachable, slow, or refuses it."""
     from redis.exceptions import RedisError
 
     return (RedisError, OSError, TimeoutError)

@@ -1,4 +1,4 @@
-"""Files that change while a process runs, such as certificates and keys, and how it notices."""
+"""Detects changes of files while a process runs, such as certificates and keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Stamp: TypeAlias = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """By which a change of a file is seen: time in ns, inode and size; None for a file that cannot be looked at.
+    """The values that show a change of a file: time in ns, inode and size; None if the file cannot be read.
 
     Links, as in mounted secrets, are followed.
     """
@@ -24,7 +24,7 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 class WatchedFiles:
-    """Tells when any of some files has changed, and looks at them at most once in `LOOK_S`."""
+    """Tells whether any of some files has changed. Checks them at most once in `LOOK_S`."""
 
     def __init__(self, paths: Iterable[Path], clock: Callable[[], float]) -> None:
         """`clock` gives seconds. Changes from now on count, so make it before the files are read."""
@@ -35,11 +35,11 @@ class WatchedFiles:
 
     @property
     def is_due(self) -> bool:
-        """Whether `changed` would look at the files."""
+        """Whether `changed` would check the files now."""
         return self._clock() - self._looked_at_s >= LOOK_S
 
     def changed(self) -> bool:
-        """Whether the files are others than at the last look. False if that was just now."""
+        """Whether the files have changed since the last check. False if that was within `LOOK_S`."""
         if not self.is_due:
             return False
         self._looked_at_s = self._clock()

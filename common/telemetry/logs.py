@@ -3,8 +3,8 @@
     text  2026-01-31 12:00:00,000 INFO headrace.router [req_1f...] placed on worker-0 (prefix)
     json  {"time":"2026-01-31T12:00:00.000Z","level":"info","logger":"headrace.router","message":"...","request_id":"."}
 
-An exception is the field `exception` of its record in JSON, and follows its line in text. Here rather than in each
-process because whoever gathers the logs of a fleet reads one format.
+In JSON, an exception is the field `exception` of its record; in text, it follows the line. All processes share this
+module, so that the logs of a fleet have one format.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def without_secrets(text: str) -> str:
 
 
 def request_id_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-    """The request's id in the metadata of a call; None if it has none, or one that is no printable word."""
+    """The request's id in the metadata of a call; None if there is none, or if it is not a printable word."""
     for key, value in metadata or ():
         if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value
@@ -55,7 +55,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message holds: a caller's text may not look like records of its own."""
+        """One line for any message, so that a caller's text cannot look like other records."""
         return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
 
     def format(self, record: logging.LogRecord) -> str:
@@ -64,7 +64,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object on one line, whatever the message holds."""
+    """One JSON object on one line for any message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See the module."""
@@ -99,7 +99,7 @@ def configure_logging(level: str, log_format: str = "text") -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
-    # Its records name connections, not requests, and below warnings say nothing that ours do not.
+    # Its records are about connections, not requests. Below warnings they add nothing to ours.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
@@ -109,7 +109,9 @@ def _uncaught(kind: type[BaseException], error: BaseException, traceback: Traceb
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
-    logging.getLogger("headrace").critical("the process ends by an exception", exc_info=(kind, error, traceback))
+    logging.getLogger("headrace").critical(
+        "the process ends because of an exception", exc_info=(kind, error, traceback)
+    )
 
 
 def _uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -117,4 +119,4 @@ def _uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
         return
     name = args.thread.name if args.thread is not None else "that is gone"
     exc_info = (args.exc_type, args.exc_value, args.exc_traceback)
-    logging.getLogger("headrace").critical("thread %s ends by an exception", name, exc_info=exc_info)
+    logging.getLogger("headrace").critical("thread %s ends because of an exception", name, exc_info=exc_info)

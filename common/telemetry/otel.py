@@ -1,8 +1,8 @@
 """Spans by OpenTelemetry, sent by OTLP. The only module that imports it, itself imported only when tracing is on.
 
-Everything that the SDK reads from the environment holds (`OTEL_EXPORTER_OTLP_*`, `OTEL_SERVICE_NAME`,
+All environment variables of the SDK work (`OTEL_EXPORTER_OTLP_*`, `OTEL_SERVICE_NAME`,
 `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER`, `OTEL_BSP_*`). The protocol is gRPC unless
-`OTEL_EXPORTER_OTLP_PROTOCOL` says `http/protobuf`.
+`OTEL_EXPORTER_OTLP_PROTOCOL` is `http/protobuf`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class OtelTracer:
     """The tracer of one process."""
 
     def __init__(self, role: str, endpoint: str | None) -> None:
-        """`role` names the service unless the environment does. Raises ValueError for a protocol or an endpoint that
-        there is not."""
+        """`role` names the service unless the environment does. Raises ValueError for an unknown protocol or an invalid
+        endpoint."""
         attributes = {"service.namespace": "headrace", "service.version": version("headrace")}
         if not os.environ.get("OTEL_SERVICE_NAME"):
             attributes["service.name"] = f"headrace-{role}"
@@ -57,7 +57,7 @@ def _exporter(endpoint: str | None) -> SpanExporter:
     named = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = named or "grpc"
     if endpoint is not None and urlsplit(endpoint).scheme not in ("http", "https"):
-        raise ValueError(f"--otlp-endpoint {endpoint!r} is no URL: write http://HOST:4317")
+        raise ValueError(f"--otlp-endpoint {endpoint!r} is not a URL: write http://HOST:4317")
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
@@ -65,7 +65,7 @@ def _exporter(endpoint: str | None) -> SpanExporter:
     if protocol == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-        # As the specification has it for an endpoint of all signals.
+        # The specification demands this for an endpoint of all signals.
         return HttpExporter(endpoint=None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces")
     raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: headrace speaks grpc and http/protobuf")
 

@@ -1,4 +1,4 @@
-"""A span: a piece of a request's way. What makes recording spans is in `tracing`."""
+"""A span: one part of the processing of a request. `tracing` makes spans that record."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SpanKind(enum.Enum):
 
 
 class Span:
-    """A piece of a request's way. This one records nothing; all times are monotonic seconds, None for now.
+    """One part of the processing of a request. This one records nothing. Times are monotonic seconds, None for now.
 
-    As a context manager it ends with the block, failed if an exception leaves it.
+    As a context manager it ends with the block, as failed if the block raises.
     """
 
     __slots__ = ()
@@ -38,7 +38,7 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """What goes with calls made under this span; empty for nothing of its own."""
+        """The trace context for calls under this span; empty if it has none."""
         return ""
 
     def child(
@@ -49,7 +49,7 @@ class Span:
         kind: SpanKind = SpanKind.INTERNAL,
         start_s: float | None = None,
     ) -> Span:
-        """A span below this one. Whoever makes it ends it."""
+        """A child of this span. The caller ends it."""
         return self
 
     def set(self, attributes: Attributes) -> None:
@@ -68,7 +68,7 @@ class Span:
         """Mark it as failed, for a reason of a small set such as `queue_full`."""
 
     def end(self, *, end_s: float | None = None) -> None:
-        """End it. What comes later is lost."""
+        """End the span. Later changes are lost."""
 
     def onto(self, metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
         """The metadata for a call made under this span."""

@@ -1,13 +1,12 @@
-"""Traces of requests through gateway, router and worker: what the code says while a request passes.
+"""Traces of requests through gateway, router and worker: the interface that all code uses.
 
     with serving_span("headrace.v1.Inference/Generate", traceparent, {...}):
         with current_span().child("place") as span:
             span.set({"headrace.placement.reason": "prefix"})
 
-Tracing is off unless a process was told where to send its spans: every span is `NO_SPAN`, nothing of OpenTelemetry is
-imported, and the caller's own traceparent is passed on as it came. The processes of one request agree on its trace by
-`traceparent` in the metadata of calls (W3C Trace Context); the current span of a task is found by `current_span`, in
-tasks that it starts too.
+Without an endpoint for spans, tracing is off: every span is `NO_SPAN`, OpenTelemetry is not imported, and the caller's
+traceparent is passed on unchanged. Processes share a trace through `traceparent` in the metadata of calls (W3C Trace
+Context). `current_span` finds the current span of a task, also in tasks that it starts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from headrace.common.telemetry.span import NO_SPAN, TRACEPARENT_KEY, Attributes,
 log = logging.getLogger(__name__)
 
 FLUSH_TRACES_S = 1.0
-"""How long a process that stops waits for its last spans to be sent."""
+"""How long a stopping process waits until its last spans are sent."""
 EXTRA = "headrace[otel]"
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -41,7 +40,7 @@ class Tracer(Protocol):
         ...
 
     def flush(self) -> None:
-        """Send what has ended; may take its time."""
+        """Send the spans that have ended. This may take long."""
         ...
 
 
@@ -50,7 +49,7 @@ _current: contextvars.ContextVar[Span] = contextvars.ContextVar("span", default=
 
 
 def serving_span(name: str, traceparent: str, attributes: Attributes | None = None) -> Span:
-    """The span of a request that has come, the current one of this task from now on."""
+    """The span of a new request. It is the current span of this task from now on."""
     if _tracer is None:
         return NO_SPAN
     span = _tracer.serving_span(name, traceparent, attributes)
@@ -75,8 +74,8 @@ def start_tracing(role: str, endpoint: str | None) -> None:
     """Send the spans of this process to an OTLP receiver: the one given, or the one that OpenTelemetry's environment
     variables name; without either, tracing stays off.
 
-    Raises TracingUnavailableError if an endpoint was given and OpenTelemetry is not installed. Variables alone are set
-    for a whole host at times, so that there it is only a warning.
+    Raises TracingUnavailableError if an endpoint was given and OpenTelemetry is not installed. Variables may be set
+    for a whole host, so with them alone it is only a warning.
     """
     global _tracer
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
@@ -98,7 +97,7 @@ def start_tracing(role: str, endpoint: str | None) -> None:
 
 
 def stop_tracing(timeout_s: float) -> None:
-    """Send what has ended, for so long at most, and make no more spans."""
+    """Send the spans that have ended, within a time limit, and stop tracing."""
     global _tracer
     tracer, _tracer = _tracer, None
     if tracer is None:

@@ -1,1 +1,1 @@
-"""How processes speak gRPC to each other: channels, sessions over one stream, and signs of life."""
+"""gRPC between processes: channels, sessions over one stream, and heartbeats."""

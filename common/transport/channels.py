@@ -3,11 +3,11 @@
 Connections are plain unless a process has a directory with three PEM files:
 
     ca.pem     the fleet's own certificate authority; it signs the certificates of all members
-    cert.pem   this process's certificate, for the name `FLEET_NAME`, both for serving and for calling
+    cert.pem   this process's certificate, for the name `FLEET_NAME`, for serving and for calling
     key.pem    its private key
 
 Then both sides show a certificate signed by the authority, and callers check that the server's name is `FLEET_NAME`,
-whatever its address is. Workers come and go on unknown addresses, so the name proves membership and not a place. With a
+independent of its address. Workers have unknown addresses, so the name proves membership and not a location. With a
 join token, every call except health presents it too. A join token alone protects against callers that can reach a port,
 but not against eavesdroppers. Without either, a process serves on loopback and unix sockets only, unless it may be
 insecure.
@@ -56,21 +56,21 @@ COMMON_OPTIONS: Options = (
 
 
 def channel_options(longest_pause_ms: int = 1_000) -> Options:
-    """Options of a channel that reconnects with pauses of at most `longest_pause_ms`. gRPC's own pauses grow to two
-    minutes, which would delay finding a process that was away for long."""
+    """Options of a channel that reconnects with pauses of at most `longest_pause_ms`. gRPC's default pauses grow to two
+    minutes, which would delay reconnecting to a process that was down for long."""
     return (
         *COMMON_OPTIONS,
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", longest_pause_ms),
-        ("grpc.min_reconnect_backoff_ms", 2_000),  # in spite of its name, how long one attempt to connect may take
+        ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name, the time limit of one attempt to connect
     )
 
 
 CHANNEL_OPTIONS = channel_options()
 SERVER_OPTIONS: Options = (
     *COMMON_OPTIONS,
-    # Two servers on one port would each get some of the calls; better that the second cannot start.
+    # Two servers on one port would share its calls. The second one must fail to start instead.
     ("grpc.so_reuseport", 0),
     # Callers ping every 10 s, with and without calls: that is no abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -86,12 +86,12 @@ _Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[_Metho
 
 
 class TransportError(ValueError):
-    """The files that were named cannot be used; the message says what is wrong and what to do."""
+    """The files cannot be used. The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a process is in its fleet, as PEM: its authority, its certificate with what leads to it, and its key."""
+    """The identity of a process in its fleet, as PEM: the authority, the certificate chain, and the key."""
 
     ca: bytes
     certificate: bytes
@@ -99,7 +99,7 @@ class Identity:
 
 
 def read_identity(directory: Path) -> Identity:
-    """The three files of a directory. Raises TransportError if one is missing or they are no identity together."""
+    """The three files of a directory. Raises TransportError if one is missing or if they do not fit together."""
     try:
         found = _read(directory)
         _rehearse(directory)
@@ -117,7 +117,7 @@ def _read(directory: Path) -> Identity:
 
 
 def _rehearse(directory: Path) -> None:
-    """Let two ends with these files shake hands. Raises OSError or ValueError if they would refuse one another."""
+    """Do a handshake between two ends with these files. Raises OSError or ValueError if it fails."""
     client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.verify_mode = ssl.CERT_REQUIRED
     for context in (client, server):
@@ -141,7 +141,7 @@ def _no_password() -> str:
 
 
 def read_token(path: Path) -> str:
-    """The join token in a file, without white space around it. Raises TransportError if it is none."""
+    """The join token in a file, without white space around it. Raises TransportError if it is not valid."""
     try:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
@@ -154,7 +154,7 @@ def read_token(path: Path) -> str:
 
 
 class Transport:
-    """The way to and from others of the fleet, for one process. Without a directory it is plain.
+    """The channels and servers of one process in a fleet. Without a directory, connections are plain.
 
     May be used from any thread: gRPC asks for certificates from threads of its own.
     """
@@ -180,29 +180,29 @@ class Transport:
 
     @property
     def version(self) -> int:
-        """Counts how often the certificate files have changed. A channel knows those of its making only."""
+        """How often the certificate files have changed. A channel keeps the files with which it was made."""
         self._look()
         return self._version
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call presents."""
+        """The metadata of every call."""
         self._look()
         return () if self._token is None else ((JOIN_TOKEN_KEY, self._token),)
 
     @property
     def knows_callers(self) -> bool:
-        """Whether all callers have shown that they belong to the fleet."""
+        """Whether all callers must prove that they belong to the fleet."""
         return self._tls_dir is not None or self._token_file is not None
 
     def refuse_strangers(self, listen: str, insecure: bool) -> None:
-        """Raise TransportError if anybody in the network could register, drain and name tenants at this address."""
+        """Raise TransportError if anyone in the network could register, drain and name tenants at this address."""
         if insecure or self.knows_callers or stays_on_host(listen):
             return
         raise TransportError(
             f"whoever reaches {listen} could register workers, drain them and name tenants: "
             "give all processes --join-token-file FILE (headrace certs secrets makes one) or --tls-dir DIR, "
-            "listen on 127.0.0.1 or a unix socket, or say --insecure"
+            "listen on 127.0.0.1 or a unix socket, or set --insecure"
         )
 
     # --- calling ----------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Transport:
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Let a server listen; its port (1 for a unix socket). Raises RuntimeError if that is not possible."""
+        """Let a server listen. Returns its port (1 for a unix socket). Raises RuntimeError if that is not possible."""
         if self._tls_dir is None:
             return server.add_insecure_port(address)
         credentials = grpc.dynamic_ssl_server_credentials(
@@ -243,7 +243,7 @@ class Transport:
         return server.add_secure_port(address, credentials)
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """What the next handshake uses; gRPC asks before each."""
+        """The certificates for the next handshake. gRPC calls this before each."""
         self._look()
         identity = self._identity
         assert identity is not None
@@ -251,11 +251,11 @@ class Transport:
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=identity.ca)
 
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """What a server has to be made with, so that callers without the join token are refused."""
+        """The interceptors of a server that refuses callers without the join token."""
         return () if self._token_file is None else (_TokenInterceptor(self),)
 
     def admits(self, presented: str | bytes | None) -> bool:
-        """Whether this is the join token, or none is wanted. In constant time."""
+        """Whether this is the join token, or none is required. Compares in constant time."""
         self._look()
         if self._token is None:
             return True
@@ -275,7 +275,7 @@ class Transport:
                 identity = None if self._tls_dir is None else read_identity(self._tls_dir)
                 token = None if self._token_file is None else read_token(self._token_file)
             except TransportError as error:
-                _LOG.warning("certificates and join token stay as they were: %s", error)
+                _LOG.warning("certificates and join token stay unchanged: %s", error)
                 return
             if identity != self._identity:
                 self._identity = identity
@@ -286,7 +286,7 @@ class Transport:
 
 def stays_on_host(address: str) -> bool:
     """Whether only processes of this host reach a gRPC address: a unix socket or loopback. Names other than localhost
-    may be anything."""
+    may resolve to anything."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.rpartition(":")[0].strip("[]")
@@ -297,7 +297,7 @@ def stays_on_host(address: str) -> bool:
 
 
 class _Presenting:
-    """A channel whose calls present what the transport says. Everything else is the channel's own."""
+    """A channel whose calls present the join token."""
 
     def __init__(self, channel: Any, transport: Transport) -> None:
         self._channel = channel
@@ -338,7 +338,7 @@ class _Presenting:
 
 
 class _TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls that do not present the join token. Health is for probes, which have a certificate only."""
+    """Refuses calls without the join token. Health checks need none, because probes have only a certificate."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -356,7 +356,7 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 def refusing(error: StatusError) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler that ends a call, whatever its kind, before its first message is read."""
+    """A handler that ends a call of any kind before its first message is read."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)

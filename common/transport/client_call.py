@@ -1,4 +1,4 @@
-"""One call of a session, at the caller's end (see `sessions`)."""
+"""The client's side of one call of a session (see `sessions`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.protos.status import DETAILS_KEY
 
 
 class CallOwner(Protocol):
-    """The session of a call, as the call needs it."""
+    """The part of a session that a call uses."""
 
     def cancel(self, call_id: int) -> None:
         """Cancel the call at the server."""
@@ -109,7 +109,7 @@ class ClientCall:
         self._session.count_unread(self, num_bytes)
 
     def finish(self, error: grpc.aio.AioRpcError | None) -> None:
-        """Nothing follows."""
+        """No message follows."""
         self._end = error or grpc.aio.EOF
         self._close()
 

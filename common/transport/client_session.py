@@ -1,4 +1,4 @@
-"""One session, at the client's side (see `sessions`): a stream of SessionRequests and SessionResponses."""
+"""The client's side of one session (see `sessions`): a stream of SessionRequests and SessionResponses."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos.inference_pb2 import BeginCall, CallPart, SessionRequest, SessionResponse
 from headrace.protos.status import Reason, details_of, error_of, is_peer_lost
 
-# How long calls do without sessions: if the peer has none, and if a session broke because of one of its calls, perhaps.
+# How long calls are separate RPCs: if the peer has no sessions, and if one of its calls may have broken a session.
 _WITHOUT_S = 60.0
 _BROKEN_S = 5.0
-# Heartbeats of silence after which a server counts as hanging.
+# After so many missing heartbeats a server counts as hanging.
 _LOST_HEARTBEATS = 5
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class SessionOwner(Protocol):
-    """The client of a session, as the session needs it."""
+    """The part of a client that a session uses."""
 
     silences: Silences
     peer: str | None
@@ -48,7 +48,7 @@ class SessionOwner(Protocol):
         """Begin no call in a session for this time."""
 
     def begin_alone(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> Call:
-        """Begin a call as an RPC of its own."""
+        """Begin a call as a separate RPC."""
 
 
 class ClientSession:
@@ -62,7 +62,7 @@ class ClientSession:
         self._stream = stream
         self._was_silent = is_silent
         self._failure: grpc.aio.AioRpcError | None = None
-        self._name: Hashable = client.peer or self  # of the server, as far as it is known
+        self._name: Hashable = client.peer or self  # of the server, if known
         self._peer: Peer | None = None  # while calls are open
         self._timer: asyncio.TimerHandle | None = None
         self._calls: dict[int, ClientCall] = {}
@@ -84,7 +84,7 @@ class ClientSession:
             begin.metadata[key] = value
         if timeout is not None:
             begin.timeout_ms = max(0, round(1000 * timeout))
-        if self._peer is None:  # nothing had to be said until now
+        if self._peer is None:  # no heartbeat was expected until now
             self._peer = self._client.silences.watch(self._name, self._bound_s or math.inf)
             self._arm(self._bound_s or sessions.HEARTBEAT_MS / 1000)
         call = self._calls[call_id] = ClientCall(self, call_id, wire, timeout, metadata)
@@ -103,11 +103,11 @@ class ClientSession:
             self._end_if_idle()
 
     def retire_soon(self) -> None:
-        """End with the last call, of those that begin now too."""
+        """End with the last call, including calls that begin from now on."""
         self._is_retired = True
 
     def retire(self) -> None:
-        """Begin no more; end with the last call."""
+        """Begin no more calls; end with the last one."""
         self._is_retired = True
         self._end_if_idle()
 
@@ -121,14 +121,14 @@ class ClientSession:
 
     @property
     def _bound_s(self) -> float:
-        """How long the server may be silent; 0 if it promises nothing."""
+        """How long the server may be silent; 0 if it has promised no heartbeats."""
         return _LOST_HEARTBEATS * self._client.heartbeat_s
 
     def _arm(self, delay_s: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
 
     def _look(self) -> None:
-        """See whether the server is there, for as long as calls are open."""
+        """Check that the server is alive while calls are open."""
         peer = self._peer
         if peer is None or not self._calls or self.is_over:
             self._listen_no_more()
@@ -166,7 +166,7 @@ class ClientSession:
 
     async def _send(self, items: list[Any]) -> None:
         if any(not isinstance(item, int) and item[1] for item in items):
-            await self._spoken.wait()  # whether the server takes shared parts is said in its first message
+            await self._spoken.wait()  # the server's first message says whether it accepts shared parts
             if not self._takes_shared:
                 for item in items:
                     await self._stream.write(_message([item], takes_shared=False))
@@ -185,7 +185,7 @@ class ClientSession:
         except grpc.aio.AioRpcError as error:
             self._failure = self._failure or error
         except asyncio.CancelledError:
-            pass  # the stream's, given up or with its channel closed, or the event loop's end
+            pass  # the stream was given up, its channel was closed, or the event loop ends
         finally:
             failure = self._failure
             self.is_over = True
@@ -207,7 +207,7 @@ class ClientSession:
         """For how long the server is called without sessions, seconds. None where calls would fail like the session:
         the server is lost, or it has refused this caller.
 
-        Calls that go on one by one cannot harm one another: one that broke the session fails alone.
+        Separate calls cannot harm each other: a call that broke the session then fails alone.
         """
         if failure is None or is_peer_lost(failure):
             return None
@@ -256,8 +256,8 @@ def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:
 
 
 def _of_call(failure: grpc.aio.AioRpcError | None) -> grpc.aio.AioRpcError:
-    """What the failure of a session is for its calls: a server's own answer, such as to a missing join token, or a
-    transport that broke, whatever gRPC calls it."""
+    """The error of a session for its calls: the server's own answer, such as for a missing join token, or a lost
+    transport, with any status of gRPC."""
     if failure is None:
         return call_error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did")
     details = details_of(failure)

@@ -1,6 +1,4 @@
-"""What every headrace server answers besides its own services: grpc.health.v1 and reflection (v1 and v1alpha), and
-methods that it does not have.
-"""
+"""Services of every headrace server: grpc.health.v1, reflection (v1 and v1alpha), and an error for unknown methods."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> health.aio.HealthServicer:
     """Add health and reflection for the named services; the caller sets the serving status on what is returned.
 
-    Until it does, every service (and "", the whole server) is NOT_SERVING. Comes behind the services: methods that
-    none of them has are refused here.
+    Until it does, every service (and "", the whole server) is NOT_SERVING. Call it after adding the services: it
+    refuses all methods that none of them has.
     """
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -43,11 +41,11 @@ def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
 
 
 class _Refusal(grpc.GenericRpcHandler):
-    """Refuses every method, with the details that gRPC's own refusal has not."""
+    """Refuses every method, with details that gRPC's own refusal lacks."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         method = handler_call_details.method[:200]
-        error = StatusError(Reason.UNSUPPORTED, f"there is no method {method}; reflection lists those that there are")
+        error = StatusError(Reason.UNSUPPORTED, f"there is no method {method}; reflection lists the methods")
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
             await abort(context, error)
@@ -57,7 +55,7 @@ class _Refusal(grpc.GenericRpcHandler):
 
 
 async def start_probe(address: str, servicer: health.aio.HealthServicer) -> grpc.aio.Server:
-    """Answer questions about health at another address, without TLS and nothing else.
+    """Serve only health checks at another address, without TLS.
 
     For probes that have no certificate, such as those of a kubelet. Raises RuntimeError if the address is taken.
     """

@@ -16,12 +16,12 @@ from headrace.protos.inference_pb2 import SessionRequest, SessionResponse
 
 GENERATE = "/headrace.v1.Inference/Generate"
 SESSION = "/headrace.v1.Inference/Session"
-# Bound of the unread bytes of answers from one server. Beyond it, the call with most of them is ended.
+# Maximum of unread bytes of answers from one server. Beyond it, the call with most unread bytes is ended.
 MAX_UNREAD_BYTES = 64 << 20
 # If one name stands for several servers, new calls go to a new session after this time, so that new servers get their
 # share.
 MAX_AGE_S = 60.0
-# A larger request gets its own session, so that it neither delays nor fails other calls.
+# A larger request gets its own session, so that it cannot delay or break other calls.
 LARGE_BYTES = 256 << 10
 
 
@@ -37,7 +37,7 @@ class SessionClient:
         silences: Silences | None = None,
         peer: str | None = None,
     ) -> None:
-        """Where a channel balances over several servers, each session is with one of them.
+        """If a channel balances over several servers, each session is with one of them.
 
         `plain_grpc`: there are no sessions, and each call is an RPC of its own. `silences` are those of all that this
         process listens to; `peer` names the server there, if it is heard elsewhere too.
@@ -58,7 +58,7 @@ class SessionClient:
         self._without_until_s = 0.0
         self.num_unread_bytes = 0
         self._unread: dict[ClientCall, None] = {}  # calls that keep some of that
-        self.heartbeat_s = 0.0  # as promised last; it holds for a new session too, whose server may hang already
+        self.heartbeat_s = 0.0  # as promised last; applies to a new session too, whose server may hang already
 
     @property
     def is_silent(self) -> bool:
@@ -75,7 +75,7 @@ class SessionClient:
         return self._session_for(wire).begin(wire, timeout, metadata)
 
     def _session_for(self, wire: WireRequest) -> ClientSession:
-        """The session of a new call: the next in turn, or for a large request one of its own. Requests that share their
+        """The session of a new call: the next in turn, or a separate one for a large request. Requests that share their
         first part share that one too."""
         if wire.num_bytes > LARGE_BYTES:
             alone = self._alone.get(wire.shared[0]) if wire.shared else None
@@ -95,8 +95,8 @@ class SessionClient:
         return open_session
 
     def _is_due(self, session: ClientSession) -> bool:
-        """Whether another session takes the place of this one. There are as many old ones as new ones at most, so that
-        long answers do not pile them up."""
+        """Whether another session replaces this one. There are at most as many old sessions as new ones, so that long
+        answers cannot accumulate them."""
         if len(self._sessions) == 1 or time.monotonic() - session.born_s <= MAX_AGE_S:
             return False
         return len(self._retired) < len(self._sessions)
@@ -117,7 +117,7 @@ class SessionClient:
         return turns[0]
 
     def listen(self, silent: ClientSession) -> None:
-        """A session was given up for silence: begin one in its place, to notice when the server answers again."""
+        """A session was given up for silence: begin another, to notice when the server answers again."""
         if silent in self._sessions:
             session = ClientSession(self, self._begin_session(), is_silent=True)
             self._sessions[self._sessions.index(silent)] = session
@@ -140,5 +140,5 @@ class SessionClient:
         self._without_until_s = max(self._without_until_s, time.monotonic() + seconds)
 
     def begin_alone(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> Call:
-        """Begin a call as an RPC of its own."""
+        """Begin a call as a separate RPC."""
         return cast("Call", self._begin_single(wire.joined(), timeout=timeout, metadata=tuple(metadata)))

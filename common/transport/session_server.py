@@ -30,7 +30,7 @@ from headrace.protos.inference_pb2 import (
 )
 from headrace.protos.status import DETAILS_KEY, Reason, StatusError, abort
 
-# Calls that are open on one session at a time, on all sessions of one host, and of one server; more are refused.
+# Maximum of open calls on one session, on all sessions of one host, and of one server; more are refused.
 MAX_OPEN_CALLS = 4096
 MAX_OPEN_CALLS_OF_HOST = 8192
 MAX_OPEN_CALLS_OF_SERVER = 32_768
@@ -87,7 +87,7 @@ class SessionServer:
         host = _host_of(context.peer())
         most = MAX_SESSIONS if len(self._sessions) >= MAX_SESSIONS else MAX_SESSIONS_OF_HOST
         if most == MAX_SESSIONS or self._num_sessions_of[host] >= most:
-            problem = f"there are {most} sessions, as many as this server takes"
+            problem = f"there are {most} sessions, the maximum of this server"
             await abort(context, StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0))
         session = _ServerSession(self, context, host)
         self._sessions.add(session)
@@ -99,15 +99,15 @@ class SessionServer:
             _subtract(self._num_sessions_of, host)
 
     def begin(self, host: str, num_on_session: int, num_bytes: int) -> StatusError | None:
-        """Count a call that begins on a session of `host`; why it is refused if there are too many."""
+        """Count a call that begins on a session of `host`. Returns the reason of a refusal if there are too many."""
         if num_on_session >= MAX_OPEN_CALLS:
-            problem = f"there are {MAX_OPEN_CALLS} calls on one session, as many as it takes"
+            problem = f"there are {MAX_OPEN_CALLS} calls on one session, its maximum"
         elif self._num_calls_of[host] >= MAX_OPEN_CALLS_OF_HOST:
-            problem = f"{MAX_OPEN_CALLS_OF_HOST} calls come from one host, as many as this server takes"
+            problem = f"{MAX_OPEN_CALLS_OF_HOST} calls come from one host, the maximum of this server"
         elif self.num_open_calls >= MAX_OPEN_CALLS_OF_SERVER:
-            problem = f"there are {MAX_OPEN_CALLS_OF_SERVER} calls, as many as this server takes"
+            problem = f"there are {MAX_OPEN_CALLS_OF_SERVER} calls, the maximum of this server"
         elif self.num_request_bytes and self.num_request_bytes + num_bytes > MAX_REQUEST_BYTES:
-            problem = f"the requests in flight have {MAX_REQUEST_BYTES} bytes, as many as this server takes"
+            problem = f"the requests in flight have {MAX_REQUEST_BYTES} bytes, the maximum of this server"
         else:
             self._num_calls_of[host] += 1
             self.num_open_calls += 1
@@ -116,8 +116,8 @@ class SessionServer:
         return StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
 
     def shared_part(self, raw: bytes) -> SharedPart:
-        """The part with these bytes. A caller sends it again with each message in which it begins calls that have it;
-        while any of them is open, the part is one object."""
+        """The part with these bytes. A caller sends it with each message that begins calls with it. While any of these
+        calls is open, they share one object."""
         part = self._shared.get(raw)
         if part is None:
             part = self._shared[raw] = SharedPart(raw)
@@ -259,7 +259,7 @@ class _ServerSession:
         context.arm(task)
 
     def _ended(self, context: _ServerContext) -> None:
-        # Not within the task: one that is cancelled in the turn in which it was made never runs at all.
+        # Not within the task, because a task that is cancelled in the turn in which it was made never runs.
         context.disarm()
         del self._tasks[context.call_id]
         self._server.ended(self._host, context.num_request_bytes)

@@ -19,7 +19,7 @@ from headrace.cli.main import cli
         (("keys", "lst"), "did you mean 'list'?; see headrace keys --help"),
         (("chat", "--max-tokens", "few"), "'few' is not a valid integer range; see headrace chat --help"),
         (("keys", "create"), "missing argument 'NAME'; see headrace keys create --help"),
-        (("keys", "list"), "say where the keys are: --file FILE or --redis URL"),
+        (("keys", "list"), "give the place of the keys: --file FILE or --redis URL"),
     ],
 )
 def test_every_refusal_is_one_line_with_its_remedy(args: tuple[str, ...], sentence: str) -> None:

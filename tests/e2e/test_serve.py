@@ -199,7 +199,7 @@ def test_explain_shows_where_a_chat_would_go(system: Serve, client: openai.OpenA
     row = next(line.split() for line in explained.stdout.splitlines() if line.startswith("-> worker-0"))
     cached, prompt = int(row[3]), int(row[5])
     assert prompt - 64 <= cached < prompt
-    assert explained.stdout.splitlines()[-1] == "worker-0: there is no other to choose"
+    assert explained.stdout.splitlines()[-1] == "worker-0: there is no other worker"
 
 
 def test_chat_answers_a_pipe(system: Serve) -> None:

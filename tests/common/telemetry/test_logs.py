@@ -123,6 +123,6 @@ def test_what_libraries_say_and_what_nobody_caught_is_logged_in_the_same_form() 
     records = [json.loads(line) for line in done.stderr.splitlines()]
     assert [entry["logger"] for entry in records] == ["uvicorn.error", "py.warnings", "headrace", "headrace"]
     assert "mind this" in records[1]["message"]
-    assert records[2]["message"] == "thread t ends by an exception"
+    assert records[2]["message"] == "thread t ends because of an exception"
     assert "ZeroDivisionError" in records[2]["exception"]
     assert records[3]["exception"].endswith("RuntimeError: over")
