@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation dev clean
+.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo 'make bench-router                             placement and forwarding, beside peers'
 	@echo 'make bench-gateway                            CPU per streamed token, idle streams, open connections'
 	@echo 'make bench-speculation                        speculative decoding, with and without, and beside a peer'
+	@echo 'make bench-kv                                 cached prefixes after a worker died'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
 	@echo 'make image                                    build the image, on a base image held by digest'
@@ -192,6 +193,9 @@ bench-gateway: .venv/.dev
 # Alternating pairs, with and without, and beside openvino-genai's prompt lookup.
 bench-speculation: .venv/.dev .links/headrace
 	$(BIN)/python -m benchmarks speculation
+
+bench-kv: .venv/.dev
+	$(BIN)/python -m benchmarks.kv $(ARGS)
 
 dev: .venv/.dev .links/headrace
 
