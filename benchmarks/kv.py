@@ -4,6 +4,8 @@ One worker, asked over its socket. A prefix is computed once, with a tail (cold)
 
     restarted   the worker is killed with SIGKILL and started again, then the prefix and another tail, first of all
     warm        the prefix and another tail
+    from disk   with --disk DIR: the same after another prompt has driven out the prefix. Give a --kv-cache-gb that
+                holds the prefix once
 
 Printed are milliseconds to the first token, the median over the rounds with the smallest and the largest, and the
 ratios of the same round. The tails have 24 tokens. Run it on a quiet machine.
@@ -36,6 +38,8 @@ from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
 TAIL_TOKENS = 24
 TOKENS = range(100, 40_000)
 BOUND_S = 600.0
+# Until the disk has what was driven out.
+SETTLE_S = 5.0
 
 
 class Worker:
@@ -99,7 +103,12 @@ async def play(worker: Worker, rng: random.Random, args: argparse.Namespace) -> 
     for _ in range(args.rounds):
         worker.kill()
         await worker.start()
-        rounds.append({"restarted": await ask(is_cached=True), "warm": await ask(is_cached=True)})
+        taken = {"restarted": await ask(is_cached=True), "warm": await ask(is_cached=True)}
+        if args.disk:
+            await worker.ttft_ms(rng.choices(TOKENS, k=args.tokens))
+            await asyncio.sleep(SETTLE_S)
+            taken["from disk"] = await ask(is_cached=True)
+        rounds.append(taken)
     return cold, rounds
 
 
@@ -109,8 +118,10 @@ def report(model: Path, num_tokens: int, cold: float, rounds: Sequence[dict[str,
     print(f"  cold       {cold:.0f} ms")
     for case in rounds[0]:
         print(f"  {case:10} {spread([taken[case] for taken in rounds], 1)} ms")
-    print(f"  restarted / warm: {spread([taken['restarted'] / taken['warm'] for taken in rounds], 3)}")
-    print(f"  restarted / cold: {spread([taken['restarted'] / cold for taken in rounds], 4)}", flush=True)
+    for case in rounds[0]:
+        if case != "warm":
+            print(f"  {case} / warm: {spread([taken[case] / taken['warm'] for taken in rounds], 3)}")
+        print(f"  {case} / cold: {spread([taken[case] / cold for taken in rounds], 4)}", flush=True)
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -122,7 +133,8 @@ async def measure(model: Path, args: argparse.Namespace, flags: Sequence[str]) -
     """All rounds of a model."""
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        worker = Worker(model, Path(directory), Path(memory), ["--kv-cache-gb", "1", *flags])
+        disk = [] if args.disk is None else ["--kv-disk", str(args.disk)]
+        worker = Worker(model, Path(directory), Path(memory), ["--kv-cache-gb", "1", *disk, *flags])
         await worker.start()
         try:
             report(model, args.tokens, *await play(worker, rng, args))
@@ -137,6 +149,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--disk", type=Path)
     args, flags = parser.parse_known_args()
     for model in args.models:
         uvloop.run(measure(model, args, flags))

@@ -150,6 +150,17 @@ DRAIN_TIMEOUT_S = 2.0
     is_flag=True,
     help="Keep the KV cache in --kv-memory after an orderly stop too, for the next start.",
 )
+@click.option(
+    "--kv-disk",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory on a fast disk for cached prefixes that leave the KV cache. Workers of one host share it.",
+)
+@click.option(
+    "--kv-disk-gb",
+    type=click.FloatRange(0, min_open=True),
+    default=16.0,
+    help="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.",
+)
 @click.option("--metrics", help="host:port on which to serve Prometheus metrics.")
 @click.option(
     "--tls-dir",

@@ -47,3 +47,5 @@ class WorkerConfig:
     huge_pages: bool = True
     kv_memory: str | None = None
     keep_kv_memory: bool = False
+    kv_disk: Path | None = None
+    kv_disk_gb: float = 16.0

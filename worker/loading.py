@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -18,6 +19,8 @@ from headrace.worker.host.binding import Region
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_pool import BlockPool, Journal
+from headrace.worker.kv.disk_store import DiskStore
+from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
 from headrace.worker.kv.memory import GIB, available_bytes, available_on_node, kv_cache_budget
@@ -45,6 +48,7 @@ class LoadedModel:
     kv_cache: Region
     max_num_seqs: int
     kept: KeptCache | None = None
+    disk: DiskTier | None = None
 
 
 def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:
@@ -94,7 +98,10 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
         vocab_size=runner.vocab_size,
     )
     region = Region(arena.address, arena.size_bytes)
-    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept)
+    disk = disk_tier_for(config, runner, fingerprint)
+    if disk is not None:
+        pool.on_eviction = disk.spill
+    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, disk)
 
 
 def log_loaded(name: str, runner: OpenVINOModelRunner, num_blocks: int, threads: int, took_s: float) -> None:
@@ -159,6 +166,18 @@ def allocate_cache(config: WorkerConfig, runner: OpenVINOModelRunner, kept: Kept
         num_blocks = num_blocks_for(config, runner.block_bytes, _kept_bytes(kept), kept.memory.room_bytes)
     wanted = CacheFormat(runner.numerics, sizing, num_blocks + 1, runner.block_size, shapes)
     return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
+
+
+def disk_tier_for(config: WorkerConfig, runner: OpenVINOModelRunner, fingerprint: str) -> DiskTier | None:
+    """The blocks on the disk that the flags describe. ConfigurationError if the disk cannot be used."""
+    if config.kv_disk is None:
+        return None
+    identity = f"{fingerprint} {runner.numerics} {runner.block_size} {runner.block_shapes}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    size_bytes = int(config.kv_disk_gb * GIB)
+    store = DiskStore(config.kv_disk, digest, size_bytes, runner.block_bytes, runner.block_size)
+    log.info("%s has %d of at most %d KV blocks", config.kv_disk, store.num_blocks, store.num_slots)
+    return DiskTier(store, runner.block_bytes_of, runner.block_bytes)
 
 
 def _kept_bytes(kept: KeptCache | None) -> int:

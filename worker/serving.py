@@ -21,6 +21,7 @@ from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.model_identity import model_identity
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.ending import end_process
+from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import Watchdog, watch_engine
@@ -66,7 +67,11 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, memory: HostMe
     mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish)
     observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
     health, sessions = add_services(server, config, model, mailbox, hub, observer)
-    thread = EngineThread(model.engine, mailbox, max_wait_s=config.max_ttft_s)
+    fetching = Fetching(model.engine.scheduler, model.disk) if model.disk is not None else None
+    thread = EngineThread(model.engine, mailbox, max_wait_s=config.max_ttft_s, fetching=fetching)
+    if model.disk is not None:
+        model.disk.on_arrival = mailbox.wake
+        model.disk.start()
     thread.start()
     background = [
         asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind)),

@@ -49,9 +49,9 @@ def row_of(
 
     `workers` are the router's, by worker id, or None when the router does not answer. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port; a worker's also model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, kv_blocks_restored, requests_running, requests_waiting, draft_tokens, draft_tokens_accepted, None
-    while unknown, and what the kernel says of threads and memory, see `_binding_columns`; a gateway's also
-    grpc_address.
+    kv_blocks_cached, kv_blocks_restored, kv_blocks_read, requests_running, requests_waiting, draft_tokens,
+    draft_tokens_accepted, None while unknown, and what the kernel says of threads and memory, see `_binding_columns`; a
+    gateway's also grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -86,6 +86,7 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "kv_blocks_free": load.num_free_blocks if load is not None else None,
         "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
         "kv_blocks_restored": load.counters.blocks_restored if load is not None else None,
+        "kv_blocks_read": load.counters.blocks_read if load is not None else None,
         "requests_running": load.num_running if load is not None else None,
         "requests_waiting": load.num_waiting if load is not None else None,
         **_draft_columns(load),
@@ -163,6 +164,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
         if row["kv_blocks_restored"]:
             blocks += f", {row['kv_blocks_restored']} taken back"
+        if row["kv_blocks_read"]:
+            blocks += f", {row['kv_blocks_read']} from disk"
     if row.get("draft_tokens"):
         drafts = f"{row['draft_tokens_accepted'] / row['draft_tokens']:.0%} of {row['draft_tokens']} accepted"
     up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])

@@ -76,6 +76,8 @@ class ServeOptions:
     metrics_port: int | None = None
     plain_grpc: bool = False
     warm_restart: bool = True
+    kv_disk: Path | None = None
+    kv_disk_gb: float | None = None
     files: SecurityFiles = field(default_factory=SecurityFiles)
 
     @property
@@ -121,6 +123,7 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-context-tokens", options.max_context_tokens)
     argv += _given("--max-ttft-s", options.max_ttft)
     argv += _given("--stuck-after-s", options.stuck_after_s)
+    argv += _given("--kv-disk", options.kv_disk) + _given("--kv-disk-gb", options.kv_disk_gb)
     argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)
     memory_flag = "--kv-memory" if options.warm_restart else None
     return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1, memory_flag=memory_flag)

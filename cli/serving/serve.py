@@ -312,6 +312,16 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     show_default=True,
     help="Keep the KV caches when a worker fails: the process that replaces it still has the cached prefixes.",
 )
+@click.option(
+    "--kv-disk",
+    type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
+    help="Directory on a fast disk for cached prefixes that leave the KV caches.  [default: none]",
+)
+@click.option(
+    "--kv-disk-gb",
+    type=click.FloatRange(0, min_open=True),
+    help="Size of the files in --kv-disk, in GiB, for each model.  [default: 16]",
+)
 @_file_option("--api-keys", "Require one of the API keys in this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this certificate chain.", "HEADRACE_GATEWAY_TLS_CERT")
 @_file_option("--tls-key", "The private key of --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")

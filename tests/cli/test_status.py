@@ -43,7 +43,7 @@ LOAD = worker_pb2.Load(
     num_blocks=100,
     num_free_blocks=90,
     num_cached_blocks=5,
-    counters=worker_pb2.Counters(blocks_restored=3),
+    counters=worker_pb2.Counters(blocks_restored=3, blocks_read=4),
     numa_node=1,
     binding=BINDING,
 )
@@ -86,6 +86,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "kv_blocks_free": 90,
         "kv_blocks_cached": 5,
         "kv_blocks_restored": 3,
+        "kv_blocks_read": 4,
         "requests_running": 2,
         "requests_waiting": 1,
         "draft_tokens": 0,

@@ -105,6 +105,7 @@ class Mailbox:
         self._commands: deque[Command] = deque()
         self._arrived = threading.Condition()
         self._stopping = False
+        self._is_woken = False
 
     @property
     def num_open(self) -> int:
@@ -154,11 +155,19 @@ class Mailbox:
             self._stopping = True
             self._arrived.notify()
 
-    def take(self, *, block: bool) -> list[Command] | None:
-        """Engine thread: the commands since the last call. With `block`, wait for one. None means stop."""
+    def wake(self) -> None:
+        """Make `take` return without a command. Called by any thread."""
         with self._arrived:
-            while block and not self._commands and not self._stopping:
-                self._arrived.wait()
+            self._is_woken = True
+            self._arrived.notify()
+
+    def take(self, *, block: bool, timeout_s: float | None = None) -> list[Command] | None:
+        """Engine thread: the commands since the last call. With `block`, wait for one, for at most `timeout_s`, or for
+        `wake`. None means stop."""
+        with self._arrived:
+            if block:
+                self._arrived.wait_for(lambda: self._commands or self._stopping or self._is_woken, timeout_s)
+            self._is_woken = False
             if self._stopping:
                 return None
             commands = list(self._commands)

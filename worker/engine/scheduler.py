@@ -107,6 +107,8 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)
     clock: Callable[[], float] = time.monotonic
     num_traced: int = 0
+    num_fetching: int = 0
+    """Prompts for which the disk fills blocks that no request here holds."""
     _num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -199,9 +201,8 @@ class Scheduler:
         for request in self.waiting:
             assert request.state is RequestState.WAITING
             assert not request.block_table, "a waiting request holds blocks"
-        assert len(held) == self.kv_cache.pool.num_blocks - self.kv_cache.pool.num_free_blocks, (
-            "a block without an owner"
-        )
+        num_others = self.kv_cache.pool.num_blocks - self.kv_cache.pool.num_free_blocks - len(held)
+        assert num_others == 0 or (num_others > 0 and self.num_fetching), "a block without an owner"
         for requests in (self.running, self.waiting):
             assert requests == sorted(requests, key=rank)
 
@@ -318,6 +319,8 @@ class Scheduler:
                 if request.draft:
                     request.draft, num_tokens = (), 1
                     continue
+                if len(self.running) == 1 and self.num_fetching:
+                    break  # their blocks are free soon
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:

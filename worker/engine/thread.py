@@ -14,8 +14,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
+from msgspec.structs import replace
+
 from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.engine import Engine, EngineStats
+from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import Command, LoadReport, Mailbox
 from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
@@ -23,6 +26,8 @@ from headrace.worker.request.step import RequestOutput
 
 # The shortest time between two load reports, unless commands came or the engine becomes idle.
 REPORT_INTERVAL_S = 0.02
+# How long to wait while the disk fills blocks, in seconds: with other work that needs these blocks, and without.
+_POLL_S, _LOOK_S = 0.001, 0.1
 # How many frames of the stack to log if the engine is stuck.
 _TOLD_FRAMES = 6
 # Reading the fields by name is four times as fast as asdict().
@@ -39,6 +44,7 @@ class EngineThread(threading.Thread):
         mailbox: Mailbox,
         on_failure: Callable[[str, BaseException], None] = end_process,
         max_wait_s: float = math.inf,
+        fetching: Fetching | None = None,
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self.num_turns = 0
@@ -46,6 +52,7 @@ class EngineThread(threading.Thread):
         self.is_idle = True
         """Whether there is nothing to do. For `Watchdog`."""
         self._engine = engine
+        self._fetching = fetching
         self._mailbox = mailbox
         self._on_failure = on_failure
         self._next_report_s = 0.0
@@ -76,11 +83,16 @@ class EngineThread(threading.Thread):
         self._mailbox.deliver((), report_of(self._engine.scheduler, self._engine.stats))
         while (commands := self._receive()) is not None:
             self._apply(commands)
+            if self._fetching is not None:
+                for request in self._fetching.take_ready():
+                    self._engine.scheduler.add(request)
             self._refuse_overdue()
             has_stepped = self._engine.advance(self._deliver)
             if has_stepped:
                 self.num_turns += 1
                 self._forecast.observe()
+            elif self._fetching is not None and self._engine.scheduler.has_requests:
+                time.sleep(_POLL_S)  # the pool waits for blocks that the disk fills
             if has_stepped or commands:
                 self._report = self._report_if_due(commands_came=bool(commands))
 
@@ -89,14 +101,15 @@ class EngineThread(threading.Thread):
         refused = []
         for request, is_cancel in commands:
             if is_cancel:
-                scheduler.cancel(request)
+                if self._fetching is None or not self._fetching.cancel(request):
+                    scheduler.cancel(request)
                 continue
             self._num_taken += 1
             error = self._forecast.refusal(request)
-            if error is None:
-                scheduler.add(request)
-            else:
+            if error is not None:
                 refused.append(scheduler.refuse(request, error))
+            elif self._fetching is None or not self._fetching.begin(request):
+                scheduler.add(request)
         if refused:
             self._mailbox.deliver(refused, None)
 
@@ -113,7 +126,8 @@ class EngineThread(threading.Thread):
             return self._mailbox.take(block=False)
         self.num_turns += 1
         self.is_idle = True
-        commands = self._mailbox.take(block=True)
+        is_fetching = self._fetching is not None and self._fetching.num_held > 0
+        commands = self._mailbox.take(block=True, timeout_s=_LOOK_S if is_fetching else None)
         self._forecast.begin()
         self.is_idle = False
         return commands
@@ -135,7 +149,16 @@ class EngineThread(threading.Thread):
         if now < self._next_report_s and not is_idle and not commands_came:
             return None
         self._next_report_s = now + REPORT_INTERVAL_S
-        return report_of(self._engine.scheduler, self._engine.stats, self._num_taken)
+        return self._report_now()
+
+    def _report_now(self) -> LoadReport:
+        report = report_of(self._engine.scheduler, self._engine.stats, self._num_taken)
+        if self._fetching is None:
+            return report
+        tier = self._fetching.tier
+        counters = {"blocks_written": tier.num_written, "blocks_read": tier.num_read}
+        num_waiting = report.num_waiting + self._fetching.num_held
+        return replace(report, num_waiting=num_waiting, counters={**report.counters, **counters})
 
 
 def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> LoadReport:

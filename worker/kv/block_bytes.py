@@ -28,10 +28,27 @@ class BlockBytes:
     """The bytes of `num_blocks` blocks in `caches`, arrays of bytes in which block follows block."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], shapes: Sequence[BlockShape]) -> None:
+        self._views = [cache.reshape(-1, *shape) for cache, shape in zip(caches, shapes, strict=True)]
         self._groups = [
             _Group([cache for cache, _ in group], shape)
             for shape, group in groupby(zip(caches, shapes, strict=True), key=lambda pair: pair[1])
         ]
+
+    def gather(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of a block from all layers to `data`."""
+        offset = 0
+        for view in self._views:
+            part = view[block].reshape(-1)
+            data[offset : offset + len(part)] = part
+            offset += len(part)
+
+    def scatter(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy what `gather` gave to a block."""
+        offset = 0
+        for view in self._views:
+            part = view[block].reshape(-1)
+            part[:] = data[offset : offset + len(part)]
+            offset += len(part)
 
     def checksum(self, block: int, num_tokens: int) -> int:
         """A checksum of the block's first `num_tokens` tokens, 32 bits. It finds damage, not forgery: a changed word

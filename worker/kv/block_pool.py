@@ -24,7 +24,7 @@ are both O(1). Slot `num_blocks` is the sentinel:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -86,6 +86,8 @@ class BlockPool:
         self.num_evictions = 0
         self.num_restored = 0
         self.journal = journal
+        self.on_eviction: Callable[[int, Content], None] | None = None
+        """Called before a block gives up its content for another."""
         self._num_unreferenced = num_blocks
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._next = array("i", [*range(1, num_blocks + 1), 0])
@@ -139,6 +141,8 @@ class BlockPool:
             block = self._next[sentinel]
             self._unlink(block)
             if block in self._content:
+                if self.on_eviction is not None:
+                    self.on_eviction(block, self._content[block])
                 self._forget(block)
                 self.num_evictions += 1
             elif self.journal is not None:

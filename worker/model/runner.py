@@ -25,7 +25,7 @@ import openvino as ov
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena
-from headrace.worker.kv.block_bytes import BlockShape
+from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
@@ -105,6 +105,11 @@ class OpenVINOModelRunner:
             heads, tokens, size = _dims(port)
             shapes.append(BlockShape(heads, tokens, size * port.element_type.bitwidth // 8))
         return tuple(shapes)
+
+    @property
+    def block_bytes_of(self) -> BlockBytes:
+        """The bytes of the blocks of the cache that was allocated."""
+        return BlockBytes([view.reshape(-1) for view in self._cache_views], self.block_shapes)
 
     def allocate(
         self, num_blocks: int, *, huge_pages: bool = True, make_arena: Callable[[], KVArena] | None = None

@@ -1,0 +1,385 @@
+"""KV blocks on a disk: what is stored is read back, and nothing else ever is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from headrace.protos.block_hash import next_hash, token_bytes_of
+from headrace.worker.config import ConfigurationError
+from headrace.worker.engine.build import build_engine
+from headrace.worker.engine.fetching import Fetching
+from headrace.worker.kv import disk_tier
+from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
+from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.disk_store import DiskStore
+from headrace.worker.kv.disk_tier import DiskTier, Fetch
+from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request, RequestState
+from headrace.worker.sampling.sampler import BatchSampler
+from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, KnownCosts
+from tests.worker.fake_runner import FakeRunner, expected_tokens
+
+BLOCK_BYTES = 10_000
+NUM_BLOCKS = 24
+SLOT_BYTES = 4096 + 12_288
+BOUND_S = 20.0
+
+
+def store_in(directory: Path, num_slots: int = 8) -> DiskStore:
+    return DiskStore(directory, "id", num_slots * SLOT_BYTES, BLOCK_BYTES, BLOCK_SIZE)
+
+
+def content(number: int) -> Content:
+    tokens = token_bytes_of([number] * BLOCK_SIZE)
+    return Content(next_hash(7, tokens), 7, tokens, is_first=True)
+
+
+def data_of(number: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+
+def write(store: DiskStore, number: int) -> bool:
+    block_hash, parent_hash, tokens, _ = content(number)
+    assert block_hash is not None
+    return store.write(block_hash, parent_hash, tokens, data_of(number))
+
+
+def read(store: DiskStore, number: int) -> bool:
+    """Whether the block is found; if it is, its bytes must be right."""
+    block_hash, parent_hash, tokens, _ = content(number)
+    assert block_hash is not None
+    data = np.zeros(BLOCK_BYTES, np.uint8)
+    if not store.read(block_hash, parent_hash, tokens, data):
+        return False
+    assert (data == data_of(number)).all()
+    return True
+
+
+def test_another_process_finds_what_was_written(tmp_path: Path) -> None:
+    first, second = store_in(tmp_path), store_in(tmp_path)
+    assert write(first, 1)
+    assert not write(first, 1), "once is enough"
+    assert not read(second, 1), "not known yet"
+    second.refresh()
+    assert read(second, 1)
+    assert not write(second, 1)
+    assert read(store_in(tmp_path), 1)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_the_least_used_and_oldest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    store = store_in(tmp_path, 3)
+    for number in (1, 2, 3):
+        now += 10
+        write(store, number)
+    assert read(store, 1)
+    now += 10
+    write(store, 4)
+    assert [read(store, number) for number in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("place", [3, 17, 39, 4096, 4096 + BLOCK_BYTES - 1])
+def test_a_flipped_bit_is_found_and_the_block_forgotten(tmp_path: Path, place: int) -> None:
+    store = store_in(tmp_path, 1)
+    write(store, 1)
+    path = next(tmp_path.glob("*.blocks"))
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 8
+    path.write_bytes(raw)
+    assert not read(store, 1)
+    assert store.num_blocks == 0
+    assert write(store, 1)
+    assert read(store, 1)
+
+
+def test_truncated_files_lose_blocks_and_nothing_else(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for number in range(8):
+        write(store, number)
+    os.truncate(next(tmp_path.glob("*.blocks")), 3 * SLOT_BYTES + 5000)
+    assert sum(read(store, number) for number in range(8)) == 3
+
+
+def test_a_collision_of_hashes_is_no_hit(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    write(store, 1)
+    block_hash, parent_hash, _, _ = content(1)
+    assert block_hash is not None
+    other = token_bytes_of([9] * BLOCK_SIZE)
+    assert not store.read(block_hash, parent_hash, other, np.zeros(BLOCK_BYTES, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [(100, "is less than a block"), (1 << 50, "too little room"), (9 * SLOT_BYTES, "another")]
+)
+def test_a_size_that_is_not_possible_is_refused(tmp_path: Path, size: int, message: str) -> None:
+    if message == "another":
+        store_in(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        DiskStore(tmp_path, "id", size, BLOCK_BYTES, BLOCK_SIZE)
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from tests.worker.kv.test_disk_tier import read, store_in, write
+store = store_in(Path(sys.argv[1]))
+print("ready", flush=True)
+number = int(sys.argv[2])
+while True:
+    number = (number * 5 + 3) % 31
+    write(store, number)
+    store.refresh()
+    read(store, (number * 7) % 31)
+"""
+
+
+def test_processes_that_are_killed_while_they_write_never_leave_a_wrong_block(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    store = store_in(tmp_path)
+    num_found = 0
+    for number in range(6):
+        writers = [
+            subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path), str(seed)], stdout=subprocess.PIPE)
+            for seed in (number, number + 3)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+        end_s = time.monotonic() + rng.uniform(0.05, 0.3)
+        while time.monotonic() < end_s:
+            store.refresh()
+            num_found += sum(read(store, block) for block in range(31))
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+        store.refresh()
+        num_found += sum(read(store, block) for block in range(31))
+    assert num_found > 6
+
+
+class Worker:
+    """An engine over a fake runner whose evicted blocks go to the disk, and the thread's work in between steps."""
+
+    def __init__(self, directory: Path) -> None:
+        shape = BlockShape(1, BLOCK_SIZE, 8)
+        runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
+        contents = BlockBytes([runner.blocks.view(np.uint8).reshape(-1)], [shape])
+        self.store = DiskStore(directory, "fake", 200 * 8192, shape.num_bytes, BLOCK_SIZE)
+        self.tier = DiskTier(self.store, contents, shape.num_bytes)
+        costs, limits = KnownCosts(1.0, 50.0), StepLimits(4, 16, 16, is_exact=True)
+        engine = build_engine(runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=costs)
+        self.under_test = EngineUnderTest(engine, runner)
+        self.pool = engine.scheduler.kv_cache.pool
+        self.pool.on_eviction = self.tier.spill
+        self.fetching = Fetching(engine.scheduler, self.tier)
+        self.tier.start()
+
+    def request(self, prompt: list[int], max_tokens: int = 2) -> Request:
+        return Request("r", prompt, SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0), 1)
+
+    def ask(self, prompt: list[int], max_tokens: int = 2) -> Request:
+        """Ask as the engine's thread does, and check the answer."""
+        request = self.request(prompt, max_tokens)
+        self.under_test.tokens[request] = []
+        if self.fetching.begin(request):
+            until(lambda: self.under_test.scheduler.has_requests or self.add_ready())
+        else:
+            self.under_test.scheduler.add(request)
+        while self.under_test.scheduler.has_requests or self.under_test.engine.has_outputs:
+            self.under_test.step()
+        assert self.under_test.tokens[request] == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
+        return request
+
+    def add_ready(self) -> bool:
+        ready = self.fetching.take_ready()
+        for request in ready:
+            self.under_test.scheduler.add(request)
+        return bool(ready)
+
+    def evict_all(self) -> None:
+        """Other prompts drive out everything, and the disk gets it."""
+        self.pool.release(self.pool.take(NUM_BLOCKS))
+        assert self.tier.wait_until_written(BOUND_S)
+        assert self.pool.num_cached_blocks == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    monkeypatch.setattr(disk_tier, "WRITE_SHARE", 1.0)
+    made = Worker(tmp_path)
+    yield made
+    made.tier.stop()
+
+
+PROMPT = list(range(200, 200 + 6 * BLOCK_SIZE + 2))
+
+
+def test_what_was_evicted_comes_back_from_the_disk(worker: Worker) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    request = worker.ask([*PROMPT[:-2], 1, 2, 3])
+    assert request.num_cached_tokens == 6 * BLOCK_SIZE
+    assert worker.tier.num_read == 6
+    assert worker.pool.take_events()[0], "routers hear of them"
+    worker.pool.check()
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+
+
+def test_only_what_memory_lacks_is_read(worker: Worker) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    worker.ask(PROMPT[: 3 * BLOCK_SIZE + 2])
+    assert worker.tier.num_read == 3
+    worker.ask(PROMPT)
+    assert worker.tier.num_read == 6
+
+
+def test_another_worker_of_the_host_reads_what_this_one_wrote(worker: Worker, tmp_path: Path) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    other = Worker(tmp_path)
+    assert other.ask(PROMPT).num_cached_tokens == 6 * BLOCK_SIZE
+    other.tier.stop()
+
+
+def test_a_prompt_that_is_cheaper_to_compute_is_computed(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    worker.ask(PROMPT)
+    worker.evict_all()
+    worker.tier.read_s = 3600.0
+    assert worker.ask(PROMPT).num_cached_tokens == 0
+    worker.tier.stop()
+
+
+def test_damage_on_the_disk_costs_a_computation_and_no_wrong_token(worker: Worker, tmp_path: Path) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    path = next(tmp_path.glob("*.blocks"))
+    raw = bytearray(path.read_bytes())
+    slots = [slot for slot in range(6) if raw[slot * 8192 : slot * 8192 + 8] != bytes(8)]
+    raw[slots[2] * 8192 + 4096 + 5] ^= 1
+    path.write_bytes(raw)
+    assert worker.ask(PROMPT).num_cached_tokens < 6 * BLOCK_SIZE
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+    worker.pool.check()
+
+
+def test_a_request_that_is_cancelled_while_it_waits_leaves_no_block_behind(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    request = worker.request(PROMPT)
+    assert worker.fetching.begin(request)
+    assert worker.fetching.num_held == 1
+    assert worker.pool.num_free_blocks == NUM_BLOCKS - 6
+    assert worker.fetching.cancel(request)
+    assert not worker.fetching.cancel(request)
+    assert request.state is RequestState.FINISHED
+    assert worker.fetching.num_held == 0
+    gate.set()
+    until(lambda: bool(worker.fetching.take_ready()) or worker.pool.num_free_blocks == NUM_BLOCKS)
+    worker.pool.check()
+    assert not worker.under_test.scheduler.has_requests
+
+
+def test_a_disk_that_hangs_costs_the_computation(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    monkeypatch.setattr("headrace.worker.engine.fetching._PATIENCE", 0.0)
+    start_s = time.monotonic()
+    worker.ask(PROMPT)
+    assert 0.2 < time.monotonic() - start_s < BOUND_S
+    assert worker.tier.num_read == 0
+    gate.set()
+    until(lambda: worker.fetching.take_ready() == [] and worker.under_test.scheduler.num_fetching == 0)
+    worker.pool.check()
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+
+
+def hanging(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Reads wait for the event."""
+    gate = threading.Event()
+    read_really = worker.store.read
+
+    def read_late(*args: object) -> bool:
+        gate.wait(BOUND_S)
+        return read_really(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worker.store, "read", read_late)
+    return gate
+
+
+def test_a_full_disk_stores_nothing_and_harms_nobody(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(worker.store, "write", full)
+    worker.ask(PROMPT)
+    worker.evict_all()
+    assert worker.tier.num_written == 0
+    assert worker.ask(PROMPT).num_cached_tokens == 0
+
+
+def test_a_request_that_needs_the_whole_pool_waits_for_what_the_disk_fills(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    held = worker.request(PROMPT)
+    worker.under_test.tokens[held] = []
+    assert worker.fetching.begin(held)
+    large = worker.request(list(range(NUM_BLOCKS * BLOCK_SIZE - 4)), 3)
+    worker.under_test.tokens[large] = []
+    worker.under_test.scheduler.add(large)
+    for _ in range(30):
+        worker.under_test.engine.advance(lambda _: None)
+    assert not large.first_token_s
+    gate.set()
+    until(worker.add_ready)
+    worker.under_test.run()
+    assert worker.under_test.tokens[large] == expected_tokens(list(range(NUM_BLOCKS * BLOCK_SIZE - 4)), 3, VOCAB_SIZE)
+    assert worker.under_test.tokens[held] == expected_tokens(PROMPT, 2, VOCAB_SIZE)
+
+
+def test_random_prompts_in_a_small_pool_always_get_the_right_tokens(worker: Worker) -> None:
+    rng = random.Random(5)
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(6)]
+    for _ in range(150):
+        stem = rng.choice(stems)
+        worker.ask([*stem[: rng.randint(4, 40)], rng.randrange(VOCAB_SIZE), 5], rng.randint(1, 6))
+        worker.pool.check()
+    assert worker.tier.num_read > 50
+
+
+def test_a_fetch_of_nothing_known_reads_nothing(worker: Worker) -> None:
+    fetch = Fetch([])
+    worker.tier.fetch(fetch)
+    until(lambda: worker.tier.take_ended() == [fetch])

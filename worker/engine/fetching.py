@@ -1,0 +1,131 @@
+"""Requests that wait for blocks from the disk before they are scheduled.
+
+A request waits if reading the rest of its cached prefix is expected to take less time than computing it. Its blocks are
+taken from the pool and filled by the disk's thread. When they have come, they are cached blocks like others, and the
+request is scheduled and finds them. If reading takes much longer than expected, the request is scheduled without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.worker.engine.scheduler import Scheduler
+from headrace.worker.kv.disk_tier import DiskTier, Fetch, Wanted
+from headrace.worker.kv.manager import MIN_TOKENS_LEFT
+from headrace.worker.request.request import Request, RequestState
+
+# Reading has to be cheaper than computing by this factor.
+_WORTH = 0.8
+# A request waits so many times as long as computing would take, and at least so long in seconds.
+_PATIENCE, _LEAST_PATIENCE_S = 2.0, 0.25
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that waits, the cached blocks that it holds, and when its patience ends."""
+
+    request: Request
+    prefix: list[int]
+    deadline_s: float
+
+
+class Fetching:
+    """The waiting requests of one scheduler. Used by the engine thread."""
+
+    def __init__(self, scheduler: Scheduler, tier: DiskTier, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tier = tier
+        self._scheduler = scheduler
+        self._clock = clock
+        self._held: dict[Fetch, _Held] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for the disk."""
+        return sum(held.request.state is RequestState.WAITING for held in self._held.values())
+
+    def begin(self, request: Request) -> bool:
+        """Hold a new request if it should wait. Else it is to be scheduled at once."""
+        cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
+        size = cache.block_size
+        if request.wants_prompt_logprobs:
+            return False
+        first = cache.num_computed_by_now(request) // size
+        end = first
+        last = (request.num_tokens - MIN_TOKENS_LEFT) // size
+        while end < last and self.tier.has(cache.hash_of(request, end)):
+            end += 1
+        end = min(end, first + self._num_spare())
+        if end <= first or not self._is_worth(first, end):
+            return False
+        gained = cache.reuse(request)
+        prefix = list(request.block_table)
+        pool.hold(prefix)
+        cache.free(request)
+        if gained != first * size:
+            pool.release(reversed(prefix))
+            return False
+        wanted = [
+            Wanted(block, cache.hash_of(request, index), *cache.work_on(request, index), is_first=index == 0)
+            for index, block in zip(range(first, end), pool.take(end - first), strict=True)
+        ]
+        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._compute_s(first, end))
+        fetch = Fetch(wanted)
+        self._held[fetch] = _Held(request, prefix, self._clock() + patience_s)
+        self._scheduler.num_fetching += 1
+        self.tier.fetch(fetch)
+        return True
+
+    def cancel(self, request: Request) -> bool:
+        """Drop a request if it is held here."""
+        for fetch, held in self._held.items():
+            if held.request is request and request.state is RequestState.WAITING and not fetch.is_given_up:
+                fetch.is_given_up = True
+                request.state = RequestState.FINISHED
+                self._scheduler.stats.requests_cancelled += 1
+                return True
+        return False
+
+    def take_ready(self) -> list[Request]:
+        """Make the blocks that came findable. Returns the requests that need not wait any more."""
+        ready = []
+        for fetch in self.tier.take_ended():
+            held = self._held.pop(fetch)
+            self._scheduler.num_fetching -= 1
+            self._import(fetch, held.prefix)
+            if not fetch.is_given_up:
+                ready.append(held.request)
+        now_s = self._clock()
+        for fetch, held in self._held.items():
+            if now_s > held.deadline_s and not fetch.is_given_up:
+                fetch.is_given_up = True
+                ready.append(held.request)
+        return ready
+
+    def _import(self, fetch: Fetch, prefix: list[int]) -> None:
+        pool = self._scheduler.kv_cache.pool
+        for block, block_hash, parent_hash, token_bytes, is_first in fetch.wanted[: fetch.num_read]:
+            if not is_first and not pool.is_findable(parent_hash):
+                break
+            if pool.make_findable(block, block_hash, parent_hash, token_bytes, is_first=is_first) is None:
+                break
+        pool.release(wanted.block for wanted in reversed(fetch.wanted))
+        pool.release(reversed(prefix))
+
+    def _num_spare(self) -> int:
+        """Blocks that no running request needs, however long its answer becomes."""
+        cache = self._scheduler.kv_cache
+        needed = sum(
+            cache.num_blocks_for(request.num_prompt_tokens + request.sampling.max_tokens) - len(request.block_table)
+            for request in self._scheduler.running
+        )
+        return max(0, cache.pool.num_free_blocks - max(0, needed))
+
+    def _is_worth(self, first: int, end: int) -> bool:
+        return self.tier.expected_s(end - first) < _WORTH * self._compute_s(first, end)
+
+    def _compute_s(self, first: int, end: int) -> float:
+        """How long computing these blocks takes."""
+        size = self._scheduler.kv_cache.block_size
+        return self._scheduler.step_costs.prompts.chunk_ms(first * size, (end - first) * size) / 1000

@@ -1,0 +1,195 @@
+"""Moves blocks between the KV cache and the disk, in a thread of its own.
+
+The engine thread hands over blocks that it evicts, and asks for blocks that a prompt needs. Reads go first. Writes take
+at most a part of the time, so that reads and other programs find the disk free; what comes faster is not stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.kv.block_bytes import BlockBytes
+from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.disk_store import DiskStore
+
+log = logging.getLogger(__name__)
+
+# The share of the time in which the disk may be busy with writes.
+WRITE_SHARE = 0.5
+# Evicted blocks that wait to be written: at most so many, and at most so much memory.
+MAX_QUEUED, MAX_QUEUED_BYTES = 256, 256 << 20
+_WRITES_A_FLUSH = 8
+_PAUSE_AFTER_FAILURE_S = 60.0
+# Before anything was read.
+_FIRST_GUESS_BYTES_PER_S = 1e9
+# How much the latest read counts.
+_NEWEST = 0.2
+
+
+class Wanted(NamedTuple):
+    """A block to be read into `block`, which nobody else has."""
+
+    block: int
+    block_hash: int
+    parent_hash: int
+    token_bytes: bytes
+    is_first: bool
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Blocks of one prompt, in order. The thread sets `num_read` and ends at the first that cannot be read, or when
+    `is_given_up`."""
+
+    wanted: Sequence[Wanted]
+    num_read: int = 0
+    is_given_up: bool = False
+
+
+class DiskTier(threading.Thread):
+    """Reads and writes `store`. `on_arrival` is called in this thread when a fetch has ended."""
+
+    def __init__(self, store: DiskStore, contents: BlockBytes, block_bytes: int) -> None:
+        super().__init__(name="kv-disk", daemon=True)
+        self.on_arrival: Callable[[], None] = lambda: None
+        self.num_written = 0
+        self.num_not_written = 0
+        self.num_read = 0
+        self.read_s = block_bytes / _FIRST_GUESS_BYTES_PER_S
+        """Seconds that a block takes to be read, lately."""
+        self._store = store
+        self._contents = contents
+        self._block_bytes = block_bytes
+        self._max_queued = max(1, min(MAX_QUEUED, MAX_QUEUED_BYTES // block_bytes))
+        self._buffer = np.empty(block_bytes, np.uint8)
+        self._spills: deque[tuple[Content, npt.NDArray[np.uint8]]] = deque()
+        self._fetches: deque[Fetch] = deque()
+        self._ended: deque[Fetch] = deque()
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._num_unflushed = 0
+        self._next_write_s = 0.0
+
+    def spill(self, block: int, content: Content) -> None:
+        """Engine thread: store a block that is about to get another content. Copies it."""
+        if content.block_hash is None or self._store.has(content.block_hash):
+            return
+        if len(self._spills) >= self._max_queued:
+            self.num_not_written += 1
+            return
+        data = np.empty(self._block_bytes, np.uint8)
+        self._contents.gather(block, data)
+        with self._changed:
+            self._spills.append((content, data))
+            self._changed.notify()
+
+    def has(self, block_hash: int) -> bool:
+        """Engine thread: whether the block is on the disk, as far as is known."""
+        return self._store.has(block_hash)
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Engine thread: read these blocks. `take_ended` returns the fetch when it has ended."""
+        with self._changed:
+            self._fetches.append(fetch)
+            self._changed.notify()
+
+    def take_ended(self) -> list[Fetch]:
+        """Engine thread: the fetches that have ended since the last call."""
+        ended = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    def expected_s(self, num_blocks: int) -> float:
+        """When so many blocks would be here, in seconds, behind what is asked for already."""
+        queued = sum(len(fetch.wanted) - fetch.num_read for fetch in tuple(self._fetches))
+        return (queued + num_blocks) * self.read_s
+
+    def wait_until_written(self, timeout_s: float) -> bool:
+        """Wait until everything that was handed over is stored."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._spills or self._num_unflushed:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def stop(self) -> None:
+        """End the thread behind what it does now."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Read and write until stopped."""
+        while (fetch := self._next()) is not None or not self._is_stopping:
+            if fetch is not None:
+                self._read(fetch)
+                self._ended.append(fetch)
+                self.on_arrival()
+            elif self._spills or self._num_unflushed:
+                self._write()
+
+    def _next(self) -> Fetch | None:
+        """The next fetch. None if it is time to write, or to stop."""
+        with self._changed:
+            while not self._is_stopping:
+                if self._fetches:
+                    return self._fetches.popleft()
+                has_writes = bool(self._spills or self._num_unflushed)
+                wait_s = self._next_write_s - time.monotonic()
+                if has_writes and wait_s <= 0:
+                    return None
+                self._changed.wait(wait_s if has_writes else None)
+            return None
+
+    def _read(self, fetch: Fetch) -> None:
+        self._store.refresh()
+        for wanted in fetch.wanted:
+            if fetch.is_given_up:
+                return
+            start_s = time.monotonic()
+            try:
+                is_read = self._store.read(wanted.block_hash, wanted.parent_hash, wanted.token_bytes, self._buffer)
+            except OSError as error:
+                log.warning("a KV block could not be read from the disk: %s; it is computed", error)
+                return
+            if not is_read:
+                return
+            self._contents.scatter(wanted.block, self._buffer)
+            self.read_s += _NEWEST * (time.monotonic() - start_s - self.read_s)
+            fetch.num_read += 1
+            self.num_read += 1
+
+    def _write(self) -> None:
+        """Write one block, and now and then wait for the disk."""
+        start_s = time.monotonic()
+        try:
+            if self._spills:
+                content, data = self._spills[0]
+                assert content.block_hash is not None
+                if self._store.write(content.block_hash, content.parent_hash, content.token_bytes, data):
+                    self.num_written += 1
+                    self._num_unflushed += 1
+                self._spills.popleft()
+            if self._num_unflushed >= _WRITES_A_FLUSH or not self._spills:
+                self._store.flush()
+                self._num_unflushed = 0
+        except OSError as error:
+            log.warning("KV blocks cannot be stored: %s; trying again in %.0f s", error, _PAUSE_AFTER_FAILURE_S)
+            self.num_not_written += len(self._spills)
+            self._spills.clear()
+            self._num_unflushed = 0
+            self._next_write_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
+            return
+        took_s = time.monotonic() - start_s
+        self._next_write_s = start_s + took_s / WRITE_SHARE
