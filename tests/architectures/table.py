@@ -1,0 +1,30 @@
+"""Write README's table of architectures from the families that are tested: `python -m tests.architectures.table`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.architectures.families import FAMILIES
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+BEGIN = "<!-- Written by python -m tests.architectures.table -->"
+_TABLE = re.compile(re.escape(BEGIN) + r"\n(?:\|.*\n)+")
+
+
+def table() -> str:
+    """The table, from its first comment to its last line."""
+    refused = {name: family for name, family in FAMILIES.items() if family.refused}
+    served = sorted({family.model_type for name, family in FAMILIES.items() if name not in refused})
+    names = ", ".join(f"{name} ({family.refused})" for name, family in sorted(refused.items()))
+    head = ["| | `model_type` in `config.json` |", "|---|---|"]
+    return "\n".join([BEGIN, *head, f"| served | {', '.join(served)} |", f"| refused | {names} |", ""])
+
+
+def main() -> None:
+    """Put the table into README.md."""
+    README.write_text(_TABLE.sub(lambda _found: table(), README.read_text()))
+
+
+if __name__ == "__main__":
+    main()
