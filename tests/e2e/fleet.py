@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -92,9 +93,9 @@ class Process:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL. `killed_s` is when, and from `gone` on when it had ended: until then its port takes
-        connections."""
-        self.killed_s = time.monotonic()
+        """Send SIGKILL. `killed_s` is infinite until `gone` says when it had ended: until then its port takes
+        connections, and `is_alive` may be told late."""
+        self.killed_s = math.inf
         self.signal(signal.SIGKILL)
 
     def terminate(self) -> None:
