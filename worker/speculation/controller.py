@@ -18,9 +18,11 @@ from typing import NamedTuple
 # The weight of the newest step in the correction of its size.
 _NEWEST = 0.1
 # Corrections of sizes stay in these bounds, so that one odd step does no lasting harm.
-_LEAST, _MOST = 0.4, 2.5
+_LEAST, _MOST = 0.6, 1.6
 # The share of a change of size that counts against having no drafts.
 _CHANGE_BACK = 0.25
+# Drafts must promise so many times the tokens a second, because what is predicted of them is less certain.
+_MARGIN = 1.05
 
 
 class StepLine(NamedTuple):
@@ -85,7 +87,7 @@ def best_counts(
     without_ms = line.base_ms * correction(num_streams)
     if num_streams != size_before:
         without_ms += _CHANGE_BACK * line.change_ms
-    best_rate, best = num_streams / without_ms, 0
+    best_rate, best = _MARGIN * num_streams / without_ms, 0
     expected = float(num_streams)
     for count, (gain, _) in enumerate(gains[: max(0, most_tokens - num_streams)], 1):
         expected += gain
