@@ -28,6 +28,7 @@ _SUBCOMMANDS = {
     "health": _Subcommand("fleet.health:health", "Ask one process whether it serves."),
     "drain": _Subcommand("fleet.drain:drain", "Let a worker end its requests, or take them again (--undo)."),
     "topology": _Subcommand("serving.machine:topology", "Show the machine and where workers would run."),
+    "adapters": _Subcommand("fleet.adapters:adapters", "List, load and unload LoRA adapters of a fleet."),
     "explain": _Subcommand("fleet.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("fleet.chat:chat", "Chat with a served model in the terminal."),
     "keys": _Subcommand("fleet.keys:keys", "Make, list and revoke API keys (headrace keys --help)."),

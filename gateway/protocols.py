@@ -21,6 +21,7 @@ NAMES = (
     "ollama",
     "tgi",
     "kserve",
+    "adapters",
     "grpc_text",
     "console",
 )

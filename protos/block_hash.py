@@ -21,7 +21,8 @@ HASH_BYTES = 8
 def root_hash(fingerprint: str, adapter: str = "", salt: str = "") -> int:
     """Hash that the first block of a prompt is chained to.
 
-    `fingerprint` is that of the model card. Different adapters or salts make all hashes different.
+    `fingerprint` is that of the model card, `adapter` the SHA-256 of the adapter's files, empty for none. Different
+    adapters or salts make all hashes different.
     """
     digest = sha256()
     for part in (fingerprint, adapter, salt):

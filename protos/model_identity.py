@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from headrace.protos.worker_pb2 import ModelCard
 
 
-def model_identity(card: ModelCard) -> str:
-    """SHA-256 over the card's fingerprint and the hash of its tokenizer bundle, hex."""
-    return sha256(f"{card.fingerprint}\n{card.tokenizer_sha256}".encode()).hexdigest()
+def model_identity(card: ModelCard, adapter_sha256: str = "") -> str:
+    """The identity of the card's model, with an adapter if its hash is given; see `identity_of`."""
+    return identity_of(card.fingerprint, card.tokenizer_sha256, adapter_sha256)
+
+
+def identity_of(fingerprint: str, tokenizer_sha256: str, adapter_sha256: str = "") -> str:
+    """SHA-256 over the fingerprint, the hash of the tokenizer bundle, and that of the adapter if there is one, hex."""
+    adapter = f"\n{adapter_sha256}" if adapter_sha256 else ""
+    return sha256(f"{fingerprint}\n{tokenizer_sha256}{adapter}".encode()).hexdigest()

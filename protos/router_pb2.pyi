@@ -45,17 +45,59 @@ PLACEMENT_REASON_PREFIX: PlacementReason
 PLACEMENT_REASON_LOAD: PlacementReason
 PLACEMENT_REASON_SESSION: PlacementReason
 
+class ServedAdapter(_message.Message):
+    __slots__ = ("model", "adapter", "num_workers", "num_in_memory")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    adapter: _worker_pb2.Adapter
+    num_workers: int
+    num_in_memory: int
+    def __init__(self, model: _Optional[str] = ..., adapter: _Optional[_Union[_worker_pb2.Adapter, _Mapping]] = ..., num_workers: _Optional[int] = ..., num_in_memory: _Optional[int] = ...) -> None: ...
+
+class RouterLoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path", "in_place", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    in_place: bool
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., in_place: bool = ..., model: _Optional[str] = ...) -> None: ...
+
+class RouterLoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: ServedAdapter
+    def __init__(self, adapter: _Optional[_Union[ServedAdapter, _Mapping]] = ...) -> None: ...
+
+class RouterUnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RouterUnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models", "redis")
+    __slots__ = ("models", "redis", "adapters")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     REDIS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[_worker_pb2.ModelCard]
     redis: RedisState
-    def __init__(self, models: _Optional[_Iterable[_Union[_worker_pb2.ModelCard, _Mapping]]] = ..., redis: _Optional[_Union[RedisState, str]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[ServedAdapter]
+    def __init__(self, models: _Optional[_Iterable[_Union[_worker_pb2.ModelCard, _Mapping]]] = ..., redis: _Optional[_Union[RedisState, str]] = ..., adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -68,7 +110,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "address", "state", "model", "load", "report_age_ms", "num_in_flight", "detail", "num_indexed_blocks", "indexed_digest")
+    __slots__ = ("worker_id", "address", "state", "model", "load", "report_age_ms", "num_in_flight", "detail", "num_indexed_blocks", "indexed_digest", "adapters")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +121,7 @@ class WorkerInfo(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     NUM_INDEXED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     INDEXED_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     state: WorkerState
@@ -89,7 +132,8 @@ class WorkerInfo(_message.Message):
     detail: str
     num_indexed_blocks: int
     indexed_digest: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., report_age_ms: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., detail: _Optional[str] = ..., num_indexed_blocks: _Optional[int] = ..., indexed_digest: _Optional[int] = ...) -> None: ...
+    adapters: _worker_pb2.AdapterList
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., report_age_ms: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., detail: _Optional[str] = ..., num_indexed_blocks: _Optional[int] = ..., indexed_digest: _Optional[int] = ..., adapters: _Optional[_Union[_worker_pb2.AdapterList, _Mapping]] = ...) -> None: ...
 
 class RouterGetTokenizerRequest(_message.Message):
     __slots__ = ("sha256",)
@@ -174,7 +218,7 @@ class ExplainedWorker(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ...) -> None: ...
 
 class CostTerms(_message.Message):
-    __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms")
+    __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms", "adapter_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +227,7 @@ class CostTerms(_message.Message):
     PRESSURE_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     backlog_ms: float
     prefill_ms: float
@@ -191,4 +236,5 @@ class CostTerms(_message.Message):
     pressure_ms: float
     total_ms: float
     ttft_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., eviction_ms: _Optional[float] = ..., pressure_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ...) -> None: ...
+    adapter_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., eviction_ms: _Optional[float] = ..., pressure_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., adapter_ms: _Optional[float] = ...) -> None: ...

@@ -65,6 +65,16 @@ class RouterStub(object):
                 request_serializer=headrace_dot_protos_dot_router__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_router__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/headrace.v1.Router/LoadAdapter',
+                request_serializer=headrace_dot_protos_dot_router__pb2.RouterLoadAdapterRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_router__pb2.RouterLoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/headrace.v1.Router/UnloadAdapter',
+                request_serializer=headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer(object):
@@ -113,6 +123,21 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter loads a LoRA adapter at all reachable workers of a model. The first error ends it and is the answer; the
+        workers that have it by then keep it. Workers that join later get it too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter unloads an adapter at all reachable workers. MODEL_NOT_FOUND if none knows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +170,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=headrace_dot_protos_dot_router__pb2.ExplainRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_router__pb2.ExplainResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=headrace_dot_protos_dot_router__pb2.RouterLoadAdapterRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_router__pb2.RouterLoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +345,60 @@ class Router(object):
             '/headrace.v1.Router/Explain',
             headrace_dot_protos_dot_router__pb2.ExplainRequest.SerializeToString,
             headrace_dot_protos_dot_router__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Router/LoadAdapter',
+            headrace_dot_protos_dot_router__pb2.RouterLoadAdapterRequest.SerializeToString,
+            headrace_dot_protos_dot_router__pb2.RouterLoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Router/UnloadAdapter',
+            headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterRequest.SerializeToString,
+            headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,16 @@ class WorkerStub(object):
                 request_serializer=headrace_dot_protos_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/headrace.v1.Worker/LoadAdapter',
+                request_serializer=headrace_dot_protos_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_worker__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/headrace.v1.Worker/UnloadAdapter',
+                request_serializer=headrace_dot_protos_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_worker__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -93,6 +103,21 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter makes a LoRA adapter known under a name, and puts it into memory if there is room. INVALID_FIELD if its files
+        cannot be used; UNSUPPORTED if the worker was started without adapters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter forgets an adapter. Its running requests continue. MODEL_NOT_FOUND if it is unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +140,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=headrace_dot_protos_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=headrace_dot_protos_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_worker__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=headrace_dot_protos_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +261,60 @@ class Worker(object):
             '/headrace.v1.Worker/Drain',
             headrace_dot_protos_dot_worker__pb2.DrainRequest.SerializeToString,
             headrace_dot_protos_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Worker/LoadAdapter',
+            headrace_dot_protos_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            headrace_dot_protos_dot_worker__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Worker/UnloadAdapter',
+            headrace_dot_protos_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            headrace_dot_protos_dot_worker__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,7 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
     )
     check_context(len(request.token_ids), 0, card.max_context_tokens)
     routed = RoutedRequest(message, Prompt(request.token_ids))
+    fleet.adapters.choose(routed, card)
     await routed.prepare(fleet.cards(card.name))
     placement = fleet.weigh(routed, card)
     links = [link for link in fleet.links() if link.card is not None and link.card.name == card.name]
@@ -84,6 +85,7 @@ def _terms(cost: CostTerms) -> router_pb2.CostTerms:
         decode_ms=cost.decode_ms,
         eviction_ms=cost.eviction_ms,
         pressure_ms=cost.pressure_ms,
+        adapter_ms=cost.adapter_ms,
         total_ms=cost.total_ms,
         ttft_ms=cost.ttft_ms,
     )

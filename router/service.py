@@ -25,6 +25,7 @@ from headrace.common.transport.sessions import CallContext
 from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import router_pb2
 from headrace.protos.status import Reason, StatusError, abort
+from headrace.router.adapter_calls import AdapterCalls
 from headrace.router.dispatch.admission import Admission, AdmissionConfig
 from headrace.router.dispatch.forwarding import (
     Forwarding,
@@ -36,6 +37,7 @@ from headrace.router.dispatch.forwarding import (
 )
 from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
 from headrace.router.explain import explain
+from headrace.router.fleet.adapters import served_adapters
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.links import LinkState
@@ -192,7 +194,8 @@ class RouterService:
     ) -> router_pb2.ListModelsResponse:
         """The models of live workers, and the state of the Redis of their leases."""
         redis = router_pb2.REDIS_STATE_UNSPECIFIED if self._leases is None else self._leases.state
-        return router_pb2.ListModelsResponse(models=self._fleet.models().values(), redis=redis)
+        models, adapters = self._fleet.models().values(), served_adapters(self._fleet.links())
+        return router_pb2.ListModelsResponse(models=models, redis=redis, adapters=adapters)
 
     async def list_workers(
         self, request: router_pb2.ListWorkersRequest, context: _Context
@@ -271,12 +274,15 @@ class RouterService:
         """The service for a server."""
         pb = router_pb2
         unary = grpc.unary_unary_rpc_method_handler
+        calls = AdapterCalls(self._fleet.adapters)
         serialize = _serialized
         methods: _Methods = {
             "ListModels": unary(self.list_models, pb.ListModelsRequest.FromString, serialize),
             "ListWorkers": unary(self.list_workers, pb.ListWorkersRequest.FromString, serialize),
             "Register": unary(self.register, pb.RegisterRequest.FromString, serialize),
             "Deregister": unary(self.deregister, pb.DeregisterRequest.FromString, serialize),
+            "LoadAdapter": unary(calls.load, pb.RouterLoadAdapterRequest.FromString, serialize),
+            "UnloadAdapter": unary(calls.unload, pb.RouterUnloadAdapterRequest.FromString, serialize),
             "Explain": unary(self.explain, None, serialize),
             "GetTokenizer": grpc.unary_stream_rpc_method_handler(self.get_tokenizer),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ import uvloop
 
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
+from headrace.protos.status import StatusError
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.watchdog import DEFAULT_STUCK_AFTER_S
 from headrace.worker.host.advertise import advertised_address, fleet_address
 from headrace.worker.host.numa import bind_memory
 from headrace.worker.kv.memory import GIB
+from headrace.worker.server.adapters import check_name
 from headrace.worker.serving import serve
 
 DRAIN_TIMEOUT_S = 2.0
+DEFAULT_MAX_ADAPTERS = 16
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True})
@@ -161,6 +165,19 @@ DRAIN_TIMEOUT_S = 2.0
     default=16.0,
     help="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="LoRA adapter in PEFT's format, a model name of its own for requests. May be repeated.",
+)
+@click.option(
+    "--max-adapters",
+    type=click.IntRange(0, 1024),
+    help="Number of adapters in memory at a time; 0 for none. Adapters take a second copy of the model's weights. "
+    "Default: as many as --adapter names, at most 16.",
+)
 @click.option("--metrics", help="host:port on which to serve Prometheus metrics.")
 @click.option(
     "--tls-dir",
@@ -220,8 +237,31 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
         "decode_graph": {"auto": None, "on": True, "off": False}[options["decode_graph"]],
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
+        **adapters_of(options["adapters"], options["max_adapters"], options["name"] or model_dir.resolve().name),
     }
     return WorkerConfig(**{**options, **found, "model_dir": model_dir, "kv_cache_bytes": kv_cache_bytes})
+
+
+def adapters_of(named: Sequence[str], most: int | None, model: str) -> dict[str, Any]:
+    """The adapters that the flags name, and how many fit into memory. ConfigurationError."""
+    adapters: dict[str, Path] = {}
+    for text in named:
+        name, is_named, path = text.partition("=")
+        if not is_named or not path:
+            raise ConfigurationError(f"--adapter must be NAME=PATH, not {text!r}")
+        if name in adapters:
+            raise ConfigurationError(f"--adapter names {name!r} twice")
+        try:
+            check_name(name, model)
+        except StatusError as error:
+            raise ConfigurationError(f"--adapter {text}: {error.message.replace('lora_name', 'NAME')}") from None
+        adapters[name] = Path(path).absolute()
+    if adapters and most == 0:
+        raise ConfigurationError("--max-adapters 0 leaves no room for --adapter; leave out one of them")
+    return {
+        "adapters": tuple(adapters.items()),
+        "max_adapters": min(len(adapters), DEFAULT_MAX_ADAPTERS) if most is None else most,
+    }
 
 
 def main() -> None:

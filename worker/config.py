@@ -49,3 +49,7 @@ class WorkerConfig:
     keep_kv_memory: bool = False
     kv_disk: Path | None = None
     kv_disk_gb: float = 16.0
+    adapters: tuple[tuple[str, Path], ...] = ()
+    """Names and directories of LoRA adapters."""
+    max_adapters: int = 0
+    """How many are in memory at a time; 0 serves without adapters."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.protos import inference_pb2, worker_pb2
+from headrace.worker.adapters.files import AdapterError
+from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
@@ -49,6 +51,7 @@ class LoadedModel:
     max_num_seqs: int
     kept: KeptCache | None = None
     disk: DiskTier | None = None
+    adapters: AdapterLibrary | None = None
 
 
 def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:
@@ -82,7 +85,8 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     pool = engine.scheduler.kv_cache.pool
     if kept is not None:
         pool.put_last(kept.old_blocks())
-    warm_up(engine)
+    warm_up(engine, has_adapters=config.max_adapters > 0)
+    adapters = load_adapters(config, runner)
     touching.join()
     fingerprint = hashing.result()
     if runner.depends_on_context:
@@ -101,7 +105,29 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     disk = disk_tier_for(config, runner, fingerprint)
     if disk is not None:
         pool.on_eviction = disk.spill
-    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, disk)
+    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, disk, adapters)
+
+
+def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterLibrary | None:
+    """The adapters that the flags name; None if the worker serves without adapters. ConfigurationError."""
+    if runner.adapters is None:
+        return None
+    library = AdapterLibrary(runner)
+    start = time.monotonic()
+    for name, path in config.adapters:
+        try:
+            library.load_now(name, path)
+        except AdapterError as error:
+            raise ConfigurationError(f"--adapter {name}={path}: {error}") from error
+    log.info(
+        "%d adapters in %.2f s, %d fit into memory (%.1f MiB each at rank %d)",
+        len(config.adapters),
+        time.monotonic() - start,
+        library.num_slots,
+        runner.adapters.slot_bytes / (1 << 20),
+        runner.adapters.rank,
+    )
+    return library
 
 
 def log_loaded(name: str, runner: OpenVINOModelRunner, num_blocks: int, threads: int, took_s: float) -> None:
@@ -148,6 +174,7 @@ def compile_model(
         execution_mode=config.execution_mode,
         decode_graph=has_decode_graph,
         max_context_tokens=max_context_tokens,
+        max_adapters=config.max_adapters,
     )
 
 
@@ -238,7 +265,7 @@ def log_limits(limits: StepLimits, exact_rows: int) -> None:
         )
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine, *, has_adapters: bool = False) -> None:
     """Run short requests, so that the first caller does not wait for work that is done once. Run them again, to learn
     what steps cost."""
     pool = engine.scheduler.kv_cache.pool
@@ -247,6 +274,8 @@ def warm_up(engine: Engine) -> None:
     start = time.monotonic()
     for num_tokens in (*WARM_UP_TOKENS, *WARM_UP_TOKENS):
         engine.warm_up(Request("warm-up", [0] * min(num_tokens, most), sampling, 0))
+    for num_tokens in WARM_UP_TOKENS if has_adapters else ():  # of a slot that is empty
+        engine.warm_up(Request("warm-up", [0] * min(num_tokens, most), sampling, 0, adapter_slot=0))
     log.info(
         "warmed up in %.2f s: a step takes about %.0f ms, and %.2f ms more for each token of a prompt",
         time.monotonic() - start,

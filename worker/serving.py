@@ -29,6 +29,7 @@ from headrace.worker.grammar.compiler import Grammars, Vocabulary
 from headrace.worker.host.binding import keep_binding_known
 from headrace.worker.kv.host_memory import STALE_AFTER_S, HostMemory, open_memory
 from headrace.worker.loading import LoadedModel, load_model
+from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import ModelLimits
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.registration import REDIS_TIMEOUT_S, RedisLease, Registration
@@ -200,10 +201,11 @@ def add_services(
         tokenizer_sha256=card.tokenizer_sha256,
     )
     grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
-    inference = InferenceService(mailbox, hub, limits, grammars, observer)
+    adapters = AdapterDesk(model.adapters, hub, card.name)
+    inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
-    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub)
+    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub, adapters)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     worker.health = add_introspection(server, SERVICE_NAMES)
     return worker.health, inference.sessions

@@ -21,7 +21,7 @@ from headrace.protos.status import error_of
 
 _TIMEOUT_S = 10.0
 _WIDTH_OF_A_PIPE = 160
-_TERMS = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "total", "ttft")
+_TERMS = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "adapter", "total", "ttft")
 _REASONS = {
     router_pb2.PLACEMENT_REASON_UNSPECIFIED: "no worker takes requests",
     router_pb2.PLACEMENT_REASON_ONLY: "there is no other worker",

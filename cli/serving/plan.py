@@ -38,6 +38,7 @@ class SecurityFiles:
     tls_key: Path | None = None
     tls_dir: Path | None = None
     join_token_file: Path | None = None
+    admin_key_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class ServeOptions:
     warm_restart: bool = True
     kv_disk: Path | None = None
     kv_disk_gb: float | None = None
+    adapters: tuple[str, ...] = ()
+    max_adapters: int | None = None
     files: SecurityFiles = field(default_factory=SecurityFiles)
 
     @property
@@ -124,6 +127,8 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-ttft-s", options.max_ttft)
     argv += _given("--stuck-after-s", options.stuck_after_s)
     argv += _given("--kv-disk", options.kv_disk) + _given("--kv-disk-gb", options.kv_disk_gb)
+    argv += [part for adapter in options.adapters for part in ("--adapter", adapter)]
+    argv += _given("--max-adapters", options.max_adapters)
     argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)
     memory_flag = "--kv-memory" if options.warm_restart else None
     return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1, memory_flag=memory_flag)
@@ -144,7 +149,7 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
     argv += _given("--redis", options.redis_url)
     argv += _observation(options) + _membership(options) + _calls(options)
-    for flag in ("api_keys", "tls_cert", "tls_key"):
+    for flag in ("api_keys", "tls_cert", "tls_key", "admin_key_file"):
         argv += _given(f"--{flag.replace('_', '-')}", getattr(options.files, flag))
     return ProcessSpec("gateway", "gateway", tuple(argv), options.url)
 

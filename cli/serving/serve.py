@@ -275,6 +275,18 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     type=click.FloatRange(0, min_open=True),
     help="Seconds without a step after which a worker that has work counts as failed.  [default: 60]",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="LoRA adapter in PEFT's format, a model name of its own for requests; may be repeated.",
+)
+@click.option(
+    "--max-adapters",
+    type=click.IntRange(0, 1024),
+    help="Adapters in memory at a time, at each worker; 0 for none.  [default: as many as --adapter names, at most 16]",
+)
 @click.option("--name", help="Name of the model in requests, if not its own.")
 @click.option(
     "--tool-parser", help="How the model writes tool calls; see headrace gateway --help.  [default: found out]"
@@ -323,6 +335,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     help="Size of the files in --kv-disk, in GiB, for each model.  [default: 16]",
 )
 @_file_option("--api-keys", "Require one of the API keys in this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
+@_file_option("--admin-key-file", "File with the key for loading LoRA adapters over HTTP.", "HEADRACE_ADMIN_KEY_FILE")
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this certificate chain.", "HEADRACE_GATEWAY_TLS_CERT")
 @_file_option("--tls-key", "The private key of --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
 @_file_option("--tls-dir", "Mutual TLS between the processes: ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")

@@ -153,7 +153,8 @@ def plan_job(job: Job) -> Plan:
     for i in range(job.num_choices):
         request = GenerateRequest(
             request_id=secrets.token_hex(16),
-            model=card.name,
+            model=card.parent or card.name,
+            adapter=card.name if card.parent else "",
             tokenizer_sha256=card.tokenizer_sha256,
             token_ids=token_ids,
             sampling=params,

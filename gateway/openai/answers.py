@@ -187,6 +187,6 @@ def model_value(card: ModelCard) -> dict[str, Any]:
         "created": card.created_s,
         "owned_by": "headrace",
         "root": card.name,
-        "parent": None,
+        "parent": card.parent or None,
         "max_model_len": card.max_context_tokens,
     }

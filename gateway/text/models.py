@@ -131,6 +131,18 @@ class Models:
         live = (self._model_of(entry) for _, entry in sorted(self._entries.items()) if entry.live)
         return [model for model in live if model is not None]
 
+    async def refresh(self) -> None:
+        """List the models now. Raises `StatusError`."""
+        if self._refreshing is not None and not self._refreshing.done():
+            await asyncio.wait({self._refreshing})  # it may have asked too early
+        await self._refresh()
+
+    async def forget(self, name: str) -> None:
+        """List the models now, and no longer know this one if it is not among them. Raises `StatusError`."""
+        await self.refresh()
+        if (entry := self._entries.get(name)) is not None and not entry.live:
+            del self._entries[name]
+
     async def find(self, name: str) -> Model:
         """The model of this name, or the only model if the name is empty. Raises `StatusError`."""
         model = self._find(name)
@@ -164,8 +176,8 @@ class Models:
         if name:
             entry = self._entries.get(name)
             return None if entry is None else self._model_of(entry)
-        live = [entry for entry in self._entries.values() if entry.live]
-        candidates = live or list(self._entries.values())
+        models = [entry for entry in self._entries.values() if not entry.card.parent]
+        candidates = [entry for entry in models if entry.live] or models
         return self._model_of(candidates[0]) if len(candidates) == 1 else None
 
     def _model_of(self, entry: _Entry) -> Model | None:

@@ -27,6 +27,13 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
+from headrace.gateway.upstream.adapters import (
+    adapter_cards,
+    list_adapters,
+    load_adapter,
+    served_by_worker,
+    unload_adapter,
+)
 from headrace.gateway.upstream.address import Address, connect
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
 from headrace.gateway.upstream.retries import Retries
@@ -38,6 +45,8 @@ from headrace.protos.router_pb2 import (
     ListWorkersRequest,
     RedisState,
     RouterGetTokenizerRequest,
+    RouterLoadAdapterRequest,
+    ServedAdapter,
     WorkerInfo,
 )
 from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
@@ -146,15 +155,27 @@ class Upstream:
                 try:
                     answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S)
                     self.redis = answer.redis
-                    return list(answer.models)
+                    return [*answer.models, *adapter_cards(answer.models, answer.adapters)]
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                         raise
                     endpoint.is_worker = True
             answer = await endpoint.worker.GetModelCard(GetModelCardRequest(), timeout=LIST_TIMEOUT_S)
-            return [answer.card]
+            return [answer.card, *adapter_cards([answer.card], served_by_worker(answer))]
 
         return await self._first_that_works(ask)
+
+    async def list_adapters(self) -> list[ServedAdapter]:
+        """The adapters that are served now, by name. Raises `StatusError`."""
+        return await self._first_that_works(list_adapters)
+
+    async def load_adapter(self, request: RouterLoadAdapterRequest) -> None:
+        """Load an adapter at all workers of its model. Raises `StatusError`."""
+        await self._first_that_works(lambda endpoint: load_adapter(endpoint, request))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter at all workers. Raises `StatusError`."""
+        await self._first_that_works(lambda endpoint: unload_adapter(endpoint, name))
 
     async def list_workers(self) -> list[WorkerInfo]:
         """All workers that the router knows; none when there is no router. Raises `StatusError`."""

@@ -147,6 +147,7 @@ class Forwarding:
         self._delivery = Delivery(wire)
         self._waits_until_s = time.monotonic() + admission.max_wait_s(self._delivery.request)
         self._card: worker_pb2.ModelCard | None = None  # of the worker whose tokens were delivered
+        self._adapter_sha256 = ""  # of the adapter that they were made with
         self._num_given_back = 0
         self._failed: dict[WorkerLink, int] = {}  # workers that failed -> their incarnation at that time
 
@@ -211,7 +212,11 @@ class Forwarding:
     @property
     def _identity(self) -> str:
         """Identity of the model that the delivered tokens come from, as far as it is known; empty before the first."""
-        return self._delivery.request.model_identity if self._card is None else model_identity(self._card)
+        return (
+            self._delivery.request.model_identity
+            if self._card is None
+            else model_identity(self._card, self._adapter_sha256)
+        )
 
     # -- placing ----------------------------------------------------------------------------------------------------
 
@@ -240,6 +245,7 @@ class Forwarding:
             card = self._card or self._resolved(is_new)
             if card is not None:
                 check_context(delivery.prompt.num_tokens, len(delivery.token_ids), card.max_context_tokens)
+                self._fleet.adapters.choose(request, card)
                 await request.prepare(self._fleet.cards(card.name))
             if card is not None and is_new:
                 placed = await self._admission.place(request, delivery.request, card, self._remaining_s())
@@ -296,7 +302,7 @@ class Forwarding:
             and link not in self._failed
             and link.card is not None
             and link.card.name == placed.card.name
-            and identity in ("", model_identity(link.card))
+            and identity in ("", model_identity(link.card, link.adapters.sha256(self._delivery.request.adapter)))
             for link in self._fleet.links()
         )
 
@@ -345,7 +351,7 @@ class Forwarding:
             assert isinstance(message, bytes)
             delivery.accept(message)
             if self._card is None:
-                self._card = placed.card
+                self._card, self._adapter_sha256 = placed.card, placed.adapter_sha256
             placed.link.settle(placed.booking)
             await write(message)
         if not delivery.is_finished:

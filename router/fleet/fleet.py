@@ -22,6 +22,7 @@ from headrace.protos import router_pb2, worker_pb2
 from headrace.protos.answer_bounds import max_request_bytes
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError
+from headrace.router.fleet.adapters import FleetAdapters, adapter_ms, members_with
 from headrace.router.fleet.departed import Departed
 from headrace.router.fleet.known_models import REMEMBER_MODEL_S, KnownModels
 from headrace.router.fleet.links import HEARTBEAT_MS, LinkState, WorkerLink
@@ -87,7 +88,7 @@ class Fleet:
         self._models = KnownModels(clock)
         self._sessions = SessionWorkers(config.max_sessions)
         self._departed = Departed(REMEMBER_MODEL_S, _MAX_DEPARTED)
-        self._silences = Silences()
+        self._silences, self.adapters = Silences(), FleetAdapters(self.links, self.resolve)
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -259,6 +260,7 @@ class Fleet:
         Raises StatusError (MODEL_CHANGED) if workers take requests, but none that has the prompt's tokenizer.
         """
         began_s = time.perf_counter()
+        self.adapters.choose(request, card)
         members = self._pools.members(card.name).of_tokenizer(request.tokenizer_sha256)
         if not members and self.is_served(card) and not request.model_identity:
             raise StatusError(
@@ -267,6 +269,7 @@ class Fleet:
                 field="tokenizer_sha256",
                 retry_after_s=_NEW_TOKENIZER_S,
             )
+        members = members_with(request, members)
         if excluded or request.model_identity:
             members = members.where(lambda link, its_card: link not in excluded and request.may_go_to(its_card))
         if not members:
@@ -275,7 +278,8 @@ class Fleet:
         placement = self._decide(request, card.name, members, cached_blocks, self._rng, request.num_described)
         link, its_card = members.links[placement.number]
         booking, prediction = self._settle_on(request, link, its_card, placement, int(cached_blocks[placement.number]))
-        return PlacedRequest(link, its_card, booking, placement, time.perf_counter() - began_s, prediction)
+        took_s = time.perf_counter() - began_s
+        return PlacedRequest(link, its_card, booking, placement, took_s, prediction, request.adapter_sha256)
 
     def not_taken(self, placed: PlacedRequest) -> None:
         """The worker did not accept the request, so its blocks will not be cached there."""
@@ -316,7 +320,7 @@ class Fleet:
     def weigh(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> Placement | None:
         """The decision that `place` would make now, without booking, with all workers described; None if no worker of
         the model is ready."""
-        members = self._pools.members(card.name)
+        members = members_with(request, self._pools.members(card.name))
         if not members:
             return None
         # Ties are broken by separate random numbers, so that explaining does not change later placements.
@@ -349,6 +353,7 @@ class Fleet:
             rng,
             num_described=num_described,
             priors=self.answer_lengths.priors(model),
+            adapter_ms=adapter_ms(request, members),
         )
         assert placement is not None, "there are candidates"
         return placement
@@ -391,6 +396,7 @@ class Fleet:
             self._pools.add(link)
             self._departed.came(link.worker_id)
             self._models.remember(link.card)
+            self.adapters.joined(link)
             self._on_room(link)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

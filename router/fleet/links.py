@@ -29,6 +29,7 @@ from headrace.common.transport.silence import Peer, Silences
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
 from headrace.router.fleet.reported_load import ReportedLoad
 from headrace.router.fleet.silence_timer import SilenceTimer
+from headrace.router.fleet.worker_adapters import WorkerAdapters
 from headrace.router.placement.bookings import BOOKING_GRACE_S, Booking, Bookings
 from headrace.router.placement.candidates import Candidate
 from headrace.router.placement.prefix_index import PrefixIndex
@@ -108,6 +109,7 @@ class WorkerLink:
         self.num_routers = 1
         self._watched_since_s = 0.0
         self.reported = ReportedLoad()
+        self.adapters = WorkerAdapters()
         self.registered_id = ""
         self.card: worker_pb2.ModelCard | None = None
         self.epoch = 0
@@ -139,6 +141,7 @@ class WorkerLink:
         self._version = self._transport.version
         self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self.load_adapter, self.unload_adapter = self._stub.LoadAdapter, self._stub.UnloadAdapter
         self.sessions = SessionClient(
             self._channel, plain_grpc=self._plain_grpc, silences=self._silences, peer=self.address
         )
@@ -171,6 +174,7 @@ class WorkerLink:
             detail=self.detail,
             num_indexed_blocks=self._index.num_entries_of(self.address),
             indexed_digest=self._index.digest_of(self.address),
+            adapters=self.adapters.message(),
         )
 
     def candidate(self) -> Candidate:
@@ -350,6 +354,7 @@ class WorkerLink:
         for change, hashes in ((self._index.evict, events.evicted), (self._index.store, events.stored)):
             await self._in_slices(change, hashes)
         self.num_routers = message.num_watchers or 1
+        self.adapters.take(message)
         if message.sequence == 0:  # it names only what came to it since
             self._bookings.settle_until(self._watched_since_s)
         self._take_load(message.load, message.placement_ids)

@@ -42,9 +42,11 @@ class RoutedRequest:
         self.max_new_tokens: int | None = None
         if request.sampling.HasField("max_tokens"):
             self.max_new_tokens = max(request.sampling.max_tokens - len(generated), 0)
-        self._adapter = request.adapter
+        self.adapter = request.adapter
+        self.adapter_sha256 = ""
+        """Hash of the adapter's files, once it is chosen; see `FleetAdapters.choose`."""
         self._cache_salt = request.cache_salt
-        self._hashes: dict[tuple[str, int], list[int]] = {}
+        self._hashes: dict[tuple[str, int, str], list[int]] = {}
 
     def num_expected_tokens(self, priors: Priors) -> int:
         """Expected tokens to compute and to generate."""
@@ -53,7 +55,7 @@ class RoutedRequest:
 
     def may_go_to(self, card: worker_pb2.ModelCard) -> bool:
         """Whether workers with this card would continue the answer with the weights and the tokenizer it began with."""
-        return not self.model_identity or self.model_identity == model_identity(card)
+        return not self.model_identity or self.model_identity == model_identity(card, self.adapter_sha256)
 
     async def prepare(self, cards: Iterable[worker_pb2.ModelCard]) -> None:
         """Copy and hash the prompt for workers with these cards, without holding the event loop for long."""
@@ -61,13 +63,13 @@ class RoutedRequest:
 
     def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
         """Hashes of the full blocks, as workers with this card compute them."""
-        key = (card.fingerprint, card.block_size)
+        key = (card.fingerprint, card.block_size, self.adapter_sha256)
         if key not in self._hashes:
             self._hashes[key] = self._prompt.hashes(self._root(card), card.block_size, self._generated)
         return self._hashes[key]
 
     def _root(self, card: worker_pb2.ModelCard) -> int:
-        return root_hash(card.fingerprint, self._adapter, self._cache_salt)
+        return root_hash(card.fingerprint, self.adapter_sha256, self._cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class PlacedRequest:
     decision_s: float
     prediction: Run | None
     """Of the request's blocks at the worker."""
+    adapter_sha256: str = ""
 
     def belief(self, *, may_be_given_back: bool) -> inference_pb2.Belief:
         """The message about the placement for the worker. The worker can only know better if other routers use it

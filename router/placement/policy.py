@@ -10,6 +10,7 @@ can be weighed against each other:
                             of the prompts there
             + eviction_ms   cached blocks that must give way, times the chance that somebody wanted them
             + pressure_ms   blocks that are missing altogether: somebody is preempted and computed again
+            + adapter_ms    reading the request's LoRA adapter into memory there
 
 Decided per request: there is no global switch between affinity and balance. A worker whose rates are not known yet is
 taken to be as fast as the best of the others (it has to be tried to be learned); when nobody's are known, the stated
@@ -111,12 +112,13 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     decode_ms: float
     eviction_ms: float
     pressure_ms: float
+    adapter_ms: float
     total_ms: float
 
     @property
     def ttft_ms(self) -> float:
         """Expected time to the first token."""
-        return self.queue_ms + self.backlog_ms + self.prefill_ms
+        return self.queue_ms + self.backlog_ms + self.prefill_ms + self.adapter_ms
 
 
 class PlacementReason(enum.Enum):
@@ -129,7 +131,7 @@ class PlacementReason(enum.Enum):
 
 
 # The terms at all candidates: a row for each field of CostTerms, in their order.
-_TOTAL = 6
+_ADAPTER, _TOTAL = 6, 7
 
 
 class Weighed(msgspec.Struct, frozen=True, gc=False):
@@ -168,10 +170,12 @@ def place(
     *,
     num_described: int = 0,
     priors: Priors = Priors(),  # noqa: B008  frozen
+    adapter_ms: Values | None = None,
 ) -> Placement | None:
     """Choose a worker, or None if there is no candidate.
 
     `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found there.
+    `adapter_ms` is what reading the request's adapter takes at each; None without an adapter.
     `num_described` is how many candidates the placement describes. Times are on the clock of
     `LoadReport.as_of_s`.
     """
@@ -181,6 +185,9 @@ def place(
     cached_tokens = np.minimum(np.asarray(cached_blocks) * candidates.values[BLOCK_SIZE], most_tokens)
     rates = believed_rates(candidates.values, priors)
     terms = _weighed(request, candidates.values, rates, cached_tokens, now_s, priors)
+    if adapter_ms is not None:
+        terms[_ADAPTER] = adapter_ms
+        terms[_TOTAL] += adapter_ms
     totals = _totals(request, terms)
     chosen, reason = _choose(request, candidates, totals, cached_tokens, rng, priors)
 

@@ -18,14 +18,23 @@ _MADE_BY = ("requirements.txt", "export.py", "families.py")
 
 def exported(names: Sequence[str]) -> Path:
     """The directory that holds a directory for each of the models. Those that are missing are exported."""
-    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in _MADE_BY)).hexdigest()[:16]
+    return _made(names, "export", _MADE_BY)
+
+
+def exported_adapters(names: Sequence[str]) -> Path:
+    """The directory that holds a directory with the adapters of each of the models. Those that are missing are made."""
+    return _made(names, "adapters", (*_MADE_BY, "adapters.py"))
+
+
+def _made(names: Sequence[str], module: str, made_by: Sequence[str]) -> Path:
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in made_by)).hexdigest()[:16]
     root = cache_directory() / "test-architectures" / digest
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         missing = [name for name in names if not (root / name).is_dir()]
         if missing:
-            command = [PYTHON, "-m", "tests.architectures.export", root, *missing]
+            command = [PYTHON, "-m", f"tests.architectures.{module}", root, *missing]
             made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             assert made.returncode == 0, made.stderr[-3000:]
     return root

@@ -50,7 +50,7 @@ from headrace.protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from headrace.protos.status import Reason, StatusError, abort  # noqa: F401  # Reason is for tests
+from headrace.protos.status import Reason, StatusError, abort  # Reason is for tests
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b"hell", b"o"), (b" ", b"w")]
@@ -213,6 +213,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.workers: list[router_pb2.WorkerInfo] = []
         self.redis = router_pb2.REDIS_STATE_UNSPECIFIED
         self.cards = [self.card()]
+        self.adapters: list[router_pb2.ServedAdapter] = []
 
     def card(self, **changes: Any) -> worker_pb2.ModelCard:
         """The tiny model's card."""
@@ -292,7 +293,21 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.num_lists += 1
         if self.is_worker:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
-        return router_pb2.ListModelsResponse(models=self.cards, redis=self.redis)
+        return router_pb2.ListModelsResponse(models=self.cards, redis=self.redis, adapters=self.adapters)
+
+    async def LoadAdapter(self, request: Any, context: Any) -> Any:
+        if not request.path.startswith("/"):
+            await abort(context, StatusError(Reason.INVALID_FIELD, "lora_path must be absolute", field="lora_path"))
+        adapter = worker_pb2.Adapter(name=request.name, path=request.path, sha256="a" * 64, rank=8, created_s=7)
+        self.adapters.append(router_pb2.ServedAdapter(model=MODEL, adapter=adapter, num_workers=2, num_in_memory=1))
+        return router_pb2.RouterLoadAdapterResponse(adapter=self.adapters[-1])
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> Any:
+        kept = [served for served in self.adapters if served.adapter.name != request.name]
+        if len(kept) == len(self.adapters):
+            await abort(context, StatusError(Reason.MODEL_NOT_FOUND, "no such adapter", field="lora_name"))
+        self.adapters = kept
+        return router_pb2.RouterUnloadAdapterResponse()
 
     async def ListWorkers(self, request: Any, context: Any) -> Any:
         return router_pb2.ListWorkersResponse(workers=self.workers)

@@ -74,6 +74,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.withhold_finish = False
         self.end_without_finish = False
         self.cached: set[int] = set()
+        self.adapters: dict[str, worker_pb2.Adapter] = {}
         self.requests: list[bytes] = []
         self.metadata: list[dict[str, str | bytes]] = []
         self.sent: list[bytes] = []
@@ -134,7 +135,9 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.num_watches += 1
         sequence = 0
         report = worker_pb2.WatchResponse(
-            kv_events=worker_pb2.KvEvents(reset=True, stored=sorted(self.cached)), load=self.load
+            kv_events=worker_pb2.KvEvents(reset=True, stored=sorted(self.cached)),
+            load=self.load,
+            adapters=self.adapter_list(),
         )
         while True:
             while self.is_silent:
@@ -161,6 +164,31 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         events = worker_pb2.KvEvents(stored=stored, evicted=evicted)
         for queue in self._watchers:
             queue.put_nowait(worker_pb2.WatchResponse(kv_events=events, load=self.load, placement_ids=placement_ids))
+
+    def adapter_list(self) -> worker_pb2.AdapterList:
+        """The adapters as they are reported."""
+        return worker_pb2.AdapterList(adapters=self.adapters.values(), max_in_memory=4)
+
+    def has_adapter(self, name: str, sha256: str = "a" * 64, *, in_memory: bool = True) -> None:
+        """Know an adapter, and say so."""
+        adapter = worker_pb2.Adapter(name=name, sha256=sha256, is_in_memory=in_memory, num_bytes=50_000_000)
+        self.adapters[name] = adapter
+        self._tell_adapters()
+
+    def _tell_adapters(self) -> None:
+        for queue in self._watchers:
+            queue.put_nowait(worker_pb2.WatchResponse(load=self.load, adapters=self.adapter_list()))
+
+    async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> Any:
+        if request.path == "/broken":
+            await abort(context, StatusError(Reason.INVALID_FIELD, "no adapter there", field="lora_path"))
+        self.has_adapter(request.name)
+        return worker_pb2.LoadAdapterResponse(adapter=self.adapters[request.name])
+
+    async def UnloadAdapter(self, request: worker_pb2.UnloadAdapterRequest, context: Any) -> Any:
+        del self.adapters[request.name]
+        self._tell_adapters()
+        return worker_pb2.UnloadAdapterResponse()
 
     def store(self, tokens: Sequence[int]) -> None:
         """Hold the blocks of this prompt, and say so."""
@@ -196,6 +224,10 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             self.num_running -= 1
             self.num_cancelled += not ended
 
+    def _identity(self, request: inference_pb2.GenerateRequest) -> str:
+        adapter = self.adapters.get(request.adapter, worker_pb2.Adapter())
+        return model_identity(self.card, adapter.sha256)
+
     async def _allowance(self) -> None:
         while self.budget == 0:
             await asyncio.sleep(0.005)
@@ -211,7 +243,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             token = EOS if position == self.eos_at else token_at(request.token_ids, position)
             message = inference_pb2.GenerateResponse(start_pos=position + self.start_pos_offset, token_ids=[token])
             if first:
-                message.num_cached_tokens, message.model_identity, first = 0, model_identity(self.card), False
+                message.num_cached_tokens, message.model_identity, first = 0, self._identity(request), False
             yield message
             position += 1
             if token == EOS:

@@ -163,8 +163,10 @@ class Engine:
     def _build(self, output: SchedulerOutput) -> _Step:
         """Make the arrays of the step, and bind them to the runner."""
         try:
-            is_small = output.is_decode and output.num_tokens <= self.runner.small_decode
-            size = self.meter.size(output, is_small=is_small, least=self.runner.least_decode)
+            has_adapters = any(request.adapter_slot >= 0 for request, _ in output.scheduled)
+            is_small = output.is_decode and output.num_tokens <= self.runner.small_decode and not has_adapters
+            least = self.runner.least_decode
+            size = self.meter.size(output, is_small=is_small, least=least, has_adapters=has_adapters)
             batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
             if size.num_padding:
                 batch = padded(batch, size.num_padding, self.scheduler.kv_cache.pool.num_blocks)

@@ -17,11 +17,13 @@ _FORGETTING = 0.999
 
 
 class StepSize(NamedTuple):
-    """`shape` includes `num_padding` tokens. `is_small`: the step is computed by the graph for small decode steps."""
+    """`shape` includes `num_padding` tokens. `is_small`: the step is computed by the graph for small decode steps,
+    `has_adapters`: by the graph with adapters."""
 
     shape: StepShape
     num_padding: int
     is_small: bool
+    has_adapters: bool = False
 
 
 class StepMeter:
@@ -32,7 +34,7 @@ class StepMeter:
         self.longest_expected_step_s = 0.0
         """How long the current step may take: its predicted time, or that of the longest recent step."""
         self._longest_step_s = 0.0
-        self._seen: set[tuple[bool, int]] = set()
+        self._seen: set[tuple[bool, bool, int]] = set()
         # Tokens of the last step of each graph.
         self._num_tokens: dict[bool, int] = {}
 
@@ -41,7 +43,9 @@ class StepMeter:
         """What steps cost, as learned so far."""
         return self._scheduler.step_costs
 
-    def size(self, output: SchedulerOutput, *, is_small: bool = False, least: int = 1) -> StepSize:
+    def size(
+        self, output: SchedulerOutput, *, is_small: bool = False, least: int = 1, has_adapters: bool = False
+    ) -> StepSize:
         """Decide the padding of the next step and predict its time. Each graph has its own run of steps. Decode steps
         have at least `least` tokens."""
         num_padding = max(0, (least if output.is_decode else MIN_PROMPT_STEP) - output.num_tokens)
@@ -52,12 +56,12 @@ class StepMeter:
         model = self.costs.of(is_decode=shape.prompt_tokens == 0)
         predicted_s = model.predict_ms(shape) / 1000 if model.num_steps else 0.0
         self.longest_expected_step_s = max(self._longest_step_s, predicted_s)
-        return StepSize(shape, num_padding, is_small)
+        return StepSize(shape, num_padding, is_small, has_adapters)
 
     def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0) -> None:
         """Learn from a step that took `step_s` seconds and gave each stream so many tokens, on average."""
         # Kernels are built in the first step of each size.
-        key = (size.is_small, size.shape.tokens)
+        key = (size.is_small, size.has_adapters, size.shape.tokens)
         is_first = key not in self._seen
         self._seen.add(key)
         speculation = self._scheduler.speculation

@@ -48,7 +48,8 @@ class Batch:
     request with a draft has more than one row: `ahead` says how many draft tokens are before each row of `sampled`; it
     is None if there are no drafts. What a row of `later` samples also depends on whether the draft before it was
     accepted. `copies` of KV blocks are made
-    before anything is computed. `sums` says what is computed besides the logits; nothing if there are `prompts`, which
+    before anything is computed. `adapter_slots` `[tokens]` is the slot of each token's adapter, -1 for none; None if no
+    token has one. `sums` says what is computed besides the logits; nothing if there are `prompts`, which
     may have many rows.
     """
 
@@ -66,6 +67,7 @@ class Batch:
     copies: Sequence[BlockCopy]
     prompts: Sequence[PromptRows]
     sums: Sums
+    adapter_slots: IntArray | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -141,6 +143,7 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
         copies=copies,
         prompts=prompts,
         sums=Sums.NONE if prompts else sums_for((*sampled, *later)),
+        adapter_slots=_adapter_slots(scheduled),
     )
 
 
@@ -198,6 +201,7 @@ def padded(batch: Batch, num_tokens: int, block: int) -> Batch:
         subsequence_begins=np.concatenate([batch.subsequence_begins, batch.subsequence_begins[-1] + ones]),
         block_indices=np.concatenate([batch.block_indices, nothing + np.int32(block)]),
         block_indices_begins=np.concatenate([batch.block_indices_begins, batch.block_indices_begins[-1] + ones]),
+        adapter_slots=None if batch.adapter_slots is None else np.concatenate([batch.adapter_slots, nothing - 1]),
     )
 
 
@@ -211,6 +215,14 @@ def sums_for(sampled: Sequence[Request]) -> Sums:
         if not sampling.is_greedy or sampling.num_logprobs is not None:
             sums = Sums.DRAWN
     return sums
+
+
+def _adapter_slots(scheduled: Sequence[Scheduled]) -> IntArray | None:
+    """The slot of each token's adapter; None if there is none."""
+    if all(request.adapter_slot < 0 for request, _ in scheduled):
+        return None
+    slots = np.array([request.adapter_slot for request, _ in scheduled], np.int32)
+    return np.repeat(slots, [1 + len(request.draft) if request.draft else num for request, num in scheduled])
 
 
 def _positions(past_lens: IntArray, begins: IntArray) -> LongArray:

@@ -19,6 +19,8 @@ from openvino import opset13
 # Operations that decompress weights. Others may mix rows.
 _ELEMENTWISE = {"Subtract": opset13.subtract, "Multiply": opset13.multiply}
 _QUERY_KEY_VALUE = range(3)
+# What splits the result of a fused product is named after the products that it replaces, in the order of its outputs.
+NAME_SEPARATOR = " | "
 
 
 def fuse_projections(model: ov.Model) -> int:
@@ -36,14 +38,14 @@ def fuse_projections(model: ov.Model) -> int:
 def products_to_fuse(values: Sequence[ov.Output]) -> list[list[ov.Node]]:
     """Groups of products before an attention, each group computable by one product. A product that already serves
     several inputs is left out."""
-    found = {product.get_friendly_name(): product for product in map(_projection, values) if product is not None}
+    found = {product.get_friendly_name(): product for product in map(projection, values) if product is not None}
     groups: dict[object, list[ov.Node]] = {}
     for product in found.values():
         groups.setdefault(_likeness(product), []).append(product)
     return [products for products in groups.values() if len(products) > 1]
 
 
-def _projection(output: ov.Output) -> ov.Node | None:
+def projection(output: ov.Output) -> ov.Node | None:
     """The product with weights that computes an input of an attention."""
     seen, found, waiting = set(), [], [output.get_node()]
     while waiting:
@@ -95,7 +97,7 @@ def fuse(products: Sequence[ov.Node]) -> bool:
         return False
     fused = opset13.matmul(products[0].input_value(0), weights, False, True)
     ends = list(products)
-    sums = [_bias_of(product) for product in products]
+    sums = [bias_of(product) for product in products]
     if all(sums):
         biases = _stacked([bias for _, bias in filter(None, sums)], axis=-1)
         if biases is not None:
@@ -103,12 +105,13 @@ def fuse(products: Sequence[ov.Node]) -> bool:
             ends = [add for add, _ in filter(None, sums)]
     lengths = [product.get_output_partial_shape(0)[-1].get_length() for product in products]
     parts = opset13.variadic_split(fused, opset13.constant(np.int64(-1)), opset13.constant(np.array(lengths)))
+    parts.set_friendly_name(NAME_SEPARATOR.join(product.get_friendly_name() for product in products))
     for index, end in enumerate(ends):
         end.output(0).replace(parts.output(index))
     return True
 
 
-def _bias_of(product: ov.Node) -> tuple[ov.Node, ov.Output] | None:
+def bias_of(product: ov.Node) -> tuple[ov.Node, ov.Output] | None:
     """The node that adds a bias to a product, and the bias."""
     users = [port.get_node() for port in product.output(0).get_target_inputs()]
     if len(users) != 1 or users[0].get_type_name() != "Add":

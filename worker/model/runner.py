@@ -6,7 +6,7 @@ stateful IR --(paged_attention_transformation)--> inputs of batch.Batch + key_ca
             --(compile)--> the cache's layout and precision, read from the compiled inputs
 
 Decode steps of few sequences may use a separate graph, compiled for other kernels, with the same cache (see
-`decode_graph`).
+`decode_graph`). So do steps with adapters, whose graph has more inputs (see `adapter_graph`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ import openvino as ov
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
+from headrace.worker.model.adapted_linears import Linear, find_linears
+from headrace.worker.model.adapter_graph import PLACES, ROWS, add_adapters
+from headrace.worker.model.adapter_memory import RANK_STEP, AdapterMemory, rows_of
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
@@ -46,7 +49,8 @@ class OpenVINOModelRunner:
     """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `vocab_size` and `kv_precision` are
     read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences are computed by a
     graph of their own; 0 without `decode_graph`. Prompts are exact in steps of up to `exact_rows` tokens (see
-    `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`).
+    `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`). `adapters` is the
+    memory of `max_adapters` adapters of the `linears`; None without any.
 
     In accuracy mode a token does not depend on how many others its step has. Decode steps have at least two tokens and
     two sampled rows then, because other kernels compute a single one.
@@ -61,12 +65,15 @@ class OpenVINOModelRunner:
         execution_mode: str,
         decode_graph: bool = False,
         max_context_tokens: int | None = None,
+        max_adapters: int = 0,
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model, self.depends_on_context = read_paged(core, model_dir, max_context_tokens)
+        self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
         fuse_projections(model)
         of_decode = model.clone() if decode_graph else None
+        of_adapters = model.clone() if max_adapters else None
         asked = _Asked(threads, kv_precision, execution_mode)
         # In accuracy mode it is "dynamic": that of the model, float32.
         is_bfloat16 = core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
@@ -78,6 +85,12 @@ class OpenVINOModelRunner:
             if of_decode is None
             else _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
         )
+        self._of_adapters: _Graph | None = None
+        self.adapters: AdapterMemory | None = None
+        """The weights of adapters. May be replaced between two calls of `bind`, by any thread."""
+        if of_adapters is not None:
+            self._make_adapters(core, of_adapters, asked, max_adapters, is_bfloat16=is_bfloat16)
+        self._graphs = [graph for graph in (self._graph, self._of_decode, self._of_adapters) if graph is not None]
         self.small_decode = SMALL_DECODE if decode_graph else 0
         self.least_decode = 2 if execution_mode == "accuracy" else 1
         self._slot = self._graph.slots[0]
@@ -87,6 +100,8 @@ class OpenVINOModelRunner:
         caches = self._caches = self._graph.caches
         if self._of_decode is not None and _layout(self._of_decode.caches) != _layout(caches):
             raise ConfigurationError("the graph of decode steps has another KV cache; choose --decode-graph off")
+        if self._of_adapters is not None and _layout(self._of_adapters.caches) != _layout(caches):
+            raise ConfigurationError("the graph with adapters has another KV cache; serve this model without adapters")
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
         self.block_size = _dims(value)[1]
@@ -131,9 +146,8 @@ class OpenVINOModelRunner:
         for port in self._caches:
             piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
             tensor = ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
-            for graph in (self._graph, self._of_decode):
-                for slot in graph.slots if graph is not None else ():
-                    slot.request.set_tensor(port.any_name, tensor)
+            for slot in (slot for graph in self._graphs for slot in graph.slots):
+                slot.request.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
             # They own the memory that the tensors refer to.
             self._cache_views.append(piece.reshape(num_blocks, -1))
@@ -151,15 +165,47 @@ class OpenVINOModelRunner:
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]
-        is_small = batch.is_decode and len(batch.past_lens) <= self.small_decode
-        graph = self._of_decode if is_small and self._of_decode is not None else self._graph
+        graph = self._graph_for(batch)
         if keeps_logits:
             graph.slots.rotate()
         slot = self._slot = graph.slots[0]
         for name in STEP_INPUTS:
             slot.inputs.set(name, getattr(batch, name))
+        if batch.adapter_slots is not None:
+            self._bind_adapters(slot, batch.adapter_slots)
         least = self.least_decode if batch.is_decode else MIN_PROMPT_STEP
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
+
+    def _make_adapters(
+        self, core: ov.Core, model: ov.Model, asked: _Asked, max_adapters: int, *, is_bfloat16: bool
+    ) -> None:
+        groups = add_adapters(model, self.linears, is_bfloat16=is_bfloat16)
+        if not groups:
+            raise ConfigurationError(
+                "the linear layers of this model's graph have names that no adapter uses, so it can have no adapters; "
+                "export the model again with optimum-intel, or serve it without adapters"
+            )
+        self._of_adapters = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
+        self.adapters = AdapterMemory(groups, max_adapters, RANK_STEP, is_bfloat16=is_bfloat16)
+
+    def _graph_for(self, batch: Batch) -> _Graph:
+        if batch.adapter_slots is not None:
+            assert self._of_adapters is not None, "an adapter was loaded for this model"
+            return self._of_adapters
+        is_small = batch.is_decode and len(batch.past_lens) <= self.small_decode
+        return self._of_decode if is_small and self._of_decode is not None else self._graph
+
+    def _bind_adapters(self, slot: _Slot, adapter_slots: npt.NDArray[np.int32]) -> None:
+        """Set the inputs of adapters. Those with weights only change if other slots are needed than before."""
+        assert self.adapters is not None
+        memory, num_slots = self.adapters, int(adapter_slots.max()) + 1
+        if slot.adapters is not memory or not num_slots <= slot.num_adapters <= 2 * num_slots:
+            for name, tensor in memory.tensors(num_slots).items():
+                slot.request.set_tensor(name, tensor)
+            slot.adapters, slot.num_adapters = memory, num_slots
+        found = rows_of(adapter_slots, slot.num_adapters)
+        slot.inputs.set(ROWS, found.rows)
+        slot.inputs.set(PLACES, found.places)
 
     def run(self) -> Logits:
         """Compute the step. Returns logits `[rows, vocab_size]` for the rows of the batch. They are views that the next
@@ -225,6 +271,9 @@ class _Slot:
         self.request = compiled.create_infer_request()
         self.inputs = InputTensors(self.request)
         self.head = HeadRequest(self.request, row_sums, vocab_size, same_sums=same_sums)
+        # The memory of adapters that the request's inputs are in, and how many slots of it they have.
+        self.adapters: AdapterMemory | None = None
+        self.num_adapters = 0
 
 
 def _dims(port: ov.Output) -> list[int]:

@@ -77,6 +77,8 @@ class Request:
     """How long it may wait for others before its first token."""
     prediction: Sequence[int] = ()
     """Tokens that the caller expects the answer to have. They are proposed as drafts."""
+    adapter_slot: int = -1
+    """Slot of its adapter's weights, which stay there until it has ended; -1 without an adapter."""
     prompt_hashes: list[int] = field(default_factory=list)
     """The part of `block_hashes` that covers the prompt. Requests that came together with the same prompt and
     `root_hash` share the list, so each hash is computed once."""

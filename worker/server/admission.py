@@ -13,6 +13,7 @@ from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import inference_pb2
 from headrace.protos.answer_bounds import Ends, check_context, stop_tokens
 from headrace.protos.block_hash import root_hash
+from headrace.protos.model_identity import identity_of
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request.params import SamplingParams
@@ -41,6 +42,12 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     model_identity: str = ""
     tokenizer_sha256: str = ""
+
+    def identity(self, adapter_sha256: str) -> str:
+        """The identity of answers: that of the model, or of the model with an adapter."""
+        if not adapter_sha256:
+            return self.model_identity
+        return identity_of(self.fingerprint, self.tokenizer_sha256, adapter_sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +140,16 @@ def decode(wire: WireRequest) -> DecodedRequest:
     return DecodedRequest(message, prompts[0] if prompts else None, samplings[0] if samplings else None)
 
 
-def admit(decoded: DecodedRequest, limits: ModelLimits, *, request_id: str, arrival_s: float) -> Request:
-    """Check all fields and make the request. StatusError names the first wrong field."""
+def admit(
+    decoded: DecodedRequest, limits: ModelLimits, *, request_id: str, arrival_s: float, adapter_sha256: str = ""
+) -> Request:
+    """Check all fields and make the request, whose adapter has this hash. StatusError names the first wrong field."""
     message, shared = decoded.message, decoded.prompt
     if message.model and message.model != limits.model:
         raise StatusError(
             Reason.MODEL_NOT_FOUND, f"this worker serves {limits.model!r}, not {message.model[:100]!r}", field="model"
         )
-    if message.adapter:
-        raise StatusError(Reason.UNSUPPORTED, "this worker serves no adapters; leave adapter empty", field="adapter")
-    if message.model_identity and message.model_identity != limits.model_identity:
+    if message.model_identity and message.model_identity != limits.identity(adapter_sha256):
         problem = (
             "the answer was begun with other model files than this worker's and cannot be continued here; start again"
         )
@@ -161,7 +168,7 @@ def admit(decoded: DecodedRequest, limits: ModelLimits, *, request_id: str, arri
     prediction = _token_ids(message.prediction_token_ids, "prediction_token_ids", limits)
     resume = _token_ids(message.resume_token_ids, "resume_token_ids", limits)
     room = limits.max_context_tokens - len(prompt)
-    root = root_hash(limits.fingerprint, message.adapter, message.cache_salt)
+    root = root_hash(limits.fingerprint, adapter_sha256, message.cache_salt)
     admitted = Request(
         request_id=request_id,
         prompt_token_ids=prompt,

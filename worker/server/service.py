@@ -19,11 +19,13 @@ from headrace.common.transport.session_server import SessionServer, handler_of
 from headrace.common.transport.sessions import CallContext
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.status import Reason, StatusError, abort
+from headrace.worker.adapters.library import Adapter
 from headrace.worker.engine.mailbox import Mailbox, OutputStream
 from headrace.worker.grammar.compiler import Grammars
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.request.step import RequestOutput
+from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, already_finished, decode
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.watch import WatchHub
@@ -58,7 +60,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         limits: ModelLimits,
         grammars: Grammars,
         observer: RequestObserver | None = None,
+        adapters: AdapterDesk | None = None,
     ) -> None:
+        self._adapters = adapters or AdapterDesk(None, hub, limits.model)
         self.sessions = SessionServer(handler_of(self._generate, decode))
         self._observer = observer or RequestObserver()
         self._mailbox = mailbox
@@ -81,18 +85,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request = decoded.message
         span = self._observer.arrived(request, context.invocation_metadata())
         try:
-            admitted = self._admit(decoded, context.time_remaining())
+            adapter = self._adapters.find(request.adapter)
+            adapter_sha256 = "" if adapter is None else adapter.sha256
+            identity = self._limits.identity(adapter_sha256)
+            admitted = self._admit(decoded, context.time_remaining(), adapter_sha256)
             ended = already_finished(admitted)
             if ended is not None:
                 span.end()
                 response = _finished_at_once(admitted, *ended)
-                response.model_identity = self._limits.model_identity
+                response.model_identity = identity
                 yield response
                 return
             if span.is_recording:
                 admitted.steps = []
             await self._constrain(admitted, decoded)
-            stream = self._mailbox.submit(admitted)
+            await self._adapters.hold(adapter, admitted)
+            stream = self._submit(admitted, adapter)
             self._hub.arrived(admitted.num_tokens, request.belief)
         except StatusError as error:
             self._observer.refused(span, error)
@@ -102,13 +110,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             is_first = True
             async for response in _responses(stream):
                 if is_first:
-                    response.model_identity, is_first = self._limits.model_identity, False
+                    response.model_identity, is_first = identity, False
                 yield response
         except StatusError as error:
             failure = error
             await abort(context, error)
         finally:
             stream.close()
+            self._adapters.let_go(adapter, admitted)
             if failure is not None and not admitted.scheduled_s:  # refused by the engine thread
                 self._observer.refused(span, failure)
             else:
@@ -118,7 +127,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """See the proto."""
         await self.sessions.serve(request_iterator, context)
 
-    def _admit(self, decoded: DecodedRequest, deadline_s: float | None) -> Request:
+    def _submit(self, admitted: Request, adapter: Adapter | None) -> OutputStream:
+        """Hand a request that holds its adapter to the engine."""
+        try:
+            return self._mailbox.submit(admitted)
+        except StatusError:
+            self._adapters.let_go(adapter, admitted, was_submitted=False)
+            raise
+
+    def _admit(self, decoded: DecodedRequest, deadline_s: float | None, adapter_sha256: str) -> Request:
         if self._hub.draining:
             raise StatusError(
                 Reason.DRAINING, "the worker is draining and accepts no new requests", retry_after_s=DRAINING_RETRY_S
@@ -133,7 +150,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if contradiction is not None:
             raise contradiction
         request_id = decoded.message.request_id or f"unnamed-{next(self._unnamed)}"
-        admitted = admit(decoded, self._limits, request_id=request_id, arrival_s=time.monotonic())
+        admitted = admit(
+            decoded,
+            self._limits,
+            request_id=request_id,
+            arrival_s=time.monotonic(),
+            adapter_sha256=adapter_sha256,
+        )
         if deadline_s is not None:
             admitted.deadline_s = admitted.arrival_s + deadline_s
         return admitted
@@ -242,9 +265,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Model card, tokenizer, watch and drain."""
 
     def __init__(
-        self, card: worker_pb2.GetModelCardResponse, tokenizer_bundle: bytes, mailbox: Mailbox, hub: WatchHub
+        self,
+        card: worker_pb2.GetModelCardResponse,
+        tokenizer_bundle: bytes,
+        mailbox: Mailbox,
+        hub: WatchHub,
+        adapters: AdapterDesk | None = None,
     ) -> None:
         self._card = card
+        self._adapters = adapters or AdapterDesk(None, hub, card.card.name)
         self._bundle = tokenizer_bundle
         self._mailbox = mailbox
         self._hub = hub
@@ -256,7 +285,29 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GetModelCardRequest, context: Context
     ) -> worker_pb2.GetModelCardResponse:
         """See the proto."""
-        return self._card
+        answer = worker_pb2.GetModelCardResponse()
+        answer.CopyFrom(self._card)
+        answer.adapters.CopyFrom(self._adapters.list())
+        return answer
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: Context
+    ) -> worker_pb2.LoadAdapterResponse:
+        """See the proto."""
+        try:
+            return await self._adapters.load(request)
+        except StatusError as error:
+            await abort(context, error)
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: Context
+    ) -> worker_pb2.UnloadAdapterResponse:
+        """See the proto."""
+        try:
+            self._adapters.unload(request.name)
+        except StatusError as error:
+            await abort(context, error)
+        return worker_pb2.UnloadAdapterResponse()
 
     async def GetTokenizer(
         self, request: worker_pb2.GetTokenizerRequest, context: Context

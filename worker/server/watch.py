@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
@@ -37,6 +38,8 @@ class _Watcher:
         self.stored = findable.copy()
         self.evicted: dict[int, None] = {}
         self.placement_ids: deque[int] = deque(maxlen=MAX_PLACEMENTS)
+        self.adapters = self.adapters_in_memory = True
+        """Whether it has to be told of the adapters, and of those in memory."""
         self.changed = asyncio.Event()
 
     def note(self, report: LoadReport) -> None:
@@ -93,6 +96,8 @@ class WatchHub:
         self.is_published: bool | None = None
         """Whether the lease in Redis is renewed; None without Redis."""
         self._max_num_seqs = max_num_seqs
+        self._adapters: Callable[[], worker_pb2.AdapterList] = worker_pb2.AdapterList
+        self._adapter_counters: Callable[[], dict[str, int]] = dict
         self.findable: dict[int, None] = {}
         """The findable hashes, in the order in which they came."""
         self._watchers: set[_Watcher] = set()
@@ -143,6 +148,31 @@ class WatchHub:
         """Receive whether the lease in Redis was renewed. Exported as a metric."""
         self.is_published = is_published
 
+    def serve_adapters(
+        self, adapters: Callable[[], worker_pb2.AdapterList], counters: Callable[[], dict[str, int]]
+    ) -> None:
+        """Report these adapters, and count with the load what happens to them."""
+        self._adapters, self._adapter_counters = adapters, counters
+
+    def adapters_changed(self, *, only_in_memory: bool) -> None:
+        """The adapters are others, or others of them are in memory."""
+        self._version += 1
+        for watcher in self._watchers:
+            watcher.adapters_in_memory = True
+            watcher.adapters |= not only_in_memory
+            watcher.changed.set()
+
+    def _take_adapters(self, watcher: _Watcher) -> dict[str, Any]:
+        """What a message has to say of adapters."""
+        has_changed, in_memory = watcher.adapters, watcher.adapters_in_memory
+        watcher.adapters = watcher.adapters_in_memory = False
+        if has_changed:
+            return {"adapters": self._adapters()}
+        if in_memory:
+            names = [adapter.name for adapter in self._adapters().adapters if adapter.is_in_memory]
+            return {"adapters_in_memory": worker_pb2.AdapterNames(names=names)}
+        return {}
+
     def drain(self, draining: bool = True) -> None:
         """Tell all watchers whether new requests are accepted."""
         self.draining = draining or self.is_stopping
@@ -186,6 +216,7 @@ class WatchHub:
                     placement_ids=watcher.take_placements(),
                     num_watchers=len(others) + 1,
                     watcher_rank=sum(other < watcher_id for other in others),
+                    **self._take_adapters(watcher),
                 )
                 sequence += 1
                 if watcher.stored or watcher.evicted:
@@ -211,7 +242,7 @@ class WatchHub:
             decode_step_ms=report.decode_step_ms,
             max_num_seqs=self._max_num_seqs,
             draining=self.draining,
-            counters=worker_pb2.Counters(**report.counters),
+            counters=worker_pb2.Counters(**report.counters, **self._adapter_counters()),
             numa_node=self.binding.numa_node if self.binding is not None else None,
             binding=binding_message(self.binding) if self.binding is not None else None,
             num_arrived=self._arrivals.num_requests,

@@ -347,7 +347,7 @@ async def test_a_step_that_fails_in_the_middle_of_answers_is_reported_too(worker
         ({"resume_token_ids": [VOCAB_SIZE]}, Reason.INVALID_FIELD, "resume_token_ids"),
         ({"model": "other"}, Reason.MODEL_NOT_FOUND, "model"),
         ({"tokenizer_sha256": "8" * 64}, Reason.MODEL_CHANGED, "tokenizer_sha256"),
-        ({"adapter": "lora"}, Reason.UNSUPPORTED, "adapter"),
+        ({"adapter": "lora"}, Reason.MODEL_NOT_FOUND, "adapter"),
         ({"sampling": {"temperature": 2.1}}, Reason.INVALID_FIELD, "sampling.temperature"),
         ({"sampling": {"temperature": float("nan")}}, Reason.INVALID_FIELD, "sampling.temperature"),
         ({"sampling": {"top_p": 0.0}}, Reason.INVALID_FIELD, "sampling.top_p"),

@@ -1,0 +1,1 @@
+"""Loading, listing and unloading LoRA adapters, as vLLM's clients do it."""

@@ -1,0 +1,107 @@
+"""The endpoints for adapters. They are for operators: each call needs the admin key."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.gateway.adapters.types import AdapterInfo, AdapterInfos, LoadRequest, UnloadRequest
+from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.services import Services
+from headrace.protos.router_pb2 import RouterLoadAdapterRequest, ServedAdapter
+from headrace.protos.status import Reason, StatusError
+
+_MIN_KEY_CHARS = 16
+
+
+class AdminKey:
+    """The key that operators send as `Authorization: Bearer KEY`."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Without a file nobody is an operator. ValueError, a sentence, if the file has no key."""
+        self._key = b""
+        if path is None:
+            return
+        try:
+            self._key = path.read_bytes().strip()
+        except OSError as error:
+            raise ValueError(f"--admin-key-file {path} cannot be read: {error.strerror}") from None
+        if len(self._key) < _MIN_KEY_CHARS:
+            raise ValueError(f"--admin-key-file {path} must have a key of at least {_MIN_KEY_CHARS} characters")
+
+    def check(self, exchange: Exchange) -> None:
+        """Raise StatusError unless the caller is an operator."""
+        if not self._key:
+            raise StatusError(
+                Reason.PERMISSION_DENIED,
+                "adapters cannot be changed over HTTP here: start the gateway with --admin-key-file, or use "
+                "`headrace adapters`",
+            )
+        scheme, _, key = exchange.header("authorization").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
+            raise StatusError(Reason.UNAUTHENTICATED, "this needs the admin key, as Authorization: Bearer KEY")
+
+
+def endpoints(services: Services, admin_key: AdminKey) -> Sequence[Endpoint]:
+    """POST load_lora_adapter and unload_lora_adapter, GET lora_adapters."""
+    own = _Adapters(services, admin_key)
+    found = [
+        *at_api("POST", "/load_lora_adapter", "adapters", own.load),
+        *at_api("POST", "/unload_lora_adapter", "adapters", own.unload),
+        *at_api("GET", "/lora_adapters", "adapters", own.list),
+    ]
+    # They have a key of their own, which no API key stands for.
+    return [Endpoint(one.method, one.path, one.name, one.handler, is_open=True, makes_work=False) for one in found]
+
+
+class _Adapters:
+    def __init__(self, services: Services, admin_key: AdminKey) -> None:
+        self._services = services
+        self._admin_key = admin_key
+
+    async def load(self, exchange: Exchange) -> None:
+        self._admin_key.check(exchange)
+        request = decode_body(await exchange.body(), LoadRequest)
+        message = RouterLoadAdapterRequest(
+            name=request.lora_name,
+            path=request.lora_path,
+            in_place=request.load_inplace,
+            model=request.base_model_name or "",
+        )
+        await self._services.upstream.load_adapter(message)
+        await self._services.models.refresh()
+        await _told(exchange, f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+    async def unload(self, exchange: Exchange) -> None:
+        self._admin_key.check(exchange)
+        request = decode_body(await exchange.body(), UnloadRequest)
+        await self._services.upstream.unload_adapter(request.lora_name)
+        await self._services.models.forget(request.lora_name)
+        await _told(exchange, f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+    async def list(self, exchange: Exchange) -> None:
+        self._admin_key.check(exchange)
+        adapters = await self._services.upstream.list_adapters()
+        await exchange.respond(encode(AdapterInfos(object="list", data=[_info(adapter) for adapter in adapters])))
+
+
+async def _told(exchange: Exchange, text: str) -> None:
+    await exchange.respond(text.encode(), content_type=b"text/plain; charset=utf-8")
+
+
+def _info(served: ServedAdapter) -> AdapterInfo:
+    adapter = served.adapter
+    return AdapterInfo(
+        id=adapter.name,
+        parent=served.model,
+        path=adapter.path,
+        sha256=adapter.sha256,
+        rank=adapter.rank,
+        bytes=adapter.num_bytes,
+        created=adapter.created_s,
+        workers=served.num_workers,
+        in_memory=served.num_in_memory,
+    )

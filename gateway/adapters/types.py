@@ -1,0 +1,46 @@
+"""What is asked and answered about adapters (pure)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.gateway.edge.description import Shape
+
+
+class LoadRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    """Replace an adapter of this name."""
+    base_model_name: str | None = None
+    """The model; needed if there are several."""
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class AdapterInfo(Shape):
+    """An adapter: its name, that of its model, where its files are and their hash, its rank and size, and how many
+    workers know it and have it in memory."""
+
+    id: str
+    parent: str
+    path: str
+    sha256: str
+    rank: int
+    bytes: int
+    created: int
+    workers: int
+    in_memory: int
+
+
+class AdapterInfos(Shape):
+    """All adapters, by name."""
+
+    object: str
+    data: list[AdapterInfo]

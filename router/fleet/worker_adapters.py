@@ -1,0 +1,40 @@
+"""What a worker last reported of its LoRA adapters (pure)."""
+
+from __future__ import annotations
+
+from headrace.protos import worker_pb2
+
+
+class WorkerAdapters:
+    """The adapters of one worker, by name. They stay known while the worker is away."""
+
+    def __init__(self) -> None:
+        self._adapters: dict[str, worker_pb2.Adapter] = {}
+        self._max_in_memory = 0
+
+    def take(self, message: worker_pb2.WatchResponse) -> None:
+        """Take in a report."""
+        if message.HasField("adapters"):
+            self._adapters = {adapter.name: adapter for adapter in message.adapters.adapters}
+            self._max_in_memory = message.adapters.max_in_memory
+        if message.HasField("adapters_in_memory"):
+            names = set(message.adapters_in_memory.names)
+            for name, adapter in self._adapters.items():
+                adapter.is_in_memory = name in names
+
+    def sha256(self, name: str) -> str:
+        """The hash of an adapter's files; empty if the worker does not know it."""
+        adapter = self._adapters.get(name)
+        return "" if adapter is None else adapter.sha256
+
+    def find(self, name: str) -> worker_pb2.Adapter | None:
+        """The adapter of this name."""
+        return self._adapters.get(name)
+
+    def all(self) -> list[worker_pb2.Adapter]:
+        """All adapters, by name."""
+        return [adapter for _, adapter in sorted(self._adapters.items())]
+
+    def message(self) -> worker_pb2.AdapterList:
+        """As the worker reported them."""
+        return worker_pb2.AdapterList(adapters=self._adapters.values(), max_in_memory=self._max_in_memory)

@@ -1,0 +1,59 @@
+"""An adapter as its files have it, checked against the model that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headrace.worker.model.adapted_linears import Linear
+from headrace.worker.model.adapter_memory import LowRank
+
+MAX_RANK = 256
+
+
+class AdapterError(Exception):
+    """An adapter cannot be used. The text is a sentence that says what is wrong and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The content of an adapter: its weights by name of the linear layer, scaled, and the SHA-256 of its files, hex."""
+
+    sha256: str
+    weights: Mapping[str, LowRank]
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of a layer."""
+        return max(len(low_rank.a) for low_rank in self.weights.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights in float32."""
+        return sum(low_rank.a.nbytes + low_rank.b.nbytes for low_rank in self.weights.values())
+
+
+def check(weights: Mapping[str, LowRank], linears: Sequence[Linear], path: Path) -> None:
+    """Raise AdapterError if the weights do not fit these layers."""
+    known = {linear.name: linear for linear in linears}
+    if not weights:
+        raise AdapterError(f"{path} has no LoRA weights")
+    for name, (a, b) in weights.items():
+        linear = known.get(name)
+        if linear is None:
+            raise AdapterError(
+                f"{path} adapts {name}, which is no linear layer of this model; it was made for another model, or it "
+                "adapts embeddings or the vocabulary, which is not supported"
+            )
+        if not 0 < len(a) <= MAX_RANK:
+            raise AdapterError(f"{path} has rank {len(a)} for {name}; ranks from 1 to {MAX_RANK} are supported")
+        if (a.shape[1], b.shape[0]) != (linear.num_inputs, linear.num_outputs) or b.shape[1] != len(a):
+            raise AdapterError(
+                f"{path} has weights of shapes {list(a.shape)} and {list(b.shape)} for {name}, which has "
+                f"{linear.num_inputs} inputs and {linear.num_outputs} outputs; it was made for another model"
+            )
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise AdapterError(f"{path} has weights for {name} that are not finite numbers; it is damaged")

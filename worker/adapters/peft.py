@@ -1,0 +1,174 @@
+"""Reads adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors in a directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.adapters.files import AdapterError, AdapterFiles, check
+from headrace.worker.model.adapted_linears import Linear, name_from_layer
+from headrace.worker.model.adapter_memory import LowRank
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_HEADER_BYTES = 8
+_MAX_HEADER_BYTES = 64 << 20
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+_KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
+# Fields of the configuration that change what an adapter computes, and are not supported when they are set.
+_UNSUPPORTED = {
+    "use_dora": "weights of DoRA have a magnitude for each output",
+    "modules_to_save": "whole layers are replaced",
+    "lora_bias": "biases are trained",
+    "layer_replication": "layers are repeated",
+    "trainable_token_indices": "embeddings of tokens are trained",
+    "target_parameters": "parameters of experts are adapted",
+    "alora_invocation_tokens": "the adapter begins in the middle of a prompt",
+    "use_qalora": "the inputs are pooled",
+    "use_bdlora": "the weights are block-diagonal",
+}
+# With these, the base model's weights were changed too before training.
+_CHANGES_BASE = ("pissa", "olora", "corda")
+
+
+class _Config(NamedTuple):
+    rank: int
+    alpha: float
+    is_rank_stabilised: bool
+    ranks: Mapping[str, Any]
+    alphas: Mapping[str, Any]
+
+    def scale(self, module: str, rank: int) -> float:
+        """What a module's product is multiplied with. AdapterError if the module should have another rank."""
+        expected = _matching(self.ranks, module, self.rank)
+        if rank != expected:
+            raise AdapterError(
+                f"{module} has rank {rank}, but {CONFIG} says {expected}; the files do not belong together"
+            )
+        alpha = float(_matching(self.alphas, module, self.alpha))
+        return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
+
+
+def read_peft(path: Path, linears: Sequence[Linear]) -> AdapterFiles:
+    """Read an adapter for a model with these layers. Raises AdapterError."""
+    raw_config, raw = _read(path / CONFIG), _read(path / WEIGHTS)
+    config = _config_of(raw_config, path / CONFIG)
+    pairs: dict[str, dict[str, npt.NDArray[np.float32]]] = {}
+    modules: dict[str, str] = {}
+    for key, values in _tensors(raw, path / WEIGHTS).items():
+        match = _KEY.match(key)
+        if match is None or values.ndim != 2:
+            raise AdapterError(
+                f"{path / WEIGHTS} has {key} of shape {list(values.shape)}, which is no LoRA weight of a linear layer; "
+                "only those are supported"
+            )
+        name = name_from_layer(match["module"])
+        modules[name] = match["module"]
+        pairs.setdefault(name, {})[match["side"]] = values
+    weights = {}
+    for name, sides in pairs.items():
+        if len(sides) != 2:
+            raise AdapterError(f"{path / WEIGHTS} has only one of lora_A and lora_B for {modules[name]}; it is damaged")
+        weights[name] = LowRank(sides["A"], sides["B"] * np.float32(config.scale(modules[name], len(sides["A"]))))
+    check(weights, linears, path)
+    digest = sha256(len(raw_config).to_bytes(8, "little") + raw_config)
+    digest.update(raw)
+    return AdapterFiles(digest.hexdigest(), weights)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        hint = ""
+        if path.name == WEIGHTS and path.with_suffix(".bin").exists():
+            hint = "; save the adapter with safetensors, since .bin files may run code"
+        raise AdapterError(f"there is no {path}{hint}") from None
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _config_of(raw: bytes, path: Path) -> _Config:
+    try:
+        config = json.loads(raw)
+    except ValueError as error:
+        raise AdapterError(f"{path} is not JSON ({error})") from None
+    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise AdapterError(f"{path} has peft_type {kind!r}; only LORA is supported")
+    for field, why in _UNSUPPORTED.items():
+        if config.get(field):
+            raise AdapterError(f"{path} has {field}: {why}, which is not supported; merge the adapter into its model")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(
+            f"{path} has bias {config['bias']!r}: biases are trained, which is not supported; merge the adapter into "
+            "its model"
+        )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise AdapterError(
+            f"{path} has init_lora_weights {start!r}, which changes the base model's weights; convert the adapter with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, (int, float)):
+        raise AdapterError(f"{path} must have the numbers r and lora_alpha")
+    patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    if not all(isinstance(pattern, dict) for pattern in patterns):
+        raise AdapterError(f"{path} must have objects as rank_pattern and alpha_pattern")
+    return _Config(rank, float(alpha), bool(config.get("use_rslora")), *patterns)
+
+
+def _matching(pattern: Mapping[str, Any], module: str, default: float) -> Any:
+    """The value of the first key that matches the end of a module's name, as PEFT looks it up."""
+    for key, value in pattern.items():
+        try:
+            if re.match(rf"(?:.*\.)?(?:{key})$", module):
+                return value
+        except re.error:
+            raise AdapterError(f"{CONFIG} has the pattern {key!r}, which is no regular expression") from None
+    return default
+
+
+def _tensors(raw: bytes, path: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """The tensors of a safetensors file. AdapterError if it is damaged."""
+    damaged = AdapterError(f"{path} is no whole safetensors file; copy it again")
+    length = int.from_bytes(raw[:_HEADER_BYTES], "little")
+    start = _HEADER_BYTES + length
+    if len(raw) < _HEADER_BYTES or length > _MAX_HEADER_BYTES or start > len(raw):
+        raise damaged
+    try:
+        header = json.loads(raw[_HEADER_BYTES:start])
+        found = {}
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if entry["dtype"] not in _DTYPES:
+                raise AdapterError(f"{path} has {key} in {entry['dtype']}; F32, F16 and BF16 are supported")
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if not 0 <= begin <= end <= len(raw) - start or end - begin != math.prod(shape) * dtype.itemsize:
+                raise damaged
+            values = np.frombuffer(raw, dtype, math.prod(shape), start + begin).reshape(shape)
+            found[key] = _floats(values)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise damaged from None
+    return found
+
+
+def _floats(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)

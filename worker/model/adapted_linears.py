@@ -1,0 +1,105 @@
+"""Finds the linear layers of a model's graph by the names that adapters use for them.
+
+An exporter names a product after its module: `__module.model.layers.0.self_attn.q_proj/aten::linear/MatMul`. A model
+converted from GGUF has no such names. Its converter writes one structure only, so each product is known by its place:
+
+    query, key, value -> attention -> o_proj -> gate_proj, up_proj -> down_proj
+
+Names are compared from the layer on, because adapters and exporters put different prefixes before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import openvino as ov
+
+from headrace.worker.model.fused_projections import is_constant, projection
+
+_EXPORTED = re.compile(r"^__module\.(?P<module>.+?)/aten::")
+_FROM_LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks|block)\.\d+\..+)$")
+_ATTENTION, _MLP = "layers.{}.self_attn.", "layers.{}.mlp."
+_OTHERS_OF_LAYER = 4
+_ACTIVATIONS = {"Swish", "Gelu"}
+
+
+class Linear(NamedTuple):
+    """A linear layer: its name (see `name_from_layer`), its product's friendly name, and its sizes."""
+
+    name: str
+    product: str
+    num_inputs: int
+    num_outputs: int
+
+
+def name_from_layer(module: str) -> str:
+    """The name of a module from its layer on: `layers.0.self_attn.q_proj`. The whole name if it is in no layer."""
+    found = _FROM_LAYER.search(module)
+    return found.group(1) if found else module
+
+
+def find_linears(model: ov.Model) -> list[Linear]:
+    """The linear layers of a model with PagedAttention whose products are not fused yet, in the graph's order. Nothing
+    if the model has neither names nor the known structure. The product that gives the logits is not among them."""
+    products = [node for node in model.get_ordered_ops() if _is_linear(node)]
+    last = products[-1].get_friendly_name() if products else ""
+    exported = [(match["module"], node) for node in products if (match := _EXPORTED.match(node.get_friendly_name()))]
+    named = exported or list(_by_structure(model, products[:-1]))
+    return [_linear(name_from_layer(module), node) for module, node in named if node.get_friendly_name() != last]
+
+
+def _is_linear(node: ov.Node) -> bool:
+    """Whether the node multiplies the states of tokens, `[tokens, inputs]` or `[tokens, 1, inputs]`, with weights."""
+    if node.get_type_name() != "MatMul" or not is_constant(node.input_value(1)):
+        return False
+    shape, weights = list(node.get_output_partial_shape(0)), node.input_value(1).get_shape()
+    is_plain = not node.get_attributes()["transpose_a"] and len(weights) == 2
+    return is_plain and shape[0].is_dynamic and (len(shape) == 2 or (len(shape) == 3 and shape[1] == 1))
+
+
+def _linear(name: str, node: ov.Node) -> Linear:
+    weights = list(node.input_value(1).get_shape())
+    outputs, inputs = weights if node.get_attributes()["transpose_b"] else reversed(weights)
+    return Linear(name, node.get_friendly_name(), inputs, outputs)
+
+
+def _by_structure(model: ov.Model, products: Sequence[ov.Node]) -> Iterator[tuple[str, ov.Node]]:
+    """Names and products of a converted model; nothing if it has another structure. `products` are those of layers."""
+    attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    of_attention = [[projection(node.input_value(index)) for index in range(3)] for node in attentions]
+    if any(node is None for nodes in of_attention for node in nodes):
+        return
+    taken = {node.get_friendly_name() for nodes in of_attention for node in nodes if node is not None}
+    others = [node for node in products if node.get_friendly_name() not in taken]
+    if len(taken) != 3 * len(attentions) or len(others) != _OTHERS_OF_LAYER * len(attentions):
+        return
+    found: list[tuple[str, ov.Node]] = []
+    for layer, nodes in enumerate(of_attention):
+        names = [_ATTENTION.format(layer) + name for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        mlp = _mlp(others[_OTHERS_OF_LAYER * layer + 1 : _OTHERS_OF_LAYER * (layer + 1)])
+        if mlp is None:
+            return
+        found += zip(names, [*nodes, others[_OTHERS_OF_LAYER * layer]], strict=True)
+        found += zip([_MLP.format(layer) + name for name in ("gate_proj", "up_proj", "down_proj")], mlp, strict=True)
+    yield from found
+
+
+def _mlp(products: Sequence[ov.Node]) -> list[ov.Node] | None:
+    """The products of an MLP as gate, up and down; None if they have no gate."""
+    first, second, down = products
+    gated = [node for node in (first, second) if _users(node) & _ACTIVATIONS]
+    if len(gated) != 1 or source_of(first) != source_of(second):
+        return None
+    return [gated[0], second if gated[0] is first else first, down]
+
+
+def source_of(product: ov.Node) -> tuple[str, int]:
+    """Where the states that a product multiplies come from, equal for products of the same states."""
+    source = product.input_value(0)
+    return source.get_node().get_friendly_name(), source.get_index()
+
+
+def _users(node: ov.Node) -> set[str]:
+    return {port.get_node().get_type_name() for port in node.output(0).get_target_inputs()}

@@ -1,0 +1,125 @@
+"""The memory of the adapters' weights: the inputs that `adapter_graph` gives a model, with a slot for each adapter.
+
+A step reads the slots up to the highest one that it uses, so its inputs are the beginnings of these arrays. Nothing is
+copied for a step. A slot that no running request uses may be written while a step is computed: no token's result comes
+from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+
+from headrace.worker.model.adapter_graph import AdaptedGroup
+
+FloatArray = npt.NDArray[np.float32]
+# Ranks of a slot are a multiple of this, so that adapters of similar rank use the same kernels.
+RANK_STEP = 8
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to one linear layer: `a` `[rank, inputs]` and `b` `[outputs, rank]`, scaled."""
+
+    a: FloatArray
+    b: FloatArray
+
+
+class AdapterMemory:
+    """Weights of `num_slots` adapters of up to `rank` ranks, zero at first. A slot takes memory once it is written."""
+
+    def __init__(self, groups: Sequence[AdaptedGroup], num_slots: int, rank: int, *, is_bfloat16: bool) -> None:
+        """MemoryError if there is no address space for it."""
+        self.num_slots = num_slots
+        self.rank = -(-rank // RANK_STEP) * RANK_STEP
+        self._groups = groups
+        self._is_bfloat16 = is_bfloat16
+        self._arrays: dict[str, npt.NDArray[np.uint16] | FloatArray] = {}
+        dtype: Any = np.uint16 if is_bfloat16 else np.float32
+        for group in groups:
+            shape = (num_slots, group.num_inputs, len(group.linears) * self.rank)
+            self._arrays[group.input_a] = np.zeros(shape, dtype)
+            for linear, name in zip(group.linears, group.inputs_b, strict=True):
+                self._arrays[name] = np.zeros((num_slots, linear.num_outputs, self.rank), dtype)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return sum(array.nbytes // self.num_slots for array in self._arrays.values())
+
+    def write(self, slot: int, weights: Mapping[str, LowRank]) -> None:
+        """Put an adapter's weights, by name of the linear layer, into a slot. All other layers get zeros."""
+        for group in self._groups:
+            array_a = self._arrays[group.input_a][slot]
+            for index, (linear, name) in enumerate(zip(group.linears, group.inputs_b, strict=True)):
+                of_a = array_a[:, index * self.rank : (index + 1) * self.rank]
+                of_b = self._arrays[name][slot]
+                found = weights.get(linear.name)
+                rank = 0 if found is None else len(found.a)
+                of_a[:, rank:] = 0
+                of_b[:, rank:] = 0
+                if found is not None:
+                    of_a[:, :rank] = self._stored(found.a).T
+                    of_b[:, :rank] = self._stored(found.b)
+
+    def with_rank(self, rank: int, slots: Sequence[int]) -> AdapterMemory:
+        """Memory with room for `rank` ranks, which are not fewer, and a copy of these slots."""
+        copy = AdapterMemory(self._groups, self.num_slots, rank, is_bfloat16=self._is_bfloat16)
+        for group in self._groups:
+            shape = (self.num_slots, group.num_inputs, len(group.linears), -1)
+            old, new = (memory._arrays[group.input_a].reshape(shape) for memory in (self, copy))
+            for slot in slots:
+                new[slot, ..., : self.rank] = old[slot]
+                for name in group.inputs_b:
+                    copy._arrays[name][slot, :, : self.rank] = self._arrays[name][slot]
+        return copy
+
+    def tensors(self, num_slots: int) -> dict[str, ov.Tensor]:
+        """The model's inputs with the first slots. The arrays own the tensors' memory."""
+        kind = ov.Type.bf16 if self._is_bfloat16 else ov.Type.f32
+        return {
+            name: ov.Tensor(array[:num_slots].reshape(-1).view(np.uint8), ov.Shape([num_slots, *array.shape[1:]]), kind)
+            for name, array in self._arrays.items()
+        }
+
+    def _stored(self, values: FloatArray) -> npt.NDArray[np.uint16] | FloatArray:
+        return bfloat16_of(values) if self._is_bfloat16 else values
+
+
+def bfloat16_of(values: FloatArray) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bfloat16 numbers; ties go to the even one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded: npt.NDArray[np.uint16] = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return rounded
+
+
+class AdapterRows(NamedTuple):
+    """Where the tokens of a step are among the slots; see `adapter_graph`."""
+
+    num_slots: int
+    rows: npt.NDArray[np.int32]
+    places: npt.NDArray[np.int32]
+
+
+def rows_of(slots: npt.NDArray[np.int32], num_slots: int) -> AdapterRows:
+    """The rows of tokens with these slots, -1 for none. At least one token has a slot; all are below `num_slots`."""
+    counts = np.bincount(slots[slots >= 0], minlength=num_slots)
+    length = _rounded(int(counts.max()))
+    order = np.argsort(slots, kind="stable")[int((slots < 0).sum()) :]
+    slot_of = slots[order]
+    starts = np.cumsum(counts) - counts
+    within = np.arange(len(order)) - starts[slot_of]
+    rows = np.zeros((num_slots, length), np.int32)
+    rows[slot_of, within] = order
+    places = np.full(len(slots), num_slots * length, np.int32)
+    places[order] = slot_of * length + within
+    return AdapterRows(num_slots, rows, places)
+
+
+def _rounded(length: int) -> int:
+    """Row counts are rounded up, to an eighth of them at most, so that steps have fewer shapes: each needs kernels."""
+    step = max(4, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step

@@ -1,0 +1,130 @@
+"""What the worker's services do with adapters: requests hold them, callers load, list and unload them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+from pathlib import Path
+
+from headrace.protos import worker_pb2
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.adapters.library import Adapter, AdapterLibrary
+from headrace.worker.request.request import Request, RequestState
+from headrace.worker.server.watch import WatchHub
+
+log = logging.getLogger(__name__)
+
+# The longest that a request waits for its adapter, if it names no time.
+_MAX_WAIT_S = 600.0
+_LOOK_S = 0.005
+_NAME = re.compile(r"[\w.:/@+-]{1,200}")
+_NO_ADAPTERS = "this worker was started without adapters; start it with --adapter or --max-adapters"
+
+
+class AdapterDesk:
+    """The adapters of one worker for its services; without a library it refuses all. `model` is the base's name."""
+
+    def __init__(self, library: AdapterLibrary | None, hub: WatchHub, model: str) -> None:
+        self._library = library
+        self._model = model
+        self._releases: set[asyncio.Task[None]] = set()
+        if library is not None:
+            hub.serve_adapters(self.list, self._counters)
+            library.on_change = lambda only_in_memory: hub.adapters_changed(only_in_memory=only_in_memory)
+
+    def find(self, name: str) -> Adapter | None:
+        """The adapter that a request names; None if it names none. StatusError (MODEL_NOT_FOUND)."""
+        if not name:
+            return None
+        if self._library is None:
+            raise StatusError(Reason.MODEL_NOT_FOUND, f"no adapter '{name[:100]}': {_NO_ADAPTERS}", field="adapter")
+        return self._library.find(name)
+
+    async def hold(self, adapter: Adapter | None, request: Request) -> None:
+        """Keep the adapter in memory for a request, until `let_go`. Waiting counts as time for which the request waits.
+        StatusError."""
+        if adapter is None:
+            return
+        assert self._library is not None
+        now_s = time.monotonic()
+        most_s = math.inf if request.is_resumed else request.max_wait_s
+        timeout_s = max(min(most_s, request.deadline_s - now_s, _MAX_WAIT_S), 0.0)
+        request.adapter_slot = await self._library.acquire(adapter, timeout_s)
+        request.max_wait_s = max(request.max_wait_s - (time.monotonic() - now_s), 0.0)
+
+    def let_go(self, adapter: Adapter | None, request: Request, *, was_submitted: bool = True) -> None:
+        """The request needs its adapter no longer, as soon as the engine has ended it: a step may be computing it."""
+        if adapter is None:
+            return
+        assert self._library is not None
+        if not was_submitted or request.state is RequestState.FINISHED:
+            self._library.release(adapter)
+            return
+        task = asyncio.create_task(self._release_when_ended(adapter, request))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release_when_ended(self, adapter: Adapter, request: Request) -> None:
+        assert self._library is not None
+        while request.state is not RequestState.FINISHED:  # noqa: ASYNC110  the engine thread has no event for it
+            await asyncio.sleep(_LOOK_S)
+        self._library.release(adapter)
+
+    async def load(self, message: worker_pb2.LoadAdapterRequest) -> worker_pb2.LoadAdapterResponse:
+        """See the proto. Raises StatusError."""
+        if self._library is None:
+            raise StatusError(Reason.UNSUPPORTED, _NO_ADAPTERS)
+        check_name(message.name, self._model)
+        path = Path(message.path)
+        if not path.is_absolute():
+            raise StatusError(
+                Reason.INVALID_FIELD, "lora_path must be absolute: a directory on the worker's host", field="lora_path"
+            )
+        return worker_pb2.LoadAdapterResponse(
+            adapter=message_of(await self._library.load(message.name, path, in_place=message.in_place))
+        )
+
+    def unload(self, name: str) -> None:
+        """See the proto. Raises StatusError."""
+        if self._library is None:
+            raise StatusError(Reason.UNSUPPORTED, _NO_ADAPTERS)
+        self._library.unload(name)
+
+    def list(self) -> worker_pb2.AdapterList:
+        """All adapters."""
+        if self._library is None:
+            return worker_pb2.AdapterList()
+        adapters = map(message_of, self._library.adapters())
+        return worker_pb2.AdapterList(adapters=adapters, max_in_memory=self._library.num_slots)
+
+    def _counters(self) -> dict[str, int]:
+        assert self._library is not None
+        counters = self._library.counters
+        return {"adapter_loads": counters.num_loads, "adapter_evictions": counters.num_evictions}
+
+
+def check_name(name: str, model: str) -> None:
+    """Raise StatusError (INVALID_FIELD) unless an adapter of this model may have this name."""
+    if not _NAME.fullmatch(name):
+        problem = "lora_name must have 1 to 200 letters, digits and characters of _.:/@+-"
+        raise StatusError(Reason.INVALID_FIELD, problem, field="lora_name")
+    if name == model:
+        raise StatusError(
+            Reason.INVALID_FIELD, f"lora_name must not be {model!r}, which is the model's own name", field="lora_name"
+        )
+
+
+def message_of(adapter: Adapter) -> worker_pb2.Adapter:
+    """An adapter as a message."""
+    return worker_pb2.Adapter(
+        name=adapter.name,
+        sha256=adapter.sha256,
+        path=str(adapter.path),
+        rank=adapter.rank,
+        num_bytes=adapter.num_bytes,
+        is_in_memory=adapter.is_in_memory,
+        created_s=adapter.created_s,
+    )
