@@ -95,7 +95,7 @@ test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz
 	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
 
 # OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
-test-avx2: .venv/.dev .links/headrace .make/clients/.done
+test-avx2: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done
@@ -103,7 +103,7 @@ test-clients: .venv/.dev .links/headrace .make/clients/.done
 
 soak: .venv/.dev .links/headrace
 	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py tests/e2e/test_redis.py tests/e2e/test_structured.py \
-	    tests/e2e/test_engine_exact.py $(ARGS)
+	    tests/e2e/test_engine_exact.py tests/e2e/test_warm_restart.py tests/worker/kv/test_warm_restart.py $(ARGS)
 
 # HEADRACE_SEED repeats a run's choices.
 soak-chaos: .venv/.dev .links/headrace

@@ -94,12 +94,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     if kept is not None:
         kept.restore(pool, fingerprint)
     card = model_card(
-        config,
-        pool,
-        model_dir,
-        fingerprint,
-        kv_precision=runner.kv_precision,
-        vocab_size=runner.vocab_size,
+        config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
     )
     region = Region(arena.address, arena.size_bytes)
     disk = disk_tier_for(config, runner, fingerprint)

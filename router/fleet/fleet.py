@@ -104,8 +104,6 @@ class Fleet:
             await asyncio.gather(self._ticker, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in (*self._links.values(), *self._retiring)))
 
-    # -- membership -------------------------------------------------------------------------------------------------
-
     def register(self, worker_id: str, address: str) -> float:
         """Add a worker or renew its lease; seconds that the lease lasts. Raises StatusError, see Registry."""
         if self._registry.register(worker_id, address, self._clock()) or address not in self._links:

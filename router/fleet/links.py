@@ -81,7 +81,7 @@ class WorkerLink:
     Owns the worker's part of the index (under `address`, at `slot`). `on_change` is called when the state changes,
     `on_load` when load or bookings change, and then `on_room` if there may be more room. `watcher_id` identifies the
     router to the worker, whose reports have the number of routers (`num_routers`). `report_interval_ms` gives the least
-    interval between reports for each Watch; 0 leaves it to the worker.
+    interval between reports for each Watch; 0 leaves it to the worker. `silences` are those of all links of a router.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class WorkerLink:
         plain_grpc: bool = False,
         silences: Silences | None = None,
     ) -> None:
-        """`silences` are those of all links of a router."""
         self.address = address
         self._silences = silences or Silences()
         self._plain_grpc = plain_grpc

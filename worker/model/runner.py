@@ -80,11 +80,9 @@ class OpenVINOModelRunner:
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
         self.exact_rows = exact_rows(core, model, asked.properties)
         self._graph = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
-        self._of_decode = (
-            None
-            if of_decode is None
-            else _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
-        )
+        self._of_decode: _Graph | None = None
+        if of_decode is not None:
+            self._of_decode = _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
         self._of_adapters: _Graph | None = None
         self.adapters: AdapterMemory | None = None
         """The weights of adapters. May be replaced between two calls of `bind`, by any thread."""
@@ -98,10 +96,7 @@ class OpenVINOModelRunner:
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
         caches = self._caches = self._graph.caches
-        if self._of_decode is not None and _layout(self._of_decode.caches) != _layout(caches):
-            raise ConfigurationError("the graph of decode steps has another KV cache; choose --decode-graph off")
-        if self._of_adapters is not None and _layout(self._of_adapters.caches) != _layout(caches):
-            raise ConfigurationError("the graph with adapters has another KV cache; serve this model without adapters")
+        self._check_layouts()
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
         self.block_size = _dims(value)[1]
@@ -111,6 +106,14 @@ class OpenVINOModelRunner:
             (ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision)
         )
         self.vocab_size = self._graph.vocab_size
+
+    def _check_layouts(self) -> None:
+        """ConfigurationError unless all graphs have the same KV cache."""
+        layout = _layout(self._caches)
+        if self._of_decode is not None and _layout(self._of_decode.caches) != layout:
+            raise ConfigurationError("the graph of decode steps has another KV cache; choose --decode-graph off")
+        if self._of_adapters is not None and _layout(self._of_adapters.caches) != layout:
+            raise ConfigurationError("the graph with adapters has another KV cache; serve this model without adapters")
 
     @property
     def block_shapes(self) -> tuple[BlockShape, ...]:
