@@ -114,7 +114,7 @@ def test_a_server_that_stays_busy_is_given_up_and_the_part_stays(file_server: Fi
     file_server.files["/a"] = CONTENT
     file_server.failures = [503] * 100
     (tmp_path / "a.part").write_bytes(CONTENT[:1000])
-    with pytest.raises(DownloadError, match="answered 503; try again to go on"):
+    with pytest.raises(DownloadError, match="answered 503; try again to resume"):
         fetch(f"{file_server.url}/a", tmp_path / "a")
     assert len(file_server.seen) == RetryRule().max_fruitless
     assert (tmp_path / "a.part").read_bytes() == CONTENT[:1000]

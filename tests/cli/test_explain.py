@@ -108,8 +108,8 @@ def test_what_the_router_refuses_is_told(router: FakeRouter) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "either a TEXT"),
-        (("hello", "--tokens", "1"), "either a TEXT"),
+        ((), "either TEXT"),
+        (("hello", "--tokens", "1"), "either TEXT"),
         (("--tokens", "1"), "--router ADDR"),
         (("--router", "unix:/nowhere.sock", "--tokens", "one"), "token ids such as 1,2,3"),
         (("--router", "unix:/nowhere.sock", "--url", "http://127.0.0.1:9", "hello"), "no gateway at"),
