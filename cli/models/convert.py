@@ -34,6 +34,8 @@ _KNOWN_TENSOR = re.compile(
 )
 _UNKNOWN_SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale", "expert_count")
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+# Matrices of these kinds are read by openvino-genai, and its graphs run at the speed that RESULTS.md has.
+_KINDS_OF_GENAI = {"F16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"}
 _PIECE = re.compile(r"-00001-of-(\d{5})\.gguf$")
 _CONTEXT_KEY = "context_length"
 
@@ -50,12 +52,14 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     check_convertible(metadata, tensors)
     config = config_of(metadata)
-    _write_model(metadata, tensors, out_directory / "openvino_model.xml")
+    is_for_genai = len(paths) == 1 and can_genai_read(metadata, tensors)
+    if not is_for_genai:
+        _write_model(metadata, tensors, out_directory / "openvino_model.xml")
     with tempfile.TemporaryDirectory(dir=out_directory, prefix=".convert.") as folder:
         # The converter writes next to its input file: give it links in a directory of our own.
         for path in paths:
             (Path(folder) / path.name).symlink_to(path.absolute())
-        _write_tokenizers(Path(folder) / paths[0].name)
+        _write_with_genai(Path(folder) / paths[0].name, has_model=is_for_genai)
         for path in Path(folder).glob("openvino_*"):
             path.replace(out_directory / path.name)
     template = metadata.get("tokenizer.chat_template")
@@ -106,6 +110,16 @@ def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
     if scaled or unknown:
         what = f"{architecture}.{scaled[0]}" if scaled else unknown[0]
         raise ConversionError(f"it has {what}, which a plain {architecture} model has not; {_REMEDY}")
+
+
+def can_genai_read(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+    """Whether openvino-genai makes the graph of such a file: it knows all kinds of matrices, and nothing is scaled."""
+    architecture = metadata.get("general.architecture")
+    is_plain = (
+        metadata.get(f"{architecture}.rope.scaling.type", "none") == "none" and "rope_freqs.weight" not in tensors
+    )
+    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    return is_plain and kinds <= _KINDS_OF_GENAI
 
 
 def _head_size(metadata: dict[str, Any], part: str = "key") -> int:
@@ -209,7 +223,8 @@ def _write_model(metadata: dict[str, Any], tensors: Mapping[str, Any], path: Pat
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
-def _write_tokenizers(link: Path) -> None:
+def _write_with_genai(link: Path, *, has_model: bool) -> None:
+    """The tokenizer and detokenizer, and the model if `has_model`, beside the file."""
     # Without this module OpenVINO takes a stub; with it, every import is reported over the network.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
@@ -217,10 +232,14 @@ def _write_tokenizers(link: Path) -> None:
     except ImportError:
         raise ConversionError(_NEEDED) from None
     try:
-        openvino_genai.Tokenizer(str(link), enable_save_ov_model=True)
+        if has_model:
+            openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
+        else:
+            openvino_genai.Tokenizer(str(link), enable_save_ov_model=True)
     except Exception as error:
         print(error, file=sys.stderr)
-        raise ConversionError(f"its tokenizer cannot be read; {_REMEDY}") from None
+        what = "model or tokenizer" if has_model else "tokenizer"
+        raise ConversionError(f"its {what} cannot be read; {_REMEDY}") from None
     if not (link.parent / "openvino_tokenizer.xml").is_file():
         raise ConversionError(f"openvino-genai wrote no tokenizer for {link.name}")
 

@@ -253,7 +253,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--speculation",
     type=click.Choice(["auto", "off", "ngram"]),
-    help="Verify several proposed tokens in a step, as many as make answers faster, always, or never.  [default: auto]",
+    help="Verify several proposed tokens in a step, as many as make answers faster, always, or never.  [default: off]",
 )
 @click.option(
     "--kv-precision",

@@ -21,7 +21,7 @@ TESTS = {
     "ollama": ("ollama/test_ollama.py", "listed or context_of"),
     "tgi": ("tgi/test_tgi.py", "details or info"),
     "kserve": ("kserve/test_http.py", "described or slashes"),
-    "adapters": ("adapters/test_adapters.py", "parent or wrong"),
+    "adapters": ("adapters/test_adapters.py", "wrong"),
     "grpc_text": ("grpc_text/test_service.py", "tokens"),
     "console": ("console/test_console.py", "host"),
 }

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.worker.model.adapted_linears import Linear
-from headrace.worker.model.adapter_memory import LowRank
+from headrace.worker.model.adapter_memory import Linear, LowRank
 
 MAX_RANK = 256
 

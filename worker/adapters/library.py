@@ -24,8 +24,7 @@ from headrace.protos.status import Reason, StatusError
 from headrace.worker.adapters.files import AdapterError, AdapterFiles
 from headrace.worker.adapters.peft import read_peft
 from headrace.worker.kv.memory import GIB, available_bytes
-from headrace.worker.model.adapted_linears import Linear
-from headrace.worker.model.adapter_memory import AdapterMemory
+from headrace.worker.model.adapter_memory import AdapterMemory, Linear
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.adapters.files import AdapterError, AdapterFiles, check
-from headrace.worker.model.adapted_linears import Linear, name_from_layer
-from headrace.worker.model.adapter_memory import LowRank
+from headrace.worker.model.adapter_memory import Linear, LowRank, name_from_layer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEADER_BYTES = 8

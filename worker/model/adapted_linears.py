@@ -12,32 +12,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import openvino as ov
 
+from headrace.worker.model.adapter_memory import Linear, name_from_layer
 from headrace.worker.model.fused_projections import is_constant, projection
 
 _EXPORTED = re.compile(r"^__module\.(?P<module>.+?)/aten::")
-_FROM_LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks|block)\.\d+\..+)$")
 _ATTENTION, _MLP = "layers.{}.self_attn.", "layers.{}.mlp."
 _OTHERS_OF_LAYER = 4
 _ACTIVATIONS = {"Swish", "Gelu"}
-
-
-class Linear(NamedTuple):
-    """A linear layer: its name (see `name_from_layer`), its product's friendly name, and its sizes."""
-
-    name: str
-    product: str
-    num_inputs: int
-    num_outputs: int
-
-
-def name_from_layer(module: str) -> str:
-    """The name of a module from its layer on: `layers.0.self_attn.q_proj`. The whole name if it is in no layer."""
-    found = _FROM_LAYER.search(module)
-    return found.group(1) if found else module
 
 
 def find_linears(model: ov.Model) -> list[Linear]:

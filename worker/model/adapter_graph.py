@@ -23,24 +23,12 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-from headrace.worker.model.adapted_linears import Linear, source_of
+from headrace.worker.model.adapted_linears import source_of
+from headrace.worker.model.adapter_memory import AdaptedGroup, Linear
 from headrace.worker.model.fused_projections import NAME_SEPARATOR, bias_of
 
 ROWS, PLACES = "adapter_rows", "adapter_places"
 _FIRST_AXIS = 0
-
-
-class AdaptedGroup(NamedTuple):
-    """Linear layers of the same states. `input_a` is the input for the A of all, `inputs_b` those for each one's B."""
-
-    linears: Sequence[Linear]
-    input_a: str
-    inputs_b: Sequence[str]
-
-    @property
-    def num_inputs(self) -> int:
-        """Length of the states."""
-        return self.linears[0].num_inputs
 
 
 def add_adapters(model: ov.Model, linears: Sequence[Linear], *, is_bfloat16: bool) -> list[AdaptedGroup]:

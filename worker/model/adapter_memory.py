@@ -7,18 +7,48 @@ from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import openvino as ov
 
-from headrace.worker.model.adapter_graph import AdaptedGroup
+if TYPE_CHECKING:
+    import openvino as ov
 
 FloatArray = npt.NDArray[np.float32]
 # Ranks of a slot are a multiple of this, so that adapters of similar rank use the same kernels.
 RANK_STEP = 8
+_FROM_LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks|block)\.\d+\..+)$")
+
+
+class Linear(NamedTuple):
+    """A linear layer: its name (see `name_from_layer`), its product's friendly name, and its sizes."""
+
+    name: str
+    product: str
+    num_inputs: int
+    num_outputs: int
+
+
+def name_from_layer(module: str) -> str:
+    """The name of a module from its layer on: `layers.0.self_attn.q_proj`. The whole name if it is in no layer."""
+    found = _FROM_LAYER.search(module)
+    return found.group(1) if found else module
+
+
+class AdaptedGroup(NamedTuple):
+    """Linear layers of the same states. `input_a` is the input for the A of all, `inputs_b` those for each one's B."""
+
+    linears: Sequence[Linear]
+    input_a: str
+    inputs_b: Sequence[str]
+
+    @property
+    def num_inputs(self) -> int:
+        """Length of the states."""
+        return self.linears[0].num_inputs
 
 
 class LowRank(NamedTuple):
@@ -79,6 +109,9 @@ class AdapterMemory:
 
     def tensors(self, num_slots: int) -> dict[str, ov.Tensor]:
         """The model's inputs with the first slots. The arrays own the tensors' memory."""
+        # The command imports this module before memory is bound, and OpenVINO starts threads.
+        import openvino as ov
+
         kind = ov.Type.bf16 if self._is_bfloat16 else ov.Type.f32
         return {
             name: ov.Tensor(array[:num_slots].reshape(-1).view(np.uint8), ov.Shape([num_slots, *array.shape[1:]]), kind)

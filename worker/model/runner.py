@@ -26,9 +26,9 @@ import openvino as ov
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
-from headrace.worker.model.adapted_linears import Linear, find_linears
+from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.adapter_graph import PLACES, ROWS, add_adapters
-from headrace.worker.model.adapter_memory import RANK_STEP, AdapterMemory, rows_of
+from headrace.worker.model.adapter_memory import RANK_STEP, AdapterMemory, Linear, rows_of
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows

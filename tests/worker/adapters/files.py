@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.model.adapted_linears import Linear
+from headrace.worker.model.adapter_memory import Linear
 
 LINEARS = [
     Linear("layers.0.self_attn.q_proj", "q", 12, 20),

@@ -13,9 +13,7 @@ import pytest
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.adapters.library import NO_SLOT, Adapter, AdapterLibrary
 from headrace.worker.adapters.peft import read_peft
-from headrace.worker.model.adapted_linears import Linear
-from headrace.worker.model.adapter_graph import AdaptedGroup
-from headrace.worker.model.adapter_memory import AdapterMemory
+from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory, Linear
 from tests.worker.adapters.files import LINEARS, write_adapter
 
 GROUPS = [AdaptedGroup([linear], f"a{i}", [f"b{i}"]) for i, linear in enumerate(LINEARS)]

@@ -32,7 +32,7 @@ from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnd
 from tests.worker.fake_runner import FakeRunner, expected_tokens
 
 NUM_BLOCKS = 24
-NUM_DEATHS = 1000 if os.environ.get("HEADRACE_SOAK") == "1" else 40
+NUM_DEATHS = 1000 if os.environ.get("HEADRACE_SOAK") == "1" else 20
 SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 FINGERPRINT = "f" * 64
 FORMAT = CacheFormat("fake", "", NUM_BLOCKS + 1, BLOCK_SIZE, (BlockShape(1, BLOCK_SIZE, 8),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,8 +68,8 @@ def test_each_graph_has_a_size_of_its_own() -> None:
     sizes = []
     size = engine.engine.meter.size
 
-    def watch(output: SchedulerOutput, *, is_small: bool = False) -> StepSize:
-        sizes.append(size(output, is_small=is_small))
+    def watch(output: SchedulerOutput, **how: Any) -> StepSize:
+        sizes.append(size(output, **how))
         return sizes[-1]
 
     engine.engine.meter.size = watch  # type: ignore[method-assign]

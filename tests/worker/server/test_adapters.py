@@ -19,8 +19,7 @@ from headrace.protos.status import Reason, error_of
 from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.thread import EngineThread
-from headrace.worker.model.adapter_graph import AdaptedGroup
-from headrace.worker.model.adapter_memory import AdapterMemory
+from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import ModelLimits
 from headrace.worker.server.service import InferenceService, WorkerService
