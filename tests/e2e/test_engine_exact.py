@@ -260,15 +260,16 @@ def test_a_graph_of_their_own_for_small_decode_steps_leaves_prompts_their_bits()
     engines = one.fresh(), two.fresh()
     ours, theirs = (real.run(engine, prompts, 5) for real, engine in zip((two, one), engines[::-1], strict=True))
     assert two.runner.small_decode > 4 > one.runner.small_decode
+    differences = []
     for mine, other in zip(ours, theirs, strict=True):
         assert_same_bits(two.logits[mine][:1], one.logits[other][:1])
         pairs = zip(*texts([mine]), *texts([other]), strict=True)
         num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for left, right in list(zip(two.logits[mine], one.logits[other], strict=True))[1 : num_same + 1]:
-            difference = np.abs(as_float(left) - as_float(right)).mean()
+            differences.append(np.abs(as_float(left) - as_float(right)).mean())
             assert np.corrcoef(as_float(left).ravel(), as_float(right).ravel())[0, 1] > 0.99
-            # Where the CPU computes in float32, both graphs are the same.
-            assert (difference > 0) == IS_BFLOAT16
+    # Tokens beside a prompt come from the same graph. Where the CPU computes in float32, both graphs are the same.
+    assert (max(differences) > 0) == IS_BFLOAT16
     for prompt in prompts:
         assert_same_bits(two.blocks_of(engines[1], prompt), one.blocks_of(engines[0], prompt))
 

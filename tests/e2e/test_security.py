@@ -220,7 +220,7 @@ async def test_without_redis_requests_go_on_and_limits_hold_for_each_gateway(sec
     for url in range(2):
         num_taken = [answer.status_code for answer in answers[url::2]].count(200)
         assert 4 <= num_taken <= 4 + drained
-    await asyncio.to_thread(until, lambda: secured.both_say("Redis is away"), "it is noticed")
+    await asyncio.to_thread(until, lambda: secured.both_say("Redis is unreachable"), "it is noticed")
     secured.redis_server.start()
     await asyncio.to_thread(until, lambda: secured.both_say("Redis is back"), "it is back")
     assert {answer.status_code for answer in await ask_all([*secured.urls] * 2, free)} == {200}

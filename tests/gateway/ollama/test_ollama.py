@@ -97,7 +97,8 @@ async def test_times_are_those_of_the_stages(ask: Any, model: Any, kit: Any) -> 
     model.script = slowly
     last = (await ask(""))[-1]
     assert 0.2e9 <= last["prompt_eval_duration"] < 0.39e9
-    assert 0.4e9 <= last["eval_duration"] <= last["total_duration"]
+    # Clocks of stages and of sleep are not the same.
+    assert 0.39e9 <= last["eval_duration"] <= last["total_duration"]
 
 
 async def test_a_chat_is_streamed_unless_told_otherwise(ask: Any) -> None:

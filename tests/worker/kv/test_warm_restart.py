@@ -236,6 +236,8 @@ def prompts(rng: random.Random) -> Iterator[tuple[list[int], int]]:
         yield [*stem[: rng.randint(2, len(stem))], *tail], rng.randint(1, 9)
 
 
+# The thread that checks blocks is killed too.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_deaths_at_any_line_never_give_a_wrong_token() -> None:
     rng = random.Random(SEED)
     memory, num_restored, num_died, num_in_start = new_memory(), 0, 0, 0
