@@ -84,7 +84,7 @@ def _step_line(costs: StepCosts, contexts: Sequence[int]) -> StepLine | None:
     model, count = costs.decode, len(contexts)
     if not model.is_learned:
         return None
-    positions = sum(contexts) + count
-    base_ms = model.predict_ms(StepShape(count, 0, 0, positions, count))
-    with_one_ms = model.predict_ms(StepShape(count + 1, 0, 0, positions + positions // count + 1, count + 1))
+    streams = [(past, 1) for past in contexts]
+    base_ms = model.predict_ms(StepShape.of(streams))
+    with_one_ms = model.predict_ms(StepShape.of([*streams, (1 + sum(contexts) // count, 1)]))
     return StepLine(base_ms, with_one_ms - base_ms, model.change_ms)
