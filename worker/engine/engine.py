@@ -19,7 +19,7 @@ from headrace.worker.engine.isolation import IsolatedSampler, Planned, Sampler
 from headrace.worker.engine.overlap import Deliver, Overlap
 from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.engine.step_meter import StepMeter, StepSize
-from headrace.worker.model.batch import Batch, build_batch, padded
+from headrace.worker.model.batch import Batch, build_batch, graph_of, padded
 from headrace.worker.request.request import Request, StepNote
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
@@ -163,11 +163,9 @@ class Engine:
     def _build(self, output: SchedulerOutput) -> _Step:
         """Make the arrays of the step, and bind them to the runner."""
         try:
-            has_adapters = any(request.adapter_slot >= 0 for request, _ in output.scheduled)
-            is_small = output.is_decode and output.num_tokens <= self.runner.small_decode and not has_adapters
-            least = self.runner.least_decode
-            size = self.meter.size(output, is_small=is_small, least=least, has_adapters=has_adapters)
             batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
+            graph = graph_of(batch, self.runner.small_decode)
+            size = self.meter.size(output, graph, least=self.runner.least_decode)
             if size.num_padding:
                 batch = padded(batch, size.num_padding, self.scheduler.kv_cache.pool.num_blocks)
             self.runner.bind(batch, keeps_logits=self._overlap.reads_logits)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput
 from headrace.worker.engine.step_cost import StepCosts, StepRates, StepShape
+from headrace.worker.model.batch import Graph
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
 # The longest recent step is expected to happen again. It counts 0.1 % less with each step.
@@ -17,13 +18,11 @@ _FORGETTING = 0.999
 
 
 class StepSize(NamedTuple):
-    """`shape` includes `num_padding` tokens. `is_small`: the step is computed by the graph for small decode steps,
-    `has_adapters`: by the graph with adapters."""
+    """`shape` includes `num_padding` tokens. `graph` computes the step."""
 
     shape: StepShape
     num_padding: int
-    is_small: bool
-    has_adapters: bool = False
+    graph: Graph
 
 
 class StepMeter:
@@ -34,34 +33,32 @@ class StepMeter:
         self.longest_expected_step_s = 0.0
         """How long the current step may take: its predicted time, or that of the longest recent step."""
         self._longest_step_s = 0.0
-        self._seen: set[tuple[bool, bool, int]] = set()
+        self._seen: set[tuple[Graph, int]] = set()
         # Tokens of the last step of each graph.
-        self._num_tokens: dict[bool, int] = {}
+        self._num_tokens: dict[Graph, int] = {}
 
     @property
     def costs(self) -> StepCosts:
         """What steps cost, as learned so far."""
         return self._scheduler.step_costs
 
-    def size(
-        self, output: SchedulerOutput, *, is_small: bool = False, least: int = 1, has_adapters: bool = False
-    ) -> StepSize:
+    def size(self, output: SchedulerOutput, graph: Graph = Graph.MAIN, *, least: int = 1) -> StepSize:
         """Decide the padding of the next step and predict its time. Each graph has its own run of steps. Decode steps
         have at least `least` tokens."""
         num_padding = max(0, (least if output.is_decode else MIN_PROMPT_STEP) - output.num_tokens)
         num_tokens = output.num_tokens + num_padding
-        changed = num_tokens != self._num_tokens.get(is_small, 0)
-        self._num_tokens[is_small] = num_tokens
+        changed = num_tokens != self._num_tokens.get(graph, 0)
+        self._num_tokens[graph] = num_tokens
         shape = StepShape.of(output.sequences, padding=num_padding, changed=changed)
         model = self.costs.of(is_decode=shape.prompt_tokens == 0)
         predicted_s = model.predict_ms(shape) / 1000 if model.num_steps else 0.0
         self.longest_expected_step_s = max(self._longest_step_s, predicted_s)
-        return StepSize(shape, num_padding, is_small, has_adapters)
+        return StepSize(shape, num_padding, graph)
 
     def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0) -> None:
         """Learn from a step that took `step_s` seconds and gave each stream so many tokens, on average."""
         # Kernels are built in the first step of each size.
-        key = (size.is_small, size.has_adapters, size.shape.tokens)
+        key = (size.graph, size.shape.tokens)
         is_first = key not in self._seen
         self._seen.add(key)
         speculation = self._scheduler.speculation

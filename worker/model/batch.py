@@ -89,6 +89,14 @@ class Sums(enum.Enum):
     DRAWN_AND_MODEL = enum.auto()
 
 
+class Graph(enum.Enum):
+    """Which compiled graph computes a step: the main one, that of small decode steps, or that with adapters."""
+
+    MAIN = enum.auto()
+    SMALL_DECODE = enum.auto()
+    ADAPTERS = enum.auto()
+
+
 class PromptRows(NamedTuple):
     """Rows of a request that wants log-probabilities of its prompt: the position of the first, and their number."""
 
@@ -186,6 +194,13 @@ class _Sequences:
             "block_indices_begins": np.array(self._block_begins, np.int32),
             "max_context_len": np.array(self._max_context_len, np.int32),
         }
+
+
+def graph_of(batch: Batch, small_decode: int) -> Graph:
+    """The graph that computes a step. Decode steps of up to `small_decode` sequences have their own; 0 for none."""
+    if batch.adapter_slots is not None:
+        return Graph.ADAPTERS
+    return Graph.SMALL_DECODE if batch.is_decode and len(batch.past_lens) <= small_decode else Graph.MAIN
 
 
 def padded(batch: Batch, num_tokens: int, block: int) -> Batch:

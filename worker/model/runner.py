@@ -29,7 +29,7 @@ from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.adapter_graph import PLACES, ROWS, add_adapters
 from headrace.worker.model.adapter_memory import RANK_STEP, AdapterMemory, Linear, rows_of
-from headrace.worker.model.batch import Batch
+from headrace.worker.model.batch import Batch, Graph, graph_of
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
@@ -79,23 +79,22 @@ class OpenVINOModelRunner:
         is_bfloat16 = core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
         self.exact_rows = exact_rows(core, model, asked.properties)
-        self._graph = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
-        self._of_decode: _Graph | None = None
+        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
+        self._graphs = {Graph.MAIN: main}
         if of_decode is not None:
-            self._of_decode = _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
-        self._of_adapters: _Graph | None = None
+            decode = _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
+            self._graphs[Graph.SMALL_DECODE] = decode
         self.adapters: AdapterMemory | None = None
         """The weights of adapters. May be replaced between two calls of `bind`, by any thread."""
         if of_adapters is not None:
             self._make_adapters(core, of_adapters, asked, max_adapters, is_bfloat16=is_bfloat16)
-        self._graphs = [graph for graph in (self._graph, self._of_decode, self._of_adapters) if graph is not None]
         self.small_decode = SMALL_DECODE if decode_graph else 0
         self.least_decode = 2 if execution_mode == "accuracy" else 1
-        self._slot = self._graph.slots[0]
+        self._slot = main.slots[0]
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
-        caches = self._caches = self._graph.caches
+        caches = self._caches = main.caches
         self._check_layouts()
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
@@ -105,14 +104,15 @@ class OpenVINOModelRunner:
         self.numerics = " ".join(
             (ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision)
         )
-        self.vocab_size = self._graph.vocab_size
+        self.vocab_size = main.vocab_size
 
     def _check_layouts(self) -> None:
         """ConfigurationError unless all graphs have the same KV cache."""
-        layout = _layout(self._caches)
-        if self._of_decode is not None and _layout(self._of_decode.caches) != layout:
+        layouts = {kind: _layout(graph.caches) for kind, graph in self._graphs.items()}
+        main = layouts[Graph.MAIN]
+        if layouts.get(Graph.SMALL_DECODE, main) != main:
             raise ConfigurationError("the graph of decode steps has another KV cache; choose --decode-graph off")
-        if self._of_adapters is not None and _layout(self._of_adapters.caches) != layout:
+        if layouts.get(Graph.ADAPTERS, main) != main:
             raise ConfigurationError("the graph with adapters has another KV cache; serve this model without adapters")
 
     @property
@@ -149,7 +149,7 @@ class OpenVINOModelRunner:
         for port in self._caches:
             piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
             tensor = ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
-            for slot in (slot for graph in self._graphs for slot in graph.slots):
+            for slot in (slot for graph in self._graphs.values() for slot in graph.slots):
                 slot.request.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
             # They own the memory that the tensors refer to.
@@ -168,7 +168,7 @@ class OpenVINOModelRunner:
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]
-        graph = self._graph_for(batch)
+        graph = self._graphs[graph_of(batch, self.small_decode)]
         if keeps_logits:
             graph.slots.rotate()
         slot = self._slot = graph.slots[0]
@@ -188,15 +188,8 @@ class OpenVINOModelRunner:
                 "the linear layers of this model's graph have names that no adapter uses, so it can have no adapters; "
                 "export the model again with optimum-intel, or serve it without adapters"
             )
-        self._of_adapters = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
+        self._graphs[Graph.ADAPTERS] = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
         self.adapters = AdapterMemory(groups, max_adapters, RANK_STEP, is_bfloat16=is_bfloat16)
-
-    def _graph_for(self, batch: Batch) -> _Graph:
-        if batch.adapter_slots is not None:
-            assert self._of_adapters is not None, "an adapter was loaded for this model"
-            return self._of_adapters
-        is_small = batch.is_decode and len(batch.past_lens) <= self.small_decode
-        return self._of_decode if is_small and self._of_decode is not None else self._graph
 
     def _bind_adapters(self, slot: _Slot, adapter_slots: npt.NDArray[np.int32]) -> None:
         """Set the inputs of adapters. Those with weights only change if other slots are needed than before."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_meter import StepSize
+from headrace.worker.model.batch import Graph
 from headrace.worker.model.decode_graph import wants_decode_graph
 from tests.worker.conftest import make_engine
 
@@ -62,14 +62,14 @@ def test_what_does_not_go_together_is_refused(model_dir: Path, different: dict[s
 
 
 def test_each_graph_has_a_size_of_its_own() -> None:
-    """A decode step that follows one of the other graph has another size only if the last one of its own graph had."""
+    """A step that follows one of another graph has another size only if the last one of its own graph had."""
     engine = make_engine(num_blocks=64)
     engine.runner.small_decode = 4
     sizes = []
     size = engine.engine.meter.size
 
-    def watch(output: SchedulerOutput, **how: Any) -> StepSize:
-        sizes.append(size(output, **how))
+    def watch(output: SchedulerOutput, graph: Graph, *, least: int) -> StepSize:
+        sizes.append(size(output, graph, least=least))
         return sizes[-1]
 
     engine.engine.meter.size = watch  # type: ignore[method-assign]
@@ -82,5 +82,14 @@ def test_each_graph_has_a_size_of_its_own() -> None:
     del sizes[:]
     engine.step()
     engine.step()
-    assert [(step.is_small, step.shape.changed) for step in sizes] == [(False, True), (True, False)]
+    engine.scheduler.running[0].adapter_slot = 0
+    engine.step()
+    engine.scheduler.running[0].adapter_slot = -1
+    engine.step()
+    assert [(step.graph, step.shape.changed) for step in sizes] == [
+        (Graph.MAIN, True),
+        (Graph.SMALL_DECODE, False),
+        (Graph.ADAPTERS, True),
+        (Graph.SMALL_DECODE, False),
+    ]
     engine.run()
