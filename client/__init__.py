@@ -1,4 +1,4 @@
-"""A small client of the gateway's gRPC edge: `from headrace.client import TextClient`."""
+"""A small client for the gateway's gRPC API: `from headrace.client import TextClient`."""
 
 from headrace.client.text_client import Answer, Call, TextClient
 from headrace.protos.status import Reason, StatusError

@@ -1,10 +1,10 @@
-"""Chats and completions over gRPC, as plain Python values.
+"""Chats and completions over gRPC, with plain Python values.
 
     with TextClient("127.0.0.1:8001") as client:
         for piece in client.chat("What is the capital of France?", max_tokens=64):
             print(piece.content, end="", flush=True)
 
-Every failure is a `StatusError` with the reason and, where one is at fault, the field.
+Every failure raises a `StatusError` with the reason and, if a field is at fault, its name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """One whole answer."""
+    """One complete answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -53,14 +53,14 @@ class Answer:
 
 
 class Answers(Generic[_Response]):
-    """Answers that are coming in: iterate for their pieces, or ask for the whole. `close` or leaving a `with` ends
-    them early."""
+    """Answers of a running call. Iterate over their pieces as they arrive, or wait for `all` or `whole`. `close`, or
+    the end of a `with` block, cancels the call."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
         self._whole: dict[int, Answer] = {}
         self.usage: text_pb2.TextUsage | None = None
-        """The account; there once all answers ended."""
+        """Token counts; set after all answers have ended."""
 
     def __iter__(self) -> Iterator[_Response]:
         try:
@@ -71,17 +71,17 @@ class Answers(Generic[_Response]):
             raise error_of(error) from error
 
     def all(self) -> list[Answer]:
-        """All answers, by their number, when they have ended."""
+        """Wait until all answers have ended, and return them in the order of their numbers."""
         for _ in self:
             pass
         return [answer for _, answer in sorted(self._whole.items())]
 
     def whole(self) -> Answer:
-        """The answer, when it has ended; the first if there are several."""
+        """Wait until all answers have ended, and return the first."""
         return self.all()[0]
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel the call if it is still running."""
         self._call.cancel()
 
     def __enter__(self) -> Answers[_Response]:
@@ -110,7 +110,7 @@ class Answers(Generic[_Response]):
 
 
 class TextClient:
-    """One connection to a gateway. May be used by several threads."""
+    """A connection to a gateway. Thread-safe."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class TextClient:
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """`address` is HOST:PORT. With `credentials`, the connection has TLS. `timeout_s` bounds each whole call."""
+        """`address` is HOST:PORT. `credentials` turn on TLS. `timeout_s` limits the duration of each call."""
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -130,7 +130,7 @@ class TextClient:
         self._options: dict[str, Any] = {"metadata": metadata, "timeout": timeout_s}
 
     def close(self) -> None:
-        """End the connection and all calls."""
+        """Close the connection and cancel all calls."""
         self._channel.close()
 
     def __enter__(self) -> TextClient:
@@ -152,10 +152,11 @@ class TextClient:
         continue_final_message: bool = False,
         **params: Any,
     ) -> Answers[text_pb2.ChatResponse]:
-        """Ask for answers to a conversation, or to a single question.
+        """Request answers to a conversation, or to a single question.
 
-        A message is a mapping with the fields of `ChatMessage`; a tool one with those of `ChatTool`, its parameters as
-        a schema. `tool_choice` is auto, required, none, or the name of a tool. `params` are the fields of `TextParams`.
+        Each message is a mapping with the fields of `ChatMessage`. Each tool is a mapping with the fields of
+        `ChatTool`; its parameters are a JSON schema. `tool_choice` is auto, required, none, or the name of a tool.
+        `params` are fields of `TextParams`.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -182,7 +183,7 @@ class TextClient:
     def complete(
         self, prompt: str | Sequence[int], *, model: str = "", **params: Any
     ) -> Answers[text_pb2.CompleteResponse]:
-        """Ask for continuations of a text or of tokens. `params` are the fields of `TextParams`."""
+        """Request continuations of a text or of token ids. `params` are fields of `TextParams`."""
         request = text_pb2.CompleteRequest(model=model, params=text_pb2.TextParams(**params))
         if isinstance(prompt, str):
             request.text = prompt
@@ -191,16 +192,16 @@ class TextClient:
         return Answers(self._text.Complete(request, **self._options))
 
     def tokenize(self, text: str, *, model: str = "") -> list[int]:
-        """Tokens of a text."""
+        """The token ids of a text."""
         return list(self._ask(self._text.Tokenize, text_pb2.TokenizeRequest(model=model, text=text)).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        """Text of tokens."""
+        """The text of token ids."""
         answer = self._ask(self._text.Detokenize, text_pb2.DetokenizeRequest(model=model, token_ids=token_ids))
         return cast("str", answer.text)
 
     def models(self) -> list[str]:
-        """Names of the available models."""
+        """The names of the available models."""
         return [model.name for model in self._ask(self._text.ListModels, text_pb2.TextListModelsRequest()).models]
 
     def _ask(self, method: Any, request: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The simulator: the real scheduler, prefix index and policy on a virtual clock, with a cost model for the kernels."""
+"""The simulator: the real scheduler, prefix index and routing policy in virtual time, with a cost model for steps."""

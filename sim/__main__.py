@@ -24,10 +24,10 @@ from headrace.sim.simulation import FleetSettings, Outcome, Simulation
 from headrace.sim.trace import Job
 from headrace.sim.worker import WorkerSettings
 
-# Requests in flight per worker while capacity is measured: enough for efficient steps, and few enough to leave room for
-# cached blocks.
+# Requests in flight per worker while the capacity is measured: enough for efficient steps, but few enough to leave room
+# for cached blocks.
 _CAPACITY_CONCURRENCY = 8
-# Width of the table if the output is no terminal.
+# Width of the table if the output is not a terminal.
 _FILE_WIDTH = 140
 
 
@@ -37,13 +37,12 @@ class UsageError(click.ClickException):
     exit_code = 2
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Write the sentence to standard error (or to `file`)."""
+        """Write the message to `file`, or to standard error."""
         click.echo(f"error: {self.format_message()}", file=file, err=file is None)
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The result, as `--json` prints it. Rates are in requests per second. `capacity_per_s` is 0 if --rate was
-    given."""
+    """The result, as `--json` prints it. Rates are in requests per second. With --rate, `capacity_per_s` is 0."""
 
     num_requests: int
     num_workers: int
@@ -76,27 +75,28 @@ class _Runs:
         return Simulation(jobs, POLICIES[policy], fleet, lambda: self._progress.advance(task)).run()
 
     def compared(self, policy: str, num_routers: int, jobs: Sequence[Job], fleet: FleetSettings) -> Outcome:
-        """Run one policy with this many routers."""
+        """Run one policy with `num_routers` routers."""
         title = policy if num_routers == 1 else f"{policy}, {num_routers}"
         return self.run(title, policy, jobs, dataclasses.replace(fleet, num_routers=num_routers))
 
     def capacity_per_s(self, jobs: Sequence[Job], fleet: FleetSettings) -> float:
-        """Throughput of the fleet in requests per second, with the oracle and always enough requests in flight."""
+        """Measure the capacity of the fleet: requests per second with the oracle policy and a constant number of
+        requests in flight."""
         concurrency = _CAPACITY_CONCURRENCY * fleet.num_workers
         if len(jobs) < 2 * concurrency:
             raise UsageError(
-                f"{len(jobs)} requests are too few to measure the capacity of {fleet.num_workers} workers; give "
-                f"at least {2 * concurrency}, or set the arrival rate with --rate"
+                f"{len(jobs)} requests are too few to measure the capacity of {fleet.num_workers} workers; use at "
+                f"least {2 * concurrency}, or set the arrival rate with --rate"
             )
         closed = dataclasses.replace(fleet, concurrency=concurrency)
         outcome = self.run("capacity", "oracle", jobs, closed)
-        # From the time at which the fleet was full to the last arrival.
+        # Measure from the time at which the fleet was full until the last arrival.
         last_s = max(record.arrived_s for record in outcome.records)
         return (len(jobs) - concurrency) / last_s
 
 
 def read_step_cost(path: Path | None) -> step_cost.StepCost:
-    """The coefficients of a file, or the committed ones."""
+    """Read the coefficients from a file. The default is the committed fit."""
     if path is None:
         return step_cost.default()
     try:
@@ -123,7 +123,7 @@ def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
 
 
 def read_jobs(path: Path | None, limit: int | None, generated: trace.Generated, seed: int) -> list[Job]:
-    """The requests of a file, or generated ones."""
+    """Read the requests from a file, or generate them."""
     if path is None:
         return generated.jobs(random.Random(seed))
     try:
@@ -136,12 +136,12 @@ def read_jobs(path: Path | None, limit: int | None, generated: trace.Generated, 
 
 
 def prepared(jobs: Sequence[Job], settings: WorkerSettings) -> list[Job]:
-    """The jobs with block hashes. Leaves out those that do not fit a worker's KV cache, which a worker would refuse."""
+    """Add block hashes to the jobs. Drop jobs that do not fit into a worker's KV cache: a worker would refuse them."""
     fitting = [job for job in jobs if settings.holds(job)]
     if not fitting:
-        raise UsageError("no request of the trace fits a worker's KV cache; increase --kv-tokens")
+        raise UsageError("no request of the trace fits into a worker's KV cache; increase --kv-tokens")
     if len(fitting) < len(jobs):
-        click.echo(f"left out {len(jobs) - len(fitting)} requests that do not fit a worker's KV cache", err=True)
+        click.echo(f"dropped {len(jobs) - len(fitting)} requests that do not fit into a worker's KV cache", err=True)
     return [job.hashed(settings.block_size) for job in fitting]
 
 
@@ -152,7 +152,7 @@ def print_table(answer: Answer) -> None:
     cost = answer.step_cost
     table = Table(
         title=f"{answer.num_requests} requests, {answer.num_workers} workers, {answer.rate_per_s:.3g}/s{capacity}",
-        caption=f"{kept}. Steps cost as {cost.model or 'given'} on {cost.machine or 'an unknown machine'} "
+        caption=f"{kept}. Step cost of {cost.model or 'an unknown model'} on {cost.machine or 'an unknown machine'} "
         f"(error {cost.median_error:.0%} median, {cost.p90_error:.0%} p90).",
     )
     table.add_column("policy")
@@ -173,9 +173,12 @@ def print_table(answer: Answer) -> None:
 
 @click.command(context_settings={"show_default": True, "auto_envvar_prefix": "HEADRACE_SIM"})
 @click.option(
-    "--trace", "trace_file", type=click.Path(path_type=Path), help="Mooncake trace. Default: a generated trace."
+    "--trace",
+    "trace_file",
+    type=click.Path(path_type=Path),
+    help="File with a Mooncake trace. Default: a generated trace.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Only the first requests of the trace.")
+@click.option("--limit", type=click.IntRange(1), help="Use only this many requests of the trace.")
 @click.option("--requests", type=click.IntRange(2), default=2000, help="Generated trace: number of requests.")
 @click.option(
     "--system-prompts", type=click.IntRange(0), default=32, help="Generated trace: number of shared system prompts."
@@ -187,14 +190,16 @@ def print_table(answer: Answer) -> None:
     "--prompt-median",
     type=click.FloatRange(1),
     default=400.0,
-    help="Generated trace: tokens of a prompt behind its system prompt.",
+    help="Generated trace: tokens of a prompt after its system prompt.",
 )
-@click.option("--output-mean", type=click.FloatRange(1), default=128.0, help="Generated trace: tokens of an answer.")
+@click.option(
+    "--output-mean", type=click.FloatRange(1), default=128.0, help="Generated trace: mean tokens of an answer."
+)
 @click.option("--turns", type=click.FloatRange(1), default=1.0, help="Generated trace: mean turns of a conversation.")
 @click.option(
-    "--conversations", type=click.IntRange(1), default=200, help="Generated trace: conversations open at a time."
+    "--conversations", type=click.IntRange(1), default=200, help="Generated trace: number of open conversations."
 )
-@click.option("--burst", type=click.IntRange(1), default=1, help="Generated trace: mean requests that arrive together.")
+@click.option("--burst", type=click.IntRange(1), default=1, help="Generated trace: mean requests per arrival.")
 @click.option(
     "--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), help="Policies to compare. Default: all."
 )
@@ -204,7 +209,7 @@ def print_table(answer: Answer) -> None:
     multiple=True,
     type=click.IntRange(1),
     default=(1,),
-    help="Number of routers. If repeated, one run for each.",
+    help="Number of routers. May be repeated; each gets its own run.",
 )
 @click.option("--load", type=click.FloatRange(0, min_open=True), default=0.7, help="Arrivals as a share of capacity.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals a second, instead of --load.")
@@ -212,13 +217,16 @@ def print_table(answer: Answer) -> None:
 @click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a KV block.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128)
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
-@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="By default the same.")
+@click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="Limit for steps with running requests.")
 @click.option("--report-delay-ms", type=click.FloatRange(0), default=20.0, help="Delay of reports to routers.")
 @click.option(
-    "--step-cost", "cost_file", type=click.Path(path_type=Path), help="Step cost, as benchmarks/step_cost.py writes it."
+    "--step-cost",
+    "cost_file",
+    type=click.Path(path_type=Path),
+    help="File with a step cost from benchmarks/step_cost.py.",
 )
 @click.option("--ttft-ms", type=click.FloatRange(0), default=10_000.0, help="Objective: time to the first token.")
-@click.option("--tpot-ms", type=click.FloatRange(0), default=300.0, help="Objective: time per further token.")
+@click.option("--tpot-ms", type=click.FloatRange(0), default=300.0, help="Objective: time per later token.")
 @click.option("--seed", type=int, default=1)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **options: Any) -> None:

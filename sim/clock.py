@@ -1,7 +1,4 @@
-"""Virtual time: events in order of time, and events of the same time in the order in which they were added.
-
-Pure.
-"""
+"""Virtual time: runs events in order of time. Events at the same time run in the order of their addition. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from itertools import count
 
 
 class VirtualClock:
-    """Time in seconds from 0. It advances only in `run`, from one event to the next."""
+    """A clock in seconds that starts at 0. `run` advances it from one event to the next."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -19,7 +16,7 @@ class VirtualClock:
         self._number = count()
 
     def at(self, when_s: float, action: Callable[[], None]) -> None:
-        """Call `action` at this time, which must not be in the past."""
+        """Schedule a call of `action` at `when_s`, which must not be in the past."""
         assert when_s >= self.now_s, f"an event at {when_s} s was added at {self.now_s} s"
         heapq.heappush(self._events, (when_s, next(self._number), action))
 

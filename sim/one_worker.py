@@ -1,4 +1,4 @@
-"""One worker in virtual time: when each request gets each of its tokens. Pure."""
+"""Simulates one worker and records when each request gets each of its tokens. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headrace.sim.worker import SimulatedWorker, WorkerSettings
 
 
 class OneWorker:
-    """A worker with a clock of its own, starting at 0."""
+    """A worker with its own clock, which starts at 0."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.now_s = 0.0
         self.worker = SimulatedWorker(settings, lambda: self.now_s)
 
     def run(self, jobs: Sequence[Job]) -> list[list[float]]:
-        """Serve jobs, numbered from 0 in order of arrival. Returns the times of each job's tokens, in seconds."""
+        """Serve jobs, which are numbered from 0 in order of arrival. Returns each job's token times in seconds."""
         worker = self.worker
         token_s: list[list[float]] = [[] for _ in jobs]
         coming = list(reversed(jobs))

@@ -1,11 +1,10 @@
-"""The figures of a simulated policy.
+"""The metrics of a simulated policy.
 
     TTFT      time from arrival to the first token, in milliseconds
     TPOT      mean time between the tokens of a request, in milliseconds
     hits      share of all prompt tokens that were cached
-    cv        coefficient of variation, over the workers, of their busy time until the last arrival: 0 is perfect
-              balance
-    goodput   share of the requests within both bounds of the objective
+    cv        coefficient of variation of the workers' busy time until the last arrival; 0 is perfect balance
+    goodput   share of the requests that meet both limits of the objective
 
 Pure.
 """
@@ -22,7 +21,7 @@ from headrace.sim.simulation import JobRecord, Outcome
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """The bounds of a good answer, in milliseconds."""
+    """The latency limits of a good answer, in milliseconds."""
 
     ttft_ms: float
     tpot_ms: float
@@ -38,7 +37,7 @@ class Centiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Centiles:
-        """Use the nearest-rank method."""
+        """Compute the percentiles by the nearest-rank method."""
         if not values:
             return cls(0.0, 0.0, 0.0, 0.0)
         ordered = sorted(values)
@@ -47,8 +46,8 @@ class Centiles(msgspec.Struct, frozen=True):
 
 
 class PolicyReport(msgspec.Struct, frozen=True):
-    """The figures of one policy; see the module. `utilization` is the busy share of the workers' time until the last
-    arrival, at `span_s`."""
+    """The metrics of one policy; see the module's docstring. `span_s` is the time of the last arrival, and
+    `utilization` the share of the time until then in which the workers were busy."""
 
     policy: str
     num_routers: int
@@ -66,7 +65,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
 
 
 def report_of(policy: str, num_routers: int, outcome: Outcome, objective: Objective) -> PolicyReport:
-    """All figures of a simulation."""
+    """Compute all metrics of a simulation."""
     records = outcome.records
     ttfts = [_ttft_ms(record) for record in records]
     tpots = [_tpot_ms(record) for record in records if record.num_tokens > 1]

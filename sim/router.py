@@ -1,10 +1,10 @@
-"""Simulated routers: each sees the fleet through delayed reports and its own bookings, and chooses by a policy.
+"""Simulated routers. Each one knows the fleet by delayed reports and its own bookings, and uses a policy to choose.
 
 `HeadracePolicy` is the real index and policy; the others are baselines. Each router has its own policy object. A policy
-knows only what a real router knows. The two oracles are exceptions: they get a report after every step without delay,
-and their predictions do not expire, so their index is always correct.
+has only the information of a real router. The two oracles are exceptions: they get a report after every step without
+delay, and their predictions do not expire, so their index is always correct.
 
-Pure: the caller keeps time.
+Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from headrace.sim.worker import Report
 _MAX_INDEX_ENTRIES = 4_000_000
 _MAX_PREDICTED_BLOCKS = 500_000
 _PREDICTION_TTL_S = 30.0
-# Points of each worker on the ring of the consistent hash.
+# Points per worker on the ring of the consistent hash.
 _RING_POINTS = 100
 
 
 class Choice(NamedTuple):
-    """A worker, and how many tokens and blocks of the prompt are expected to be cached there. `prediction` is the entry
-    of the prompt's blocks in the index. `placement` is the real policy's result, if it was used."""
+    """A chosen worker, with the tokens and blocks of the prompt that are expected to be cached there. `prediction` is
+    the index entry for the prompt's blocks. `placement` is the result of the real policy, if it was used."""
 
     worker: int
     cached_tokens: int = 0
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 
 
 class FleetView:
-    """What one router knows about the workers, by number."""
+    """One router's knowledge of the workers, which are numbered from 0."""
 
     def __init__(self, num_workers: int, block_size: int) -> None:
         self.block_size = block_size
@@ -63,29 +63,29 @@ class FleetView:
             self.changed(worker)
 
     def changed(self, worker: int) -> None:
-        """Load or bookings of this worker have changed."""
+        """Note that the load or the bookings of this worker have changed."""
         load, bookings = self.loads[worker], self.bookings[worker]
         self._table.put(worker, Candidate.of(self._worker_ids[worker], load, self.block_size, bookings))
 
     def candidates(self) -> Candidates:
-        """All workers, for the policy."""
+        """All workers as candidates for the policy."""
         return Candidates(self._worker_ids, self._numbers, self._table.at(self._all))
 
     def num_requests(self, worker: int) -> int:
-        """Known requests of a worker."""
+        """Number of known requests of a worker."""
         load = self.loads[worker]
         return load.num_running + load.num_waiting + load.num_arrived + self.bookings[worker].num_pending
 
 
 class Policy(Protocol):
-    """Chooses workers for one router."""
+    """Chooses workers on behalf of one router."""
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
-        """The worker for a request."""
+        """Choose a worker for a request."""
         ...
 
     def observe(self, worker: int, report: Report) -> None:
-        """A worker's blocks changed."""
+        """Apply a report of a worker's changed blocks."""
         ...
 
     def ended(self, job: Job) -> None:
@@ -122,7 +122,7 @@ class RandomPolicy(_Blind):
 
 
 class RoundRobinPolicy(_Blind):
-    """One worker after the other; each router starts at a random one."""
+    """Each worker in turn. Each router starts at a random one."""
 
     def __init__(self, num_workers: int, rng: random.Random) -> None:
         self._num_workers, self._next = num_workers, rng.randrange(num_workers)
@@ -134,7 +134,7 @@ class RoundRobinPolicy(_Blind):
 
 
 class LeastLoadedPolicy(_Blind):
-    """The worker with the fewest known requests, own bookings included; ties are random."""
+    """The worker with the fewest known requests, including the router's own bookings. Ties are broken at random."""
 
     def __init__(self, num_workers: int, rng: random.Random) -> None:
         self._num_workers, self._rng = num_workers, rng
@@ -179,7 +179,7 @@ class _Indexed:
         self._answer_lengths = AnswerLengths()
 
     def ended(self, job: Job) -> None:
-        """Learn how long answers are."""
+        """Learn the length of an answer."""
         self._answer_lengths.ended("", job.num_output_tokens)
 
     def observe(self, worker: int, report: Report) -> None:
@@ -188,7 +188,7 @@ class _Indexed:
         self.index.store(self._names[worker], report.stored)
 
     def not_taken(self, choice: Choice) -> None:
-        """Withdraw the prediction of its blocks."""
+        """Withdraw the prediction for the request's blocks."""
         if choice.prediction is not None:
             self.index.withdraw(choice.prediction)
 
@@ -214,7 +214,7 @@ class HeadracePolicy(_Indexed):
 
 
 class LongestPrefixPolicy(_Indexed):
-    """The worker with most of the prompt cached, whatever its load; of equals the one with the fewest requests."""
+    """The worker with the longest cached prefix, regardless of load. Ties go to the worker with the fewest requests."""
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
@@ -253,7 +253,7 @@ POLICIES = {
 
 
 class PlacedJob(NamedTuple):
-    """A job at its worker, with the booking to be released."""
+    """A job at its worker, with a booking that the owner must release."""
 
     job: Job
     worker: int
@@ -281,21 +281,22 @@ class SimulatedRouter:
         return PlacedJob(job, choice.worker, booking, choice)
 
     def belief(self, placed: PlacedJob, *, may_be_given_back: bool) -> Belief:
-        """The belief that is sent to the worker; see PlacedRequest.belief."""
+        """The belief to send to the worker; see `PlacedRequest.belief`."""
         cached_tokens, placement = placed.choice.cached_tokens, placed.choice.placement
         may_be_given_back = may_be_given_back and self._num_routers > 1 and placement is not None
         believed = placement.belief if may_be_given_back and placement is not None else None
         return belief_message(self._rank + 1, placed.booking, cached_tokens, believed)
 
     def observe(self, worker: int, reports: Sequence[Report], delay_s: float) -> None:
-        """A message of a worker's Watch arrived. The router does not know its delay."""
+        """Apply a message of a worker's Watch that took `delay_s` to arrive. Like a real router, this one does not know
+        the delay, so it takes the report for newer than it is."""
         for report in reports:
             self._policy.observe(worker, report)
             self._learn(worker, report, delay_s)
         self.view.changed(worker)
 
     def given_back(self, placed: PlacedJob, report: Report) -> None:
-        """A worker gave a request back, and reported its load."""
+        """Release a request that the worker gave back, and apply the load that it reported."""
         self._policy.not_taken(placed.choice)
         self.view.bookings[placed.worker].release(placed.booking)
         self._learn(placed.worker, report, 0.0)
@@ -309,19 +310,19 @@ class SimulatedRouter:
             self.view.loads[worker] = msgspec.structs.replace(report.load, as_of_s=report.load.as_of_s + delay_s)
 
     def first_token(self, placed: PlacedJob) -> None:
-        """The first token of a request arrived."""
+        """Note that the first token of a request arrived."""
         if self.view.bookings[placed.worker].settle(placed.booking):
             self.view.changed(placed.worker)
 
     def ended(self, placed: PlacedJob) -> None:
-        """A request ended."""
+        """Release the booking of a request that has ended."""
         self._policy.ended(placed.job)
         self.view.bookings[placed.worker].release(placed.booking)
         self.view.changed(placed.worker)
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are placed and have not ended."""
+        """Number of requests that are placed and have not ended."""
         return sum(bookings.num_in_flight for bookings in self.view.bookings)
 
     def check(self) -> None:

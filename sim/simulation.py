@@ -2,11 +2,11 @@
 
     arrival -> router.place -> worker.take -> step ... step -> first token -> ... -> last token
                    ^   ^           |           |
-                   |   +-- 2 ms ---+ given back: the worker has more work than the router believed
+                   |   +-- 2 ms ---+ given back, because the worker has more work than the router believed
                    +----- report_delay --------+   at most one message every 20 ms from each worker
 
-Routers share nothing. Messages between processes take no time, except reports, which take `report_delay_s`, and
-requests that are given back. All random numbers come from one seed.
+Routers share no state. Messages take no time, except for reports, which take `report_delay_s`, and for requests that
+workers give back. All random numbers come from one seed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
 
-# As worker.server.watch: the shortest time between two messages to a watcher.
+# The minimum interval between two messages to a watcher, as in worker.server.watch.
 WATCH_INTERVAL_S = 0.02
-# Time until a request that was given back is placed again.
+# The delay before a request that was given back is placed again.
 GIVEN_BACK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """The simulated fleet. If `concurrency` is set, it replaces the arrival times: so many requests are always in
-    flight, and when one ends, the next of the trace arrives."""
+    """The simulated fleet. If `concurrency` is set, the trace's arrival times are ignored: that many requests are
+    always in flight, and when one ends, the next one of the trace arrives."""
 
     worker: WorkerSettings
     num_workers: int = 16
@@ -57,8 +57,8 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All requests of a simulation in order of arrival, and each worker's busy seconds until the last arrival. Later
-    time is excluded, because it reflects the end of the trace rather than the policy."""
+    """All requests of a simulation in order of arrival, and each worker's busy seconds until the last arrival. The time
+    after it is excluded, because it reflects the end of the trace rather than the policy."""
 
     records: Sequence[JobRecord]
     busy_s: Sequence[float]
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class _Outbox:
-    """A worker's reports that are not sent yet."""
+    """A worker's unsent reports."""
 
     def __init__(self, clock: VirtualClock, interval_s: float, send: Callable[[list[Report]], None]) -> None:
         self._clock = clock
@@ -95,7 +95,7 @@ class _Outbox:
 
 
 class Simulation:
-    """One run of a trace over a fleet with one policy. `on_end` is called with each request that ends."""
+    """One run of a trace over a fleet with one policy. `on_end` is called whenever a request ends."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Simulation:
         self._in_flight: dict[str, tuple[JobRecord, PlacedJob, SimulatedRouter]] = {}
 
     def run(self) -> Outcome:
-        """Run until the last request ends. Asserts that every request ended once and nothing is left."""
+        """Run until the last request ends. Asserts that every request ended exactly once and none is left."""
         if self._settings.concurrency is None:
             for job in self._jobs:
                 self.clock.at(job.arrival_s, lambda job=job: self._arrive(job))  # type: ignore[misc]
@@ -142,7 +142,7 @@ class Simulation:
                 self._arrive(self._jobs.popleft())
         self.clock.run()
         self.check()
-        assert not self._in_flight, "a request has no end"
+        assert not self._in_flight, "a request has not ended"
         return Outcome(
             self._records,
             self._busy_s,
@@ -167,7 +167,7 @@ class Simulation:
         self._place(record, router)
 
     def _place(self, record: JobRecord, router: SimulatedRouter) -> None:
-        """Place a request; again if the worker gives it back."""
+        """Place a request, and place it again if the worker gives it back."""
         job, now_s = record.job, self.clock.now_s
         placed = router.place(job, now_s)
         belief = router.belief(placed, may_be_given_back=record.num_given_back < MAX_GIVEN_BACK)
@@ -200,8 +200,8 @@ class Simulation:
                 router.first_token(placed)
             record.num_tokens += len(output.token_ids)
             if output.is_last:
-                assert output.error is None, "no request fails in a simulation"
-                assert record.ended_s < 0, "a request ends once"
+                assert output.error is None, "a request has failed"
+                assert record.ended_s < 0, "a request has ended twice"
                 record.ended_s = now_s
                 record.cached_tokens = output.request.num_cached_tokens
                 router.ended(placed)

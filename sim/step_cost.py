@@ -1,17 +1,17 @@
-"""The time of a worker's step, in milliseconds, from its shape alone. It stands in for OpenVINO.
+"""The cost model that replaces OpenVINO: the time of a worker's step in milliseconds, from the step's shape.
 
     ms = base(tokens) + per_attended * attended + per_reread * reread + per_context * context
          + per_sequence * sequences + change * changed
 
-    base       products with the weights: piecewise linear between some numbers of tokens, the knots, because the first
-               tokens of a step cost more than later ones
-    changed    1 if the step before had another number of tokens, so that OpenVINO prepares the model again
+    base       multiplication with the weights: piecewise linear between certain numbers of tokens, the knots, because
+               the first tokens of a step cost more than later ones
+    changed    1 if the previous step had another number of tokens, so that OpenVINO prepares the model again
                (docs/decisions/0025)
 
-The other quantities are those of `headrace.worker.engine.step_cost.StepShape`. The model that a worker fits while it
-runs is simpler: its `base` is linear, and `reread` and `context` share a coefficient.
+The other quantities are fields of `headrace.worker.engine.step_cost.StepShape`. The model that a worker fits at run
+time is simpler: its `base` is linear, and `reread` and `context` share a coefficient.
 
-Fitted by benchmarks/step_cost.py on a worker's own model runner; `default()` is the committed fit. Pure.
+benchmarks/step_cost.py fits the coefficients to a worker's model runner; `default()` is the committed fit. Pure.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DEFAULT_FILE = Path(__file__).with_name("step_cost.json")
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """Coefficients in milliseconds, and their origin. `base[i]` is the cost of `knots[i]` tokens; there are at least
-    two knots, in ascending order. The errors are relative, over shapes that the fit has not seen."""
+    """Coefficients in milliseconds, and their origin. `base[i]` is the cost of `knots[i]` tokens. There are at least
+    two knots, in ascending order. The errors are relative, and measured on shapes that were not used for the fit."""
 
     knots: tuple[int, ...]
     base: tuple[float, ...]
@@ -45,11 +45,11 @@ class StepCost(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.knots) < 2 or len(self.knots) != len(self.base) or list(self.knots) != sorted(set(self.knots)):
             raise ValueError(
-                f"knots {self.knots} must be at least two, ascending, with a base for each, not {self.base}"
+                f"knots {self.knots} must be at least two ascending numbers, with a base for each (got {self.base})"
             )
 
     def milliseconds(self, shape: StepShape) -> float:
-        """The time of a step."""
+        """The time of a step in milliseconds."""
         left, share = place_among(self.knots, shape.tokens)
         return (
             self.base[left] * (1.0 - share)
@@ -63,14 +63,14 @@ class StepCost(msgspec.Struct, frozen=True):
 
 
 def place_among(knots: tuple[int, ...], tokens: int) -> tuple[int, float]:
-    """The index of the knot below `tokens`, and the share of the way to the next. Beyond the last knot, the last
-    segment continues."""
+    """The index of the knot below `tokens`, and the fraction of the distance to the next knot. Beyond the last knot,
+    the last segment is extrapolated."""
     left = min(max(bisect.bisect_right(knots, tokens) - 1, 0), len(knots) - 2)
     return left, (tokens - knots[left]) / (knots[left + 1] - knots[left])
 
 
 def read(path: Path) -> StepCost:
-    """Read a fit from a file. OSError or ValueError."""
+    """Read a fit from a file. Raises OSError or ValueError."""
     return msgspec.json.decode(path.read_bytes(), type=StepCost)
 
 

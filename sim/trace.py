@@ -1,8 +1,8 @@
-"""The requests of a simulation, with arrival times, from a file or generated.
+"""The requests of a simulation with their arrival times. They are read from a file or generated.
 
 A prompt is a sequence of segments, each an id and a number of tokens. Segments with the same id have the same tokens,
-so two prompts share a prefix as far as their segments are equal from the start. Token ids are made only while a request
-is in flight; block hashes are computed once.
+so two prompts share a prefix as long as their segments are equal. Token ids exist only while a request is in flight;
+block hashes are computed once.
 
 Pure, except for `read`.
 """
@@ -22,16 +22,16 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 
 ROOT_HASH = 0
-# Token ids of answers start here; those of prompts are below.
+# Token ids of answers start here. Token ids of prompts are smaller.
 _ANSWER_TOKENS = 1 << 31
-# Tokens of a block of the Mooncake traces.
+# Tokens per block in Mooncake traces.
 MOONCAKE_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request of a trace. `number` is its index in the trace. `hashes` are those of the prompt's full blocks, in the
-    fleet's block size; empty before `hashed`."""
+    """A request of a trace. `number` is its index in the trace. `hashes` are the hashes of the prompt's full blocks for
+    the fleet's block size; `hashed` sets them."""
 
     number: int
     arrival_s: float
@@ -41,12 +41,12 @@ class Job:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return sum(length for _, length in self.segments)
 
     @property
     def answer_token_id(self) -> int:
-        """The token that this request's answer repeats; no other answer has it."""
+        """The token that this request's answer repeats. It occurs in no other answer."""
         return _ANSWER_TOKENS + self.number
 
     def token_ids(self) -> array[int]:
@@ -73,7 +73,7 @@ class Job:
 
 
 class _Line(msgspec.Struct):
-    """A line of a Mooncake trace: time in milliseconds, tokens, ids of blocks of 512 prompt tokens."""
+    """A line of a Mooncake trace: time in milliseconds, numbers of tokens, and the ids of 512-token prompt blocks."""
 
     timestamp: float
     input_length: int
@@ -82,9 +82,9 @@ class _Line(msgspec.Struct):
 
 
 def read(path: Path, limit: int | None = None) -> list[Job]:
-    """Read the first `limit` requests of a trace in Mooncake's format, one JSON object per line, in order of arrival.
+    """Read the first `limit` requests of a Mooncake trace: one JSON object per line, in order of arrival.
 
-    OSError, or ValueError with the number of the line.
+    Raises OSError, or ValueError with the number of the line.
     """
     decode = msgspec.json.Decoder(_Line).decode
     jobs: list[Job] = []
@@ -109,7 +109,7 @@ def _job_of(line: _Line) -> Job:
     left = line.input_length
     for block in line.hash_ids:
         if not 0 <= block < _ANSWER_TOKENS:
-            raise ValueError(f"hash id {block} is not from 0 to 2^31 - 1")
+            raise ValueError(f"hash id {block} is not between 0 and 2^31 - 1")
         segments.append((block, min(left, MOONCAKE_BLOCK_TOKENS)))
         left -= MOONCAKE_BLOCK_TOKENS
     return Job(0, line.timestamp / 1000, tuple(segments), line.output_length)
@@ -117,13 +117,17 @@ def _job_of(line: _Line) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A generated trace: Poisson arrivals; prompts with one of several system prompts, by Zipf's law, and a log-normal
-    rest of their own; exponential answers. Lengths are in tokens.
+    """A generated trace. Lengths are in tokens.
 
-    Conversations have `turns` turns on average (geometric). The prompt of a turn is the prompt and the answer of the
-    turn before, and a rest of its own. `num_conversations` are open at a time, and a random one continues. If its next
-    prompt would exceed `max_prompt_tokens`, it ends and another begins. Requests arrive in bursts of `burst` on average
-    (uniform from 1). The requests of a burst arrive at the same time and belong to different conversations.
+    Arrivals are a Poisson process. A prompt is a shared system prompt, chosen by Zipf's law, and a unique part of
+    log-normal length. The lengths of answers are exponential.
+
+    Conversations have `turns` turns on average (geometric). The prompt of a later turn is the previous turn's prompt
+    and answer, and a unique part. `num_conversations` conversations are open at any time, and each request continues a
+    random one. If its prompt would exceed `max_prompt_tokens`, the conversation ends and a new one starts.
+
+    Requests arrive in bursts of `burst` on average (uniform from 1). The requests of a burst arrive at the same time
+    and belong to different conversations.
     """
 
     num_requests: int = 2000
@@ -142,11 +146,11 @@ class Generated:
         if self.turns > 1 and self.num_conversations < 2 * self.burst - 1:
             raise ValueError(
                 f"{self.num_conversations} conversations are too few for bursts of up to {2 * self.burst - 1} "
-                "requests, each of another conversation"
+                "requests, because the requests of a burst belong to different conversations"
             )
 
     def jobs(self, rng: random.Random) -> list[Job]:
-        """The requests, one per second on average."""
+        """Generate the requests, one per second on average."""
         weights = [1 / (rank + 1) for rank in range(self.num_system_prompts)]
         jobs: list[Job] = []
         conversations: list[tuple[tuple[int, int], ...]] = [()] * self.num_conversations
@@ -178,7 +182,7 @@ class Generated:
 
 
 def at_rate(jobs: Sequence[Job], per_s: float) -> list[Job]:
-    """The same requests with arrival times scaled to `per_s` per second on average, from time 0."""
+    """Scale the arrival times to `per_s` requests per second on average, starting at time 0."""
     first_s = jobs[0].arrival_s
     span_s = jobs[-1].arrival_s - first_s
     scale = (len(jobs) - 1) / per_s / span_s if span_s > 0 else 0.0

@@ -1,10 +1,10 @@
-"""A simulated worker: the real scheduler, KV cache and load reports. The cost model gives the time of a step.
+"""A simulated worker with the real scheduler, KV cache and load reports. The cost model gives the time of each step.
 
     take --> [ arrived ] --begin_step--> scheduler.schedule() ... cost model's milliseconds ... --end_step--> outputs
                                                                                                     |
                                                                                        report (as EngineThread does)
 
-Pure: the caller keeps time.
+Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Settings of each worker of the fleet: `kv_tokens` tokens of KV cache in blocks of `block_size`. None means the
-    worker's default."""
+    """Settings of each worker. Its KV cache holds `kv_tokens` tokens in blocks of `block_size`. None means the worker's
+    default."""
 
     cost: StepCost
     kv_tokens: int = 600_000
@@ -46,24 +46,24 @@ class WorkerSettings:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
+        """Number of blocks of the KV cache."""
         return self.kv_tokens // self.block_size
 
     def holds(self, job: Job) -> bool:
-        """Whether the job fits the KV cache; a worker would refuse it otherwise."""
+        """Whether the job fits into the KV cache. A worker refuses other jobs."""
         return job.num_prompt_tokens + job.num_output_tokens <= self.num_blocks * self.block_size
 
 
 class Placed(NamedTuple):
-    """A placement: the rank of its router, and its id there."""
+    """A placement: the rank of the router, and the placement's id there."""
 
     router: int
     placement_id: int
 
 
 class Report(NamedTuple):
-    """A worker's report to routers, after a step or when a request arrives. `load` includes the placements in `placed`
-    and those of earlier reports. A newer report has a higher `version`."""
+    """A worker's report to routers after a step or the arrival of a request. `load` includes the placements in `placed`
+    and in earlier reports. A newer report has a higher `version`."""
 
     load: LoadReport
     version: int
@@ -102,7 +102,7 @@ class SimulatedWorker:
         self._reports_every_step = reports_every_step
 
     def _warm_up(self) -> None:
-        """Learn from the steps of a worker's warm-up, each of another size than the one before."""
+        """Fit the worker's cost model to the steps of a warm-up, each of a different size than the previous one."""
         for num_tokens in WARM_UP_TOKENS:
             for step in ((0, num_tokens), (num_tokens, 1)):
                 shape = StepShape.of([step], changed=True)
@@ -116,16 +116,16 @@ class SimulatedWorker:
 
     @property
     def num_steps(self) -> int:
-        """Steps that ended."""
+        """Number of completed steps."""
         return self._stats.num_steps
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """Whether a step is running."""
         return self._output is not None
 
     def contradiction(self, belief: Belief) -> Report | None:
-        """As WatchHub.contradiction: the current state, if there is more work than the router believed."""
+        """The current state if the worker has more work than the router believed, as in `WatchHub.contradiction`."""
         load, arrivals = self._load, self._arrivals
         num_requests = load.num_running + load.num_waiting + arrivals.num_requests
         if not is_contradicted(belief, num_requests, load.num_uncached_tokens + arrivals.num_tokens):
@@ -133,8 +133,8 @@ class SimulatedWorker:
         return Report(self._load_now(), self._version, placed=self._placed.copy())
 
     def take(self, request: Request, job: Job, belief: Belief) -> Report:
-        """A request arrives; the next step includes it. Returns the report that is sent at once."""
-        assert self.settings.holds(job), f"request {job.number} does not fit the cache"
+        """Add a request, which the next step includes. Returns the report to send at once."""
+        assert self.settings.holds(job), f"request {job.number} does not fit into the cache"
         self._arrivals.add(job.num_prompt_tokens, belief.num_cached_tokens)
         self._placed.append(Placed(belief.watcher_id - 1, belief.placement_id))
         self._arrived.append(request)
@@ -152,7 +152,7 @@ class SimulatedWorker:
         if not self.scheduler.has_requests:
             return None
         output = self.scheduler.schedule()
-        assert output.scheduled, "there are requests, but none can be computed"
+        assert output.scheduled, "there are requests, but none is scheduled"
         self._output = output
         shape = self._meter.size(output).shape
         self._step_ms = self.settings.cost.milliseconds(shape)
@@ -160,7 +160,7 @@ class SimulatedWorker:
         return self._step_ms
 
     def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:
-        """Account for the current step. Returns its outputs, and a report if one is due."""
+        """End the current step. Returns its outputs, and a report if one is due."""
         output, self._output = self._output, None
         assert output is not None, "no step is running"
         sampled = [
@@ -177,12 +177,12 @@ class SimulatedWorker:
         return outputs, self._report(now_s) if self._is_report_due(now_s) else None
 
     def check(self) -> None:
-        """Assert the scheduler's and the pool's invariants, and that every request here is known."""
+        """Assert the invariants of the scheduler and the pool, and that every request in them is known."""
         self.scheduler.check()
         assert len(self._answers) == len(self._arrived) + len(self.scheduler.running) + len(self.scheduler.waiting)
 
     def _is_report_due(self, now_s: float) -> bool:
-        """As EngineThread does."""
+        """Whether a report is due, by the rule of EngineThread."""
         is_idle = not self.scheduler.has_requests
         if now_s < self._next_report_s and not (is_idle or self._commands_came or self._reports_every_step):
             return False
@@ -207,7 +207,7 @@ class SimulatedWorker:
         return self._new_report(self._load_now(), report.stored, report.evicted)
 
     def _load_now(self) -> LoadReport:
-        """The latest report of the engine, with what has arrived since."""
+        """The engine's latest report, plus the requests that have arrived since."""
         return msgspec.structs.replace(
             self._load,
             num_arrived=self._arrivals.num_requests,

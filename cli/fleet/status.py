@@ -163,7 +163,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"
         blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
         if row["kv_blocks_restored"]:
-            blocks += f", {row['kv_blocks_restored']} taken back"
+            blocks += f", {row['kv_blocks_restored']} restored"
         if row["kv_blocks_read"]:
             blocks += f", {row['kv_blocks_read']} from disk"
     if row.get("draft_tokens"):

@@ -1,1 +1,1 @@
-"""Start processes: plan them for this machine, place them on its cores, and keep them alive."""
+"""Starts the processes: plans them for this machine, assigns them to cores, and restarts those that fail."""

@@ -1,4 +1,4 @@
-"""Writes the lines of many processes to one stream, each with its process's name, without blocking any process.
+"""Writes the log lines of many processes to one stream, each with its process's name, without blocking a process.
 
 text  worker-0 | 2026-01-31 12:00:00,000 INFO headrace.worker [-] listening on unix:/tmp/...
 json  {"process":"worker-0","time":"2026-01-31T12:00:00.000Z","level":"info", ...}
@@ -18,9 +18,10 @@ _COLOURS = (b"\x1b[36m", b"\x1b[33m", b"\x1b[32m", b"\x1b[35m", b"\x1b[34m")
 
 
 class LogSink:
-    """Writes lines from a thread of its own; with `as_json` every one is a JSON object, whatever a process printed.
+    """Writes lines in a background thread. With `as_json`, every line becomes a JSON object, even if the process
+    printed plain text.
 
-    If the reader is too slow, lines are dropped, counted and reported.
+    If the reader of the stream is too slow, lines are dropped, and their number is reported.
     """
 
     def __init__(self, stream: BinaryIO, *, colour: bool = False, as_json: bool = False) -> None:
@@ -34,7 +35,7 @@ class LogSink:
         self._thread.start()
 
     def line(self, name: str, text: bytes | str) -> None:
-        """Add one line, given without its end."""
+        """Queue one line, without its line break."""
         raw = text.encode() if isinstance(text, str) else text
         entry = self._entry(name, raw)
         if self._num_dropped:
@@ -46,7 +47,7 @@ class LogSink:
             self._num_dropped += 1
 
     def close(self, timeout_s: float) -> None:
-        """Write the waiting lines, within a time limit."""
+        """Write the queued lines, for at most `timeout_s`."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
@@ -76,7 +77,7 @@ class LogSink:
 
     def _write_all(self) -> None:
         while (entry := self._queue.get()) is not None:
-            # Nobody may be reading any more; the processes go on all the same.
+            # The reader of the stream may be gone. The processes continue regardless.
             with contextlib.suppress(OSError, ValueError):
                 self._stream.write(entry)
                 if self._queue.empty():

@@ -1,4 +1,4 @@
-"""`headrace topology`: the machine, and the cores that `headrace serve` would give to each worker."""
+"""`headrace topology`: shows the machine, and the cores that `headrace serve` would give each worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.cli.serving.topology import Core, Topology, format_cpu_list, read_
 
 
 def describe_machine(topology: Topology) -> str:
-    """Sockets, NUMA nodes, caches and cores, a line each node."""
+    """Sockets, NUMA nodes, caches and cores, one line for each node."""
     return "\n".join(_lines(topology))
 
 
@@ -31,8 +31,8 @@ def _lines(topology: Topology) -> Iterator[str]:
         yield f"kernels {_kernels_text(topology.cpu_flags)}"
 
 
-# What a CPU computes with, by the kernel's name of it, best first, and up to how many tokens a step may have so that
-# prompts are exact in performance mode and in accuracy mode (docs/decisions/0031); None is any number.
+# CPU flag, name, and the largest number of tokens in a step for which prompts are exact in performance mode and in
+# accuracy mode (docs/decisions/0031). None means any number. The best comes first.
 _KERNELS: tuple[tuple[str, str, int | None, int | None], ...] = (
     ("amx_tile", "AMX", None, None),
     ("avx512f", "AVX-512", None, None),
@@ -49,8 +49,8 @@ def _kernels_text(flags: Collection[str]) -> str:
         limited = [mode for mode, bound in bounds.items() if bound is not None]
         if not limited:
             return f"{name}: prompts are exact"
-        return f"{name}: prompts are exact in steps of up to 80 tokens, the default there, in {' and '.join(limited)}"
-    return "none that OpenVINO has fast kernels for: AVX2 is the least"
+        return f"{name}: in {' and '.join(limited)}, prompts are exact in steps of up to 80 tokens, the default"
+    return "none; the fast kernels of OpenVINO need at least AVX2"
 
 
 def _cores_text(cores: Sequence[Core]) -> str:

@@ -1,4 +1,4 @@
-"""`headrace models`: list the models in the cache, show what they need, and remove them."""
+"""`headrace models`: lists the models in the cache, shows their memory needs, and removes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONTEXTS = (8192, 32768)
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model of the cache. `problem` says why it cannot be served; it is empty for a good one."""
+    """A model in the cache. `problem` says why it cannot be served; it is empty if it can."""
 
     name: str
     directory: Path
@@ -44,23 +44,23 @@ class CachedModel:
 
     @property
     def origin(self) -> str:
-        """Where it came from, in a word or two."""
+        """The source of the model in a word or two."""
         kind = self.source.get("kind", "link")
         named = {"hub": "reference", "catalogue": "name", "gguf": "path", "link": "path"}[kind]
         return f"{kind} {self.source.get(named, self.source.get('repository', ''))}".rstrip()
 
     @property
     def shape(self) -> ModelShape | None:
-        """Of its config.json."""
+        """The shape in the model's config.json."""
         return shape_of(self.config)
 
 
 def cached_model(name: str) -> CachedModel:
-    """What is known of a model of the cache. Raises CommandError if there is none of that name."""
+    """Look up a model in the cache. Raises CommandError if it has no model of that name."""
     directory = model_directory(name)
     if not directory.exists() and not directory.is_symlink():
         near = difflib.get_close_matches(name, cached_names(), 1)
-        meant = f"; did you mean {near[0]}?" if near else "; headrace models list shows what there is"
+        meant = f"; did you mean {near[0]}?" if near else "; headrace models list shows its models"
         raise CommandError(f"the cache has no model {name}{meant}")
     manifest = read_manifest(directory)
     source = dict(manifest.source) if manifest is not None else {}
@@ -102,7 +102,7 @@ def _problem(directory: Path) -> str:
 
 
 def _row(model: CachedModel) -> dict[str, Any]:
-    """The model as JSON: bytes, and GiB of memory; None for what is not known."""
+    """The model as JSON: sizes in bytes, memory in GiB. Unknown values are None."""
     shape = model.shape
     context = shape.context_tokens if shape is not None else 0
     return {
@@ -120,7 +120,7 @@ def _row(model: CachedModel) -> dict[str, Any]:
 
 
 def _memory(weight_bytes: int, shape: ModelShape) -> dict[str, float]:
-    """GiB for weights, process and one context, by the context's tokens."""
+    """Context length in tokens -> GiB for weights, process and one context of that length."""
     base = (weight_bytes + PROCESS_BYTES) / GIB
     fitting = [length for length in _CONTEXTS if length <= (shape.context_tokens or length)]
     return {str(length): round(base + kv_cache_gib(shape, length), 2) for length in fitting}
@@ -128,13 +128,13 @@ def _memory(weight_bytes: int, shape: ModelShape) -> dict[str, float]:
 
 @click.group()
 def models() -> None:
-    """List, show and remove the models of the cache."""
+    """List, show and remove the models in the cache."""
 
 
 @models.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_models(as_json: bool) -> None:
-    """List the models of the cache with their size and source."""
+    """List the models in the cache with their size and source."""
     found = [cached_model(name) for name in cached_names()]
     if as_json:
         click.echo(json.dumps([_row(model) for model in found], indent=2))
@@ -154,7 +154,7 @@ def _cells(model: CachedModel) -> tuple[str, str, str]:
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(name: str, as_json: bool) -> None:
-    """Show where a model is from, how large it is, and what memory it needs."""
+    """Show a model's source, size and memory needs."""
     model = cached_model(name)
     if as_json:
         click.echo(json.dumps(_row(model), indent=2))
@@ -176,11 +176,11 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
         yield "architecture", str(architecture)
     shape = model.shape
     if shape is None:
-        yield "memory", f"{(model.weight_bytes + PROCESS_BYTES) / GIB:.1f} GiB and the KV cache"
+        yield "memory", f"{(model.weight_bytes + PROCESS_BYTES) / GIB:.1f} GiB plus the KV cache"
     else:
         if shape.context_tokens:
             yield "context", f"{shape.context_tokens} tokens"
-        yield "KV cache", f"{shape.kv_bytes_per_token / 1e3:.1f} KB for a token (u8)"
+        yield "KV cache", f"{shape.kv_bytes_per_token / 1e3:.1f} KB per token (u8)"
         for length, gib in _memory(model.weight_bytes, shape).items():
             yield "memory", f"{gib:.1f} GiB with one context of {length} tokens"
     if model.problem:
@@ -189,25 +189,25 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
 
 @models.command()
 @click.argument("names", nargs=-1, required=True)
-@click.option("--force", is_flag=True, help="Remove it even while it is being served.")
+@click.option("--force", is_flag=True, help="Remove a model even while it is being served.")
 def rm(names: tuple[str, ...], force: bool) -> None:
-    """Remove models from the cache. Of a directory elsewhere only the name is removed."""
+    """Remove models from the cache. If a name refers to a directory elsewhere, only the name is removed."""
     for model in [cached_model(name) for name in names]:
         served = [record.url for record in running_serves() if record.model == model.name]
         if served and not force:
-            raise CommandError(f"{model.name} is being served at {served[0]}; stop that first, or say --force")
+            raise CommandError(f"{model.name} is being served at {served[0]}; stop that first, or use --force")
         with model_lock(model.name, lambda name=model.name: say(f"{name}: waiting for a pull of it")):  # type: ignore[misc]
             remove_path(model.directory)
-        freed = "a name only" if model.source.get("kind") == "link" else f"{model.num_bytes / 1e9:.2f} GB"
+        freed = "only the name" if model.source.get("kind") == "link" else f"{model.num_bytes / 1e9:.2f} GB"
         click.echo(f"removed {model.name} ({freed})")
 
 
 @models.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 def prune(dry_run: bool) -> None:
-    """Remove what interrupted pulls left, and names of directories that are gone.
+    """Remove leftovers of interrupted pulls, and names whose directory no longer exists.
 
-    Models that can be served stay. The next pull of an interrupted one begins anew.
+    Models that can be served stay. The next pull of an interrupted model starts from the beginning.
     """
     with no_pulls():
         total = 0

@@ -1,8 +1,9 @@
-"""Decides which cores and which node each worker of this host gets. Pure.
+"""Decides which cores and which NUMA node each worker of this host gets. Pure.
 
-One worker per NUMA node, on physical cores only: SMT siblings share the units that the kernels keep busy. On a large
-node, one or two cores are left for the worker's event loop, the gateway and the router. A node without memory lends its
-cores to the nearest one with memory. A CPU quota is respected by computing with no more threads than it pays for.
+By default, each node gets one worker with a thread per physical core. SMT siblings stay idle, because they share the
+execution units that the kernels keep busy. On a large node, one or two cores are left for the worker's event loop, the
+gateway and the router. The cores of a node without memory go to the nearest node with memory. A CPU quota limits the
+number of threads.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from headrace.cli.errors import CommandError
 from headrace.cli.serving.topology import Core, Topology
 
-# From this many cores of a worker on, this many are left free.
+# (minimum cores of a worker, cores that it leaves free)
 _RESERVED_FROM = ((16, 2), (8, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """`cpus` is the worker's affinity mask, of which it computes with `num_threads`; `node` has its memory."""
+    """A worker's place: its affinity mask `cpus`, the number of compute threads, and the NUMA node of its memory."""
 
     node: int
     cpus: tuple[int, ...]
@@ -29,8 +30,8 @@ class WorkerPlace:
 def place_workers(
     topology: Topology, num_workers: int | None = None, num_threads: int | None = None
 ) -> tuple[WorkerPlace, ...]:
-    """The places of `num_workers` workers (default: one for each node with memory and cores) with `num_threads`
-    threads each (default: what the cores and the quota give). Raises CommandError when they do not fit."""
+    """Choose places for `num_workers` workers (default: one for each node with memory and cores) with `num_threads`
+    threads each (default: as many as cores and quota allow). Raises CommandError if they do not fit."""
     shares = _cores_by_memory_node(topology)
     if num_workers is None:
         num_workers = _default_workers(topology, len(shares))
@@ -47,7 +48,7 @@ def place_workers(
         if num_threads > most:
             raise CommandError(
                 f"{num_workers} workers of {num_threads} threads need more than the {len(topology.cores)} cores that "
-                f"are usable here; choose --threads from 1 to {most}, or leave it out"
+                f"are usable here; choose --threads from 1 to {most}, or omit the flag"
             )
         places = [WorkerPlace(place.node, place.cpus, num_threads) for place in places]
     return tuple(places)
@@ -60,7 +61,7 @@ def _default_workers(topology: Topology, num_nodes: int) -> int:
 
 
 def _cores_by_memory_node(topology: Topology) -> dict[int, list[Core]]:
-    """Cores by the node whose memory they use: their own, or the nearest that has some."""
+    """Node -> cores that use its memory. A core uses its own node, or the nearest node with memory."""
     with_memory = [node.number for node in topology.nodes if node.memory_bytes > 0] or [topology.nodes[0].number]
     shares: dict[int, list[Core]] = {}
     for node in topology.nodes:
@@ -74,7 +75,8 @@ def _cores_by_memory_node(topology: Topology) -> dict[int, list[Core]]:
 
 
 def _split(cores: list[Core], parts: int) -> list[list[Core]]:
-    """Runs of cores, equal to within one; more parts than cores share cores, one each."""
+    """Split the cores into consecutive parts whose sizes differ by at most one. If there are more parts than cores,
+    each part has one core, and parts share cores."""
     if parts > len(cores):
         return [[cores[index % len(cores)]] for index in range(parts)]
     bounds = [len(cores) * index // parts for index in range(parts + 1)] if parts else [0]

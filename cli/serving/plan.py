@@ -1,4 +1,4 @@
-"""Decides which processes serve a model on one host, with which arguments and on which CPUs. Pure."""
+"""Decides which processes serve a model on one host, with their arguments and CPUs. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.cli.serving.placement import WorkerPlace
 
-# Of the available memory, for the KV caches of all workers together: what a worker takes that is alone.
+# The share of the available memory for the KV caches of all workers together. A single worker takes the same share.
 _KV_CACHE_SHARE = 0.4
 
 
@@ -15,9 +15,9 @@ _KV_CACHE_SHARE = 0.4
 class ProcessSpec:
     """A process to be supervised.
 
-    `address` is where it listens, as others reach it: a gRPC target, or an http URL. `cpus` is its affinity mask; empty
-    means that of the supervisor. Processes stop in the order of `stop_phase`, lowest first. A process with a
-    `memory_flag` gets a file in memory that its next process gets too: the flag, and `fd:` with the descriptor.
+    `address` is where others reach it: a gRPC target or an http URL. `cpus` is its affinity mask; if empty, it inherits
+    the supervisor's. Processes stop in the order of `stop_phase`, lowest first. A process with a `memory_flag` gets
+    an in-memory file that it keeps across restarts, passed as the flag with the value `fd:N`.
     """
 
     name: str
@@ -31,7 +31,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class SecurityFiles:
-    """Files of keys, certificates and secrets, with absolute paths; `None` is without."""
+    """Absolute paths of the files with keys, certificates and secrets; None if not used."""
 
     api_keys: Path | None = None
     tls_cert: Path | None = None
@@ -43,10 +43,10 @@ class SecurityFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The options of `headrace serve`, complete. `None` leaves a value to the process.
+    """All options of `headrace serve`. With None, the process uses its default.
 
-    `places` has one place for each worker; `grpc_port` 0 means no gRPC edge; the router's metrics are at
-    `metrics_port`, those of worker i at the i-th port after it.
+    `places` has one entry for each worker. `grpc_port` 0 turns the gRPC API off. The router serves its metrics at
+    `metrics_port`, and worker i (from 0) at `metrics_port` + 1 + i.
     """
 
     model_directory: Path
@@ -85,22 +85,22 @@ class ServeOptions:
 
     @property
     def url(self) -> str:
-        """Where the API is, without /v1."""
+        """The base URL of the API, without /v1."""
         return base_url(self.host, self.port, "http" if self.files.tls_cert is None else "https")
 
 
 def base_url(host: str, port: int, scheme: str = "http") -> str:
-    """http://HOST:PORT with the brackets that an IPv6 address needs."""
+    """SCHEME://HOST:PORT, with brackets around an IPv6 address."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def router_address(options: ServeOptions) -> str:
-    """gRPC target of the router."""
+    """The router's gRPC target."""
     return f"unix:{options.socket_directory / 'router.sock'}"
 
 
 def processes_of(options: ServeOptions, python: str) -> tuple[ProcessSpec, ...]:
-    """All processes, those that take longest to start first. `python` is the interpreter to run them."""
+    """All processes, slowest to start first. `python` is the interpreter that runs them."""
     workers = tuple(_worker(options, python, index, place) for index, place in enumerate(options.places))
     return (*workers, _gateway(options, python), _router(options, python))
 
@@ -155,18 +155,18 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
 
 
 def _membership(options: ServeOptions) -> list[str]:
-    """How processes know one another."""
+    """The flags by which the processes authenticate one another."""
     files = options.files
     return [*_given("--tls-dir", files.tls_dir), *_given("--join-token-file", files.join_token_file)]
 
 
 def _calls(options: ServeOptions) -> list[str]:
-    """How gateway and router call the next."""
+    """The flags for calls from gateway to router and from router to workers."""
     return ["--plain-grpc"] if options.plain_grpc else []
 
 
 def _observation(options: ServeOptions) -> list[str]:
-    """The flags for logs and traces of every process."""
+    """The flags for logs and traces, the same for every process."""
     level, log_format = _given("--log-level", options.log_level), _given("--log-format", options.log_format)
     return [*level, *log_format, *_given("--otlp-endpoint", options.otlp_endpoint)]
 

@@ -1,4 +1,4 @@
-"""Check and choose the ports to listen on, before anything is started."""
+"""Checks and chooses the ports to listen on before any process starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_PORT = 65535
 
 
 def check_port(host: str, port: int, flag: str) -> None:
-    """Raise CommandError, naming the remedy, unless a server can listen there. `flag` is the option that chose it."""
+    """Raise CommandError with a remedy unless a server can listen on the port. `flag` is the option that set it."""
     error = _bind_error(host, port)
     if error is None:
         return
@@ -21,19 +21,19 @@ def check_port(host: str, port: int, flag: str) -> None:
             f"port {port} on {host} is already in use; stop what listens there or choose another port with {flag}"
         )
     if error.errno == errno.EACCES:
-        raise CommandError(f"this user may not listen on port {port}; choose one from 1024 on with {flag}")
+        raise CommandError(f"this user may not listen on port {port}; choose 1024 or higher with {flag}")
     raise CommandError(
-        f"{host} is no address of this machine ({error.strerror}); choose one with --host, such as 127.0.0.1 or 0.0.0.0"
+        f"{host} is not an address of this machine ({error.strerror}); set --host, for example to 127.0.0.1 or 0.0.0.0"
     )
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server can listen there."""
+    """Whether a server can listen on the port."""
     return 0 < port <= _MAX_PORT and _bind_error(host, port) is None
 
 
 def free_port(host: str) -> int:
-    """A port that is free, and so is the one above it if that can be found."""
+    """A free port. If possible, the next higher port is free, too."""
     port = 0
     for _ in range(_FREE_PAIR_TRIES):
         with _socket_for(host) as listener:
@@ -47,7 +47,7 @@ def free_port(host: str) -> int:
 def _bind_error(host: str, port: int) -> OSError | None:
     try:
         with _socket_for(host) as listener:
-            # As servers do: without it, connections that ended lately would look like a server.
+            # Servers set this, too. Without it, recently closed connections would make the port look taken.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`headrace worker|router|gateway`: this process becomes the role, with the arguments as they are."""
+"""`headrace worker|router|gateway`: replaces this process by the role's, with the same arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace run`: from a model's name to a conversation, with the server that runs already or one of its own."""
+"""`headrace run`: chats with a model by name. It uses a running server of the model, or starts one."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def run(
     offline: bool,
     access: ApiAccess,
 ) -> None:
-    """Chat with MODEL, or answer PROMPT and end.
+    """Chat with MODEL, or answer PROMPT and exit.
 
-    MODEL is what headrace serve takes; it is pulled if missing. If a headrace serve of this user serves it already,
-    that one answers. Otherwise one is started on a free port and stopped at the end; variables such as
-    HEADRACE_SERVE_KV_CACHE_GB are its options. In the conversation, /help shows the commands.
+    MODEL is the same as for headrace serve; it is pulled if missing. If this user already runs headrace serve with
+    MODEL, that server answers. Otherwise a server starts on a free port and stops at the end. Set its options with
+    variables such as HEADRACE_SERVE_KV_CACHE_GB. In the conversation, /help shows the commands.
     """
     question = " ".join(prompt) or None
     with _server_of(model, offline, access) as (url, name):
@@ -60,7 +60,7 @@ def run(
 
 @contextmanager
 def _server_of(model: str, offline: bool, access: ApiAccess) -> Iterator[tuple[str, str]]:
-    """URL of a server that is ready, and the model's name there."""
+    """The URL of a ready server, and the model's name there."""
     reference = parse_reference(model)
     name = model if reference is None else reference.name
     url = _running(name)
@@ -78,13 +78,13 @@ def _server_of(model: str, offline: bool, access: ApiAccess) -> Iterator[tuple[s
 
 
 def _running(name: str) -> str | None:
-    """URL of a serve of this user with that model."""
+    """The URL of this user's running serve with that model; None if there is none."""
     found = (record.url for record in running_serves() if record.model == name)
     return next((url.replace("//0.0.0.0:", "//127.0.0.1:") for url in found), None)
 
 
 def _wait_until_ready(url: str, name: str, access: ApiAccess) -> None:
-    """Wait while the server loads its model. CommandFailed if it ends."""
+    """Wait until the server has loaded its model. Raises CommandFailed if the server ends."""
     with access.client(5.0) as client:
         while True:
             try:
@@ -98,12 +98,12 @@ def _wait_until_ready(url: str, name: str, access: ApiAccess) -> None:
 
 @contextmanager
 def _started(model: str) -> Iterator[str]:
-    """URL of a `headrace serve` of our own, stopped at the end. It dies with this process."""
+    """Start `headrace serve` and yield its URL. Stop it at the end, or when this process dies."""
     log = runtime_directory() / f"run-{os.getpid()}.log"
     serve = (sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", "--offline")
     command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", *serve]
     with log.open("w") as file:
-        # In a session of its own: Ctrl-C stops an answer, and not the server.
+        # In a session of its own, so that Ctrl-C stops the answer but not the server.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True
         )
@@ -119,7 +119,7 @@ def _started(model: str) -> Iterator[str]:
 
 
 def _failure(status: int, log: Path) -> CommandError:
-    """What the log of a server that did not become ready says."""
+    """The error for a server that did not become ready, with the last line of its log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
     if errors:

@@ -1,7 +1,7 @@
-"""`headrace serve`: a model on this host, ready in seconds, kept running until it is stopped.
+"""`headrace serve`: serves a model on this host until it is stopped.
 
-The ports are checked first, then the model is found (or pulled), then all processes start at once. Standard output gets
-one line, `ready: URL`; everything else goes to standard error. Nothing slow is imported here: the time to ready counts.
+It checks the ports, finds or pulls the model, and starts all processes at once. Standard output gets one line,
+`ready: URL`; everything else goes to standard error. Slow imports are deferred, to be ready within seconds.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _LOG_FLUSH_S = 1.0
 
 
 def find_model(model: str, *, offline: bool = False, num_workers: int = 1) -> tuple[Path, str]:
-    """Directory and name of what MODEL means, pulled or converted if need be. CommandError if there is no such model,
-    or if the weights of `num_workers` workers do not fit into memory."""
+    """Return the directory and name of MODEL, after pulling or converting it if necessary. Raises CommandError if there
+    is no such model, or if the weights of `num_workers` workers do not fit into memory."""
     directory, name = _find_model(model, offline=offline, num_workers=num_workers)
     check_weights_fit(name, (directory / "openvino_model.bin").stat().st_size, num_workers)
     return directory, name
@@ -72,20 +72,19 @@ def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, s
         manifest = read_manifest(path)
         return path.absolute(), manifest.name if manifest is not None else path.resolve().name
     if path.suffix == ".gguf" or model in CATALOGUE or reference is not None:
-        # Imported here: a start with everything in the cache does not pay for it.
+        # A deferred import: serving a cached model does not need it.
         from headrace.cli.models.pull import pull_model, source_of
 
         source = source_of(model)
         return pull_model(source, offline=offline, num_workers=num_workers), source.name
     known = ", ".join(sorted({*CATALOGUE, *cached_names()}))
     raise CommandError(
-        f"there is no model {model!r}: it is neither one of {known}, nor a directory, a .gguf file or OWNER/NAME on a "
-        "hub"
+        f"unknown model {model!r}: it is not one of {known}, nor a directory, a .gguf file or a hub's OWNER/NAME"
     )
 
 
 def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> int:
-    """The port of the gRPC edge; 0 for none. Raises CommandError if the requested one is not free."""
+    """The port of the gRPC API; 0 for none. Raises CommandError if the requested port is not free."""
     if wanted is not None:
         if wanted == port:
             raise CommandError(f"--grpc-port and --port are both {port}; choose another --grpc-port")
@@ -94,12 +93,12 @@ def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> 
         return wanted
     if is_free(host, port + 1):
         return port + 1
-    log.line("serve", f"no gRPC edge: port {port + 1} is not free; choose one with --grpc-port")
+    log.line("serve", f"no gRPC API: port {port + 1} is not free; choose another port with --grpc-port")
     return 0
 
 
 def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise CommandError if memory is too small for the requested KV caches. Each worker also checks its own limits."""
+    """Raise CommandError if the requested KV caches do not fit into memory. Each worker also checks its own limits."""
     available = available_memory(meminfo)
     if kv_cache_gb is None or available is None:
         return
@@ -107,8 +106,8 @@ def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Pa
     if num_workers * kv_cache_gb > available_gb:
         of_each = f"{kv_cache_gb:g} GiB" if num_workers == 1 else f"{num_workers} times {kv_cache_gb:g} GiB"
         raise CommandError(
-            f"--kv-cache-gb asks for {of_each}, and {available_gb:.1f} GiB of memory are available; ask for less, or "
-            "leave it out"
+            f"--kv-cache-gb asks for {of_each}, but only {available_gb:.1f} GiB of memory are available; choose a "
+            "smaller size, or omit the flag"
         )
 
 
@@ -129,7 +128,7 @@ class Serving:
         self.state = RunState(self.options.port)
 
     async def run(self) -> int:
-        """Serve until a signal or a refusal; the exit status."""
+        """Serve until a signal arrives or a process refuses its flags. Returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_stop_signal)
@@ -148,7 +147,7 @@ class Serving:
     def _on_stop_signal(self) -> None:
         self.num_stop_signals += 1
         if self.num_stop_signals == 1:
-            self.log.line("serve", "stopping; once more kills")
+            self.log.line("serve", "stopping; press Ctrl-C again to kill")
             self.supervisor.stop()
         else:
             self.supervisor.kill()
@@ -170,7 +169,7 @@ class Serving:
                 self.log.line("serve", "not ready: no model is available at the moment")
                 is_reported, since_s = True, time.monotonic()
             elif not ready and not announced and not is_reported and waited_s > _PATIENCE_S:
-                self.log.line("serve", f"not ready yet after {waited_s:.0f} s; the logs above show what it waits for")
+                self.log.line("serve", f"not ready after {waited_s:.0f} s; the logs above show the reason")
                 is_reported = True
             await asyncio.sleep(_POLL_WHEN_READY_S if ready else _POLL_UNTIL_READY_S)
 
@@ -221,7 +220,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    # The variable is that of the processes, which would read it in any case.
+    # The processes read the same variable.
     return click.option(flag, type=click.Path(path_type=Path), envvar=variable, help=help)
 
 
@@ -248,27 +247,27 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--decode-graph",
     type=click.Choice(["auto", "on", "off"]),
-    help="Hold the weights twice, for faster answers to few at a time on CPUs with AMX.  [default: auto]",
+    help="Hold the weights twice, to speed up small batches on CPUs with AMX.  [default: auto]",
 )
 @click.option(
     "--speculation",
     type=click.Choice(["auto", "off", "ngram"]),
-    help="Verify several proposed tokens in a step, as many as make answers faster, always, or never.  [default: off]",
+    help="Verify several proposed tokens in a step: when it makes answers faster, always, or never.  [default: off]",
 )
 @click.option(
     "--kv-precision",
     type=click.Choice(["u8", "u4", "bf16", "f32"]),
-    help="Precision of the KV cache: smaller numbers hold more tokens.  [default: u8]",
+    help="Precision of the KV cache. A lower precision holds more tokens.  [default: u8]",
 )
 @click.option(
     "--max-context-tokens",
     type=click.IntRange(2),
-    help="Longest prompt and answer together, in tokens.  [default: the model's]",
+    help="Maximum length of prompt and answer together, in tokens.  [default: the model's]",
 )
 @click.option(
     "--max-ttft",
     type=click.FloatRange(0, min_open=True),
-    help="Longest time that a request waits for others, in seconds.",
+    help="Maximum time that a request waits for others, in seconds.",
 )
 @click.option(
     "--stuck-after-s",
@@ -280,70 +279,73 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "adapters",
     multiple=True,
     metavar="NAME=PATH",
-    help="LoRA adapter in PEFT's format, a model name of its own for requests; may be repeated.",
+    help="LoRA adapter in PEFT's format. Requests select it by NAME as their model. May be repeated.",
 )
 @click.option(
     "--max-adapters",
     type=click.IntRange(0, 1024),
-    help="Adapters in memory at a time, at each worker; 0 for none.  [default: as many as --adapter names, at most 16]",
+    help="Maximum adapters in a worker's memory; 0 for none.  [default: the number of --adapter, at most 16]",
 )
-@click.option("--name", help="Name of the model in requests, if not its own.")
+@click.option("--name", help="Name of the model in requests.  [default: the model's own]")
 @click.option(
-    "--tool-parser", help="How the model writes tool calls; see headrace gateway --help.  [default: found out]"
+    "--tool-parser", help="Format of the model's tool calls; see headrace gateway --help.  [default: detected]"
 )
-@click.option("--reasoning-parser", help="How the model writes its reasoning.  [default: found out]")
+@click.option("--reasoning-parser", help="Format of the model's reasoning.  [default: detected]")
 @click.option(
-    "--cors-origin", "cors_origins", multiple=True, help="Origin of web pages that may call; may be repeated; * is any."
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    help="Origin of web pages that may call the API; * for any. May be repeated.",
 )
 @click.option("--redis", "redis_url", help="Redis for rate limits, shared with the gateways of other hosts.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="Lowest level of log lines, of all processes.",
+    help="Minimum level of log lines, for all processes.",
 )
 @click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
     envvar="HEADRACE_LOG_FORMAT",
-    help="Log lines of all processes, for people or for machines.  [default: text]",
+    help="Format of log lines, for all processes.  [default: text]",
 )
-@click.option("--otlp-endpoint", help="Send traces of all processes there by OTLP, such as http://HOST:4317.")
+@click.option("--otlp-endpoint", help="Send the traces of all processes there by OTLP, for example http://HOST:4317.")
 @click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535 - 256),
-    help="Port of the router's metrics, and the following ports those of the workers.  [default: none]",
+    help="Port of the router's metrics. The workers' metrics use the ports after it.  [default: none]",
 )
 @click.option(
     "--plain-grpc",
     is_flag=True,
-    help="Call router and workers with one RPC for each request, for proxies that balance or observe RPCs.",
+    help="Use one RPC for each request to router and workers, for proxies that balance or observe RPCs.",
 )
 @click.option(
     "--warm-restart/--no-warm-restart",
     default=True,
     show_default=True,
-    help="Keep the KV caches when a worker fails: the process that replaces it still has the cached prefixes.",
+    help="Keep a failed worker's KV cache, so that the process that replaces it has the cached prefixes.",
 )
 @click.option(
     "--kv-disk",
     type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
-    help="Directory on a fast disk for cached prefixes that leave the KV caches.  [default: none]",
+    help="Directory on a fast disk for cached prefixes evicted from the KV caches.  [default: none]",
 )
 @click.option(
     "--kv-disk-gb",
     type=click.FloatRange(0, min_open=True),
-    help="Size of the files in --kv-disk, in GiB, for each model.  [default: 16]",
+    help="Size of each model's files in --kv-disk, in GiB.  [default: 16]",
 )
-@_file_option("--api-keys", "Require one of the API keys in this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
+@_file_option("--api-keys", "Require an API key from this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
 @_file_option("--admin-key-file", "File with the key for loading LoRA adapters over HTTP.", "HEADRACE_ADMIN_KEY_FILE")
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this certificate chain.", "HEADRACE_GATEWAY_TLS_CERT")
-@_file_option("--tls-key", "The private key of --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
-@_file_option("--tls-dir", "Mutual TLS between the processes: ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")
+@_file_option("--tls-key", "Private key of --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
+@_file_option("--tls-dir", "Mutual TLS between processes, with ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")
 @_file_option(
     "--join-token-file", "File with the secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE"
 )
 @offline_option
-@click.option("--dry-run", is_flag=True, help="Print which cores each worker would get, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the cores that each worker would get, and exit.")
 def serve(
     model: str,
     host: str,
@@ -358,8 +360,8 @@ def serve(
 ) -> None:
     """Serve MODEL on this host.
 
-    MODEL is a name in the cache or the catalogue, OWNER/NAME[:QUANTISATION][@REVISION] on a hub (both pulled if
-    missing), a directory with an OpenVINO model, or a GGUF file.
+    MODEL is a name in the cache or the catalogue, OWNER/NAME[:QUANTISATION][@REVISION] on a hub, a directory with an
+    OpenVINO model, or a GGUF file. Models of the catalogue or a hub are pulled if missing.
     """
     begun_s = time.monotonic()
     places = place_workers(read_topology(), workers, threads)

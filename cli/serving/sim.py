@@ -1,4 +1,4 @@
-"""`headrace sim`: this process becomes the simulator, with the arguments as they are."""
+"""`headrace sim`: replaces this process by the simulator, with the same arguments."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Keeps the processes of one host running, and stops them all in order.
+"""Keeps the processes of one host running, and stops them in order.
 
-    start all -> one dies: start it again, at once, then with growing delays
-              -> one exits with status 2: its flags cannot be honoured; stop all
-              -> stop(): SIGTERM phase by phase, SIGKILL for what is left after a bound
+    start all -> one dies: restart it, first at once, then with growing delays
+              -> one exits with status 2: it refuses its flags; stop all
+              -> stop(): SIGTERM phase by phase, SIGKILL after a time limit
 
-No process outlives this one, not even when it is killed: each is started through launch.py.
+No process outlives the supervisor, even if that is killed, because launch.py starts each one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAST_WORDS_TIMEOUT_S = 0.5
 
 
 class ProcessState(enum.Enum):
-    """What the supervisor knows of a process; whether it answers requests is for others to ask it."""
+    """The state of a process. It does not say whether the process answers requests."""
 
     STARTING = "starting"
     RESTARTING = "restarting"
@@ -41,23 +41,23 @@ class ProcessState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """When a process that died is started again: at once, then after delays that double, all in seconds."""
+    """When to restart a process that died: first at once, then after delays that double. Times are in seconds."""
 
     first_delay_s: float = 0.5
     longest_delay_s: float = 10.0
     calm_s: float = 30.0
 
     def delay_s(self, num_deaths: int) -> float:
-        """Delay after the `num_deaths`-th death in a row, counted from 1; a life of `calm_s` ends a row."""
+        """The delay after the `num_deaths`-th death in a row, from 1. A run of at least `calm_s` ends the row."""
         if num_deaths <= 1:
             return 0.0
-        # The exponent is bounded: the delay has long reached its longest there.
+        # The bound of the exponent avoids an overflow. The delay reaches its maximum long before.
         return min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(num_deaths - 2, 30))
 
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Bounds of an orderly stop, in seconds from its beginning: for all phases but the last, and for everything."""
+    """Time limits of an orderly stop, in seconds from its start: for all phases except the last, and for the whole."""
 
     last_phase_from_s: float = 3.2
     kill_from_s: float = 4.0
@@ -65,7 +65,7 @@ class StopRule:
 
 @dataclass(slots=True)
 class SupervisedProcess:
-    """A process and its history; only the Supervisor writes it. `started_s` is Unix time."""
+    """A process and its history, which only the Supervisor changes. `started_s` is Unix time."""
 
     spec: ProcessSpec
     state: ProcessState = ProcessState.STARTING
@@ -77,7 +77,7 @@ class SupervisedProcess:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Owns the processes of `specs`. Used within one event loop; `run` is called once."""
+    """Owns the processes of `specs`. Use it on one event loop, and call `run` once."""
 
     specs: Sequence[ProcessSpec]
     log: LogSink
@@ -95,9 +95,9 @@ class Supervisor:
         self.processes = [SupervisedProcess(spec) for spec in self.specs]
 
     async def run(self) -> None:
-        """Start all processes; return when all of them are gone.
+        """Start all processes and return when all have ended.
 
-        `failure` is then the message of the process that refused its flags, or None after a stop.
+        `failure` is then the error of the process that refused its flags, or None after an orderly stop.
         """
         for process in self.processes:
             self._keepers[process.spec.name] = asyncio.create_task(self._keep(process))
@@ -108,11 +108,11 @@ class Supervisor:
             os.close(self._memories.popitem()[1])
 
     def stop(self) -> None:
-        """Begin the orderly stop."""
+        """Start an orderly stop."""
         self._stopping.set()
 
     def kill(self) -> None:
-        """Stop without any order, now."""
+        """Kill all processes at once."""
         self._stopping.set()
         for process in self.processes:
             self._signal(process, signal.SIGKILL)
@@ -135,19 +135,19 @@ class Supervisor:
 
     async def _wait_to_restart(self, process: SupervisedProcess, status: int, delay_s: float) -> None:
         when = f"in {delay_s:g} s" if delay_s else "at once"
-        self.log.line("serve", f"{process.spec.name} {_ending(status)}; it is started again {when}")
+        self.log.line("serve", f"{process.spec.name} {_ending(status)}; restarting it {when}")
         process.num_restarts += 1
         self._change(process, ProcessState.RESTARTING)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), delay_s)
 
     def _give_up(self, process: SupervisedProcess) -> None:
-        self.failure = process.last_error or f"{process.spec.name} refused to run; its log above says why"
+        self.failure = process.last_error or f"{process.spec.name} refused to start; its log above says why"
         self._change(process, ProcessState.FAILED)
         self._stopping.set()
 
     async def _run_once(self, process: SupervisedProcess) -> int:
-        """Start the process and wait for its end. The result is as Popen.returncode."""
+        """Start the process and wait until it ends. Returns its exit status, as Popen.returncode."""
         _remove_stale_socket(process.spec.address)
         process.last_error = None
         try:
@@ -160,7 +160,7 @@ class Supervisor:
         lines = _Lines(lambda line: self._relay(process, line))
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: lines, child.stdout)
         status = await _wait_for_exit(child)
-        # A grandchild may hold the pipe open; the last words of the child itself are in it by now.
+        # A grandchild may hold the pipe open, but all output of the child itself has arrived by now.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(lines.closed.wait(), _LAST_WORDS_TIMEOUT_S)
         transport.close()
@@ -183,8 +183,8 @@ class Supervisor:
         )
 
     def _memory_of(self, spec: ProcessSpec) -> int:
-        """The file in memory that all processes of a spec get, one after the other. The kernel frees it with the last
-        of them and this process."""
+        """The in-memory file that each process of a spec inherits in turn. The kernel frees it when the last of them
+        and this process have ended."""
         if spec.name not in self._memories:
             self._memories[spec.name] = os.memfd_create(f"headrace-{spec.name}", os.MFD_CLOEXEC)
         return self._memories[spec.name]
@@ -209,7 +209,7 @@ class Supervisor:
             await asyncio.wait(keepers, timeout=max(0.0, begun_s + bound_s - time.monotonic()))
         for process in self.processes:
             if process.pid is not None:
-                self.log.line("serve", f"{process.spec.name} did not stop in time; it is killed")
+                self.log.line("serve", f"{process.spec.name} did not stop in time; killing it")
                 self._signal(process, signal.SIGKILL)
 
     def _signal(self, process: SupervisedProcess, number: signal.Signals) -> None:
@@ -227,7 +227,7 @@ class Supervisor:
 
 
 class _Lines(asyncio.Protocol):
-    """Splits what a pipe brings into lines; a line without end is cut at a bound."""
+    """Splits the output of a pipe into lines. Lines beyond a maximum length are cut."""
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
         self.closed = asyncio.Event()
@@ -262,7 +262,7 @@ async def _wait_for_exit(child: subprocess.Popen[bytes]) -> int:
 
 
 def _remove_stale_socket(address: str) -> None:
-    """Remove the socket of a process that was killed."""
+    """Remove the socket that a killed process left behind."""
     if address.startswith("unix:"):
         with contextlib.suppress(OSError):
             os.unlink(address.removeprefix("unix:"))

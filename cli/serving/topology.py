@@ -1,4 +1,4 @@
-"""The machine as the kernel describes it, and which cores a worker should have. Reading only; placing is `placement`.
+"""Reads the machine's topology from the kernel; `placement` decides how to use it.
 
 Sources: /sys/devices/system/cpu/cpu*/topology and cache (Documentation/admin-guide/cputopology.rst),
 /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node), cgroup v1 and v2 CPU controllers and cpusets.
@@ -18,8 +18,8 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A physical core: its usable CPUs (SMT siblings, ascending), socket, NUMA node, and the lowest CPU of those that
-    share its last-level cache."""
+    """A physical core: its usable CPUs (SMT siblings, ascending), socket, NUMA node, and cache group, which is the
+    lowest CPU that shares its last-level cache."""
 
     cpus: tuple[int, ...]
     socket: int
@@ -29,7 +29,7 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A NUMA node. `distances` are to all nodes, by number; 10 is local."""
+    """A NUMA node. `distances` lists the distance to each node by number; 10 means local."""
 
     number: int
     memory_bytes: int
@@ -38,8 +38,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What this process may use. `quota_cpus` is the CPU time that cgroups allow, in CPUs; None is no limit.
-    `cpu_flags` are the kernel's names of what the CPU can do."""
+    """The cores and nodes that this process may use. `quota_cpus` is the CPU quota of the cgroups, in CPUs; None means
+    no limit. `cpu_flags` are the kernel's names of the CPU's features."""
 
     cores: tuple[Core, ...]
     nodes: tuple[Node, ...]
@@ -47,12 +47,12 @@ class Topology:
     cpu_flags: frozenset[str] = frozenset()
 
     def cores_of(self, node: int) -> tuple[Core, ...]:
-        """Cores of a node, those that share a cache side by side."""
+        """The cores of a node; those that share a cache are adjacent."""
         return tuple(core for core in self.cores if core.node == node)
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """`0-2,8` as numbers, ascending."""
+    """Parse a list such as `0-2,8` into ascending numbers."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -61,7 +61,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Numbers as `0-2,8`."""
+    """Format numbers as a list such as `0-2,8`."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -72,7 +72,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 
 def read_topology(root: Path = Path("/"), affinity: Collection[int] | None = None) -> Topology:
-    """Read the machine. `affinity` is this process's mask unless given; `root` is "/" but in tests."""
+    """Read the machine's topology. `affinity` defaults to this process's mask. `root` is "/" except in tests."""
     usable = set(os.sched_getaffinity(0) if affinity is None else affinity)
     cpuset = _cpuset(root)
     usable &= set(cpuset) if cpuset else usable
@@ -107,7 +107,7 @@ def _read(path: Path) -> str | None:
 
 
 def _read_nodes(root: Path) -> tuple[tuple[Node, ...], dict[int, int]]:
-    """Nodes in order of number, and the node of each CPU. A machine that knows no nodes is one."""
+    """The nodes sorted by number, and the node of each CPU. A machine without NUMA information has one node."""
     nodes: list[Node] = []
     node_of: dict[int, int] = {}
     numbers = sorted(
@@ -128,7 +128,7 @@ def _read_nodes(root: Path) -> tuple[tuple[Node, ...], dict[int, int]]:
 
 
 def _cache_group(place: Path, cpu: int) -> int:
-    """The lowest CPU of those that share the largest cache with this one."""
+    """The lowest CPU that shares the last-level cache with this one."""
     shared: dict[int, tuple[int, ...]] = {}
     for index in place.glob("cache/index*"):
         level = _read(index / "level")
@@ -138,7 +138,7 @@ def _cache_group(place: Path, cpu: int) -> int:
 
 
 def _cgroup_places(root: Path, controller: str) -> list[Path]:
-    """Directories of this process's cgroup for a controller, v1 or v2, and of all above it."""
+    """The directories of this process's cgroup and its ancestors for a controller, v1 or v2."""
     places: list[Path] = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -150,7 +150,7 @@ def _cgroup_places(root: Path, controller: str) -> list[Path]:
             continue
         for base in bases:
             directory = base / path.lstrip("/")
-            # Inside a container the path of the host may be named; then the container's own root is what there is.
+            # Inside a container, the path may be the host's. Then only the container's root exists.
             directory = directory if directory.is_dir() else base
             places += [place for place in (directory, *directory.parents) if place.is_relative_to(base)]
     return places
@@ -169,7 +169,7 @@ def _quota_cpus(root: Path) -> float | None:
 
 
 def _cpuset(root: Path) -> tuple[int, ...]:
-    """CPUs that the nearest cpuset allows; empty when none says."""
+    """The CPUs that the nearest cpuset allows; empty if no cpuset limits them."""
     for place in _cgroup_places(root, "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             text = _read(place / name)

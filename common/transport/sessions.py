@@ -1,18 +1,18 @@
-"""Many Generate calls over one stream between two processes (`Inference.Session`): what both ends share.
+"""Many Generate calls over one stream between two processes (`Inference.Session`): the code shared by both ends.
 
-A message costs grpc.aio some 30 us at each end, whatever is in it. A worker's step gives a token to each of its streams
-at the same time, so what all of them write in one turn of the event loop goes out as one message:
+Each message costs grpc.aio about 30 us at each end, regardless of its size. A worker's step produces a token for each
+of its streams at the same time. So all writes in one turn of the event loop are sent together as one message:
 
     call 1: write --+                                        +--> call 1: read
     call 2: write --+--> parts, sent by one task --> parts --+--> call 2: read
     call 3: write --+                                        +--> call 3: read
 
-While calls are open the server is never silent for long, so a server that hangs is noticed by its silence, long before
+While calls are open, the server sends heartbeats. So a client detects a hanging server by its silence, long before
 gRPC's own keepalive would.
 
-The caller's end is `session_client`, the server's `session_server`. `SessionClient.generate` gives what grpc.aio's call
-would be, and a server's handler gets what its context would be, so both are written as for single calls. Servers that
-have no sessions are called with Generate.
+`session_client` is the caller's end, `session_server` the server's. `SessionClient.generate` returns the equivalent of
+a grpc.aio call, and a server's handler gets the equivalent of a grpc.aio context. So both sides are written as for
+single calls. For a server without sessions, the client falls back to Generate.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ import grpc
 
 from headrace.common.transport.wire_request import SharedPart
 
-# Bytes that wait to be sent, beyond which writers wait.
+# Writers wait while more than this many bytes are unsent.
 MAX_UNSENT_BYTES = 4 << 20
-# Bytes of requests or answers in one message of a session. What is larger by itself travels in a message of its own.
+# The maximum size of a message of a session. A larger request or answer is sent in a message of its own.
 MAX_MESSAGE_BYTES = 1 << 20
-# What a server promises: a message at least this often while calls are open.
+# While calls are open, a server sends a message at least this often.
 HEARTBEAT_MS = 500
 
 Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
 
 
 class CallContext(Protocol):
-    """What a handler needs of grpc.aio's ServicerContext."""
+    """The part of grpc.aio's ServicerContext that handlers use."""
 
     def invocation_metadata(self) -> Metadata:
         """The caller's metadata."""
 
     def time_remaining(self) -> float | None:
-        """Seconds to the deadline; None without one."""
+        """Seconds until the deadline; None without a deadline."""
 
     async def write(self, message: bytes) -> None:
         """Send a message of the answer."""
@@ -52,18 +52,18 @@ class CallContext(Protocol):
 
 
 class Call(Protocol):
-    """What a caller needs of grpc.aio's UnaryStreamCall."""
+    """The part of grpc.aio's UnaryStreamCall that callers use."""
 
     async def read(self) -> Any:
         """The next message, or grpc.aio.EOF. Raises AioRpcError, or CancelledError after `cancel`."""
 
     def cancel(self) -> bool:
-        """End the call; whether it was still running."""
+        """Cancel the call. Returns whether it was still running."""
 
 
 class Turns:
-    """Collects what is to be sent, and sends all of one turn of the event loop together, `MAX_MESSAGE_BYTES` at a
-    time."""
+    """Collects items and sends all items of one turn of the event loop together, in messages of at most
+    `MAX_MESSAGE_BYTES`."""
 
     def __init__(self, send: Callable[[list[Any]], Awaitable[None]]) -> None:
         self._send = send
@@ -77,22 +77,22 @@ class Turns:
 
     @property
     def num_bytes(self) -> int:
-        """Of what is unsent."""
+        """Size of the unsent items in bytes."""
         return self._num_bytes
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is unsent."""
+        """Whether all items are sent."""
         return not self._unsent and not self._sending.locked()
 
     def put(self, item: Any, num_bytes: int, shared: tuple[SharedPart, ...] = ()) -> None:
-        """Send it soon. A message has what its items share once."""
+        """Queue an item for sending. A message contains the `shared` parts of its items only once."""
         self._unsent.append((item, num_bytes, shared))
         self._num_bytes += num_bytes
         self._something.set()
 
     async def room(self) -> None:
-        """Wait while too much is unsent."""
+        """Wait while more than `MAX_UNSENT_BYTES` are unsent."""
         while self._num_bytes >= MAX_UNSENT_BYTES:
             self._room.clear()
             await self._room.wait()
@@ -104,7 +104,7 @@ class Turns:
             await self.flush()
 
     async def flush(self) -> None:
-        """Send what there is."""
+        """Send all items that are queued now."""
         async with self._sending:
             self._something.clear()
             items, self._unsent, self._num_bytes = self._unsent, [], 0
@@ -115,8 +115,8 @@ class Turns:
 
 
 def _batches(items: Sequence[tuple[Any, int, tuple[SharedPart, ...]]]) -> Iterator[list[Any]]:
-    """The items in their order, in runs of at most `MAX_MESSAGE_BYTES`. A larger item is a run by itself, with those
-    that share its parts and bring little of their own."""
+    """Split the items, in order, into batches of at most `MAX_MESSAGE_BYTES`. A larger item forms a batch of its own,
+    together with items that share its parts and add few bytes."""
     batch: list[Any] = []
     present: set[SharedPart] = set()
     num_own_bytes = num_shared_bytes = 0

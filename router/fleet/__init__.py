@@ -1,1 +1,1 @@
-"""The workers that a router knows: leases and registrations, links, reported load, and the requests on each."""
+"""The workers that a router knows: their leases and registrations, connections, load and requests."""

@@ -1,6 +1,6 @@
-"""The LoRA adapters of a fleet: which workers can serve a request's adapter, and loading them at all workers.
+"""The LoRA adapters of a fleet: finds the workers that can serve a request's adapter, and loads adapters everywhere.
 
-An adapter that callers load here is also loaded at workers that join later, or again after a restart.
+An adapter that a caller loads through this router is also loaded at workers that join or restart later.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 120.0
 _RETRY_S = 1.0
-# What reading an adapter into memory is assumed to take: a fixed part, and its bytes at this rate.
+# The assumed time to read an adapter into memory: a fixed part, plus its bytes at this rate.
 _LOAD_MS = 20.0
 _BYTES_PER_MS = 250_000.0
 
 
 def _choose(request: RoutedRequest, card: worker_pb2.ModelCard, links: Iterable[WorkerLink]) -> None:
-    """Decide which files the request's adapter name means: those that the begun answer has, else the newest that a
-    worker of the model knows. StatusError (MODEL_NOT_FOUND) if no worker that was reached knows the name."""
+    """Resolve the request's adapter name to files. An answer that has begun keeps its files; otherwise the newest files
+    at any worker of the model are used. Raises StatusError (MODEL_NOT_FOUND) if no reachable worker knows the name."""
     of_model = [link for link in links if link.card is not None and link.card.name == card.name]
     known = [adapter for link in of_model if (adapter := link.adapters.find(request.adapter)) is not None]
     if request.model_identity:
@@ -49,8 +49,8 @@ def _choose(request: RoutedRequest, card: worker_pb2.ModelCard, links: Iterable[
 
 
 def members_with(request: RoutedRequest, members: Members) -> Members:
-    """The workers that know the request's adapter; all of them if it has none. StatusError (NO_CAPACITY) if others take
-    requests, but these do not, and no answer has begun."""
+    """The workers that know the request's adapter, or all workers if it names none. Raises StatusError (NO_CAPACITY) if
+    none of the workers that take requests knows it. Once the answer has begun, the result is empty instead."""
     if not request.adapter:
         return members
     found = members.where(
@@ -63,7 +63,7 @@ def members_with(request: RoutedRequest, members: Members) -> Members:
 
 
 def adapter_ms(request: RoutedRequest, members: Members) -> Values | None:
-    """What reading the request's adapter into memory is expected to take at each worker; None without an adapter."""
+    """Expected time to read the request's adapter into memory at each worker; None without an adapter."""
     if not request.adapter:
         return None
     adapters = [link.adapters.find(request.adapter) for link, _ in members.links]
@@ -73,7 +73,7 @@ def adapter_ms(request: RoutedRequest, members: Members) -> Values | None:
 
 
 def served_adapters(links: Iterable[WorkerLink]) -> list[router_pb2.ServedAdapter]:
-    """The adapters of live workers, by name."""
+    """The adapters of live workers, sorted by name."""
     found: dict[str, router_pb2.ServedAdapter] = {}
     for link in links:
         if link.card is None or link.state is LinkState.UNREACHABLE:
@@ -94,8 +94,8 @@ class _Wanted(NamedTuple):
 
 
 class FleetAdapters:
-    """Chooses the files that adapters' names mean, and loads and unloads adapters at all workers. `links` gives the
-    links of all members, `resolve` the card of a model's name."""
+    """Resolves adapter names to files, and loads and unloads adapters at all workers. `links` returns the links of all
+    members, `resolve` the card for a model name."""
 
     def __init__(
         self,
@@ -108,13 +108,13 @@ class FleetAdapters:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def choose(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> None:
-        """Choose the files of the request's adapter, if it has one and they are not chosen yet. StatusError
+        """Choose the files of the request's adapter, unless it has none or they are already chosen. Raises StatusError
         (MODEL_NOT_FOUND)."""
         if request.adapter and not request.adapter_sha256:
             _choose(request, card, self._links())
 
     async def load(self, message: router_pb2.RouterLoadAdapterRequest) -> router_pb2.ServedAdapter:
-        """Load an adapter at all workers of a model that can be reached. Raises StatusError, the first one's."""
+        """Load an adapter at all reachable workers of a model. Raises the first worker's StatusError."""
         card = self._resolve(message.model)
         model = message.model if card is None else card.name
         links = [link for link in self._reachable() if link.card is not None and link.card.name == model]
@@ -134,7 +134,7 @@ class FleetAdapters:
         )
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter at all workers that can be reached. StatusError; MODEL_NOT_FOUND if none knows it."""
+        """Unload an adapter at all reachable workers. Raises StatusError (MODEL_NOT_FOUND) if no worker knows it."""
         was_wanted = self._wanted.pop(name, None) is not None
         links = [link for link in self._reachable() if link.adapters.find(name) is not None]
         for link in links:
@@ -148,7 +148,7 @@ class FleetAdapters:
             raise StatusError(Reason.MODEL_NOT_FOUND, f"no worker has an adapter {name[:100]!r}", field="lora_name")
 
     def joined(self, link: WorkerLink) -> None:
-        """A worker takes requests now: load what it lacks of the adapters that were loaded here."""
+        """Load the adapters that a worker lacks. Called when the worker begins to take requests."""
         for name, wanted in self._wanted.items():
             if link.card is not None and link.card.name == wanted.model and link.adapters.find(name) is None:
                 task = asyncio.create_task(self._bring(link, name, wanted.path))
@@ -167,7 +167,7 @@ class FleetAdapters:
 
 
 async def _asked(link: WorkerLink, call: grpc.aio.UnaryUnaryCall) -> worker_pb2.LoadAdapterResponse:  # type: ignore[type-arg]
-    """The answer of a worker. Raises StatusError, which names the worker."""
+    """Wait for a worker's response. Raises a StatusError that names the worker."""
     try:
         answer: worker_pb2.LoadAdapterResponse = await call
     except grpc.aio.AioRpcError as error:

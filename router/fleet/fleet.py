@@ -1,6 +1,6 @@
-"""The fleet as one router sees it: members and their links, the index over all of them, and the placement.
+"""One router's view of the fleet: its members and their links, the prefix index over all of them, and placement.
 
-Everything except the links' own tasks is synchronous: a placement is decided and booked without an await in between.
+Except for the links' tasks, everything is synchronous. A placement is decided and booked without an await in between.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _MAX_DEPARTED = 4096
-# After this time gateways know of a new tokenizer.
+# Gateways learn of a new tokenizer within this time.
 _NEW_TOKENIZER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Bounds and times of a fleet; times in seconds."""
+    """Limits and intervals of a fleet. Times are in seconds."""
 
     max_index_entries: int = 4_000_000
     max_predicted_blocks: int = 500_000
@@ -56,7 +56,7 @@ class FleetConfig:
     max_sessions: int = 65_536
     heartbeat_ms: int = HEARTBEAT_MS
     plain_grpc: bool = False
-    """Whether each request to a worker is an RPC of its own, rather than one of many in a session."""
+    """Whether each request to a worker is a separate RPC rather than one of many in a session."""
 
 
 class Fleet:
@@ -72,7 +72,7 @@ class Fleet:
         transport: Transport = PLAIN,
     ) -> None:
         self.on_room: Callable[[str], None] = lambda _: None
-        """Called with a model when one of its workers has room, for the requests that wait."""
+        """Called with a model's name when one of its workers has room for waiting requests."""
         self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
         self.answer_lengths = AnswerLengths()
         self._registry = registry
@@ -93,45 +93,46 @@ class Fleet:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Link the members of the fixed list, and start the timer."""
+        """Connect to the members of the fixed list, and start the timer."""
         self._sync()
         self._ticker = asyncio.create_task(self._tick(), name="fleet")
 
     async def close(self) -> None:
-        """Close all links; running calls fail."""
+        """Close all links. Running calls fail."""
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in (*self._links.values(), *self._retiring)))
 
     def register(self, worker_id: str, address: str) -> float:
-        """Add a worker or renew its lease; seconds that the lease lasts. Raises StatusError, see Registry."""
+        """Add a worker or renew its lease. Returns the duration of the lease in seconds. Raises StatusError, as
+        `Registry.register` does."""
         if self._registry.register(worker_id, address, self._clock()) or address not in self._links:
             self._sync()
         self._links[address].nudge()
         return self._registry.lease_s
 
     def deregister(self, worker_id: str, address: str) -> None:
-        """A worker deregisters: it gets no new requests, and its running ones may end."""
+        """Deregister a worker. It gets no new requests, and its running ones may end."""
         if self._registry.deregister(worker_id, address):
             self._sync(gone=address)
 
     def leases_seen(self, addresses: Mapping[str, str]) -> None:
-        """The shared store was read: worker id -> address."""
+        """Apply the leases of the shared store: worker id -> address."""
         self._registry.shared.seen(addresses, self._clock())
         self._sync()
 
     def is_leased(self, address: str) -> bool:
-        """Whether the worker at an address is a member by the fixed list or by a lease, heard or not."""
+        """Whether the address is in the fixed list or has a lease, whether or not its worker can be reached."""
         return address in self._registry.members()
 
     def leases_lost(self) -> None:
-        """The shared store could not be read: known workers stay."""
+        """Note that the shared store could not be read. Known workers stay."""
         self._registry.shared.lost()
 
     def _sync(self, gone: str | None = None) -> None:
-        """Link new members, and drop former ones: the worker that deregistered (`gone`), and workers without a lease
-        that are silent too. A worker that reports stays, even if its lease has ended."""
+        """Connect to new members, and drop two kinds of old ones: the worker that deregistered (`gone`), and silent
+        workers without a lease. A worker that reports stays even after its lease has ended."""
         members = self._registry.members()
         for address, member in members.items():
             if address not in self._links:
@@ -148,8 +149,8 @@ class Fleet:
             self._retiring.add(link)
 
     def _is_given_up(self, link: WorkerLink, *, is_elsewhere: bool) -> bool:
-        """Whether a worker without a lease is forgotten: it is silent, and has registered at another address or was
-        silent for as long as a lease lasts."""
+        """Whether to drop a worker without a lease. It must be silent, and either have registered at another address or
+        have been silent for the duration of a lease."""
         if link.state is not LinkState.UNREACHABLE:
             return False
         return is_elsewhere or self._clock() - link.away_since_s >= self._registry.lease_s
@@ -184,21 +185,21 @@ class Fleet:
                 self._retiring.discard(link)
                 await link.close()
 
-    # -- what is known ----------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def num_ready(self) -> int:
-        """Workers that take requests."""
+        """Number of workers that take requests."""
         return sum(link.is_ready for link in self._links.values())
 
     @property
     def num_in_flight(self) -> int:
-        """Requests booked on workers."""
+        """Number of requests booked on workers."""
         return sum(link.num_in_flight for link in (*self._links.values(), *self._retiring))
 
     @property
     def num_unread_bytes(self) -> int:
-        """Bytes of answers received from workers and not passed on yet."""
+        """Bytes of answers that were received from workers but not yet passed on."""
         return sum(link.sessions.num_unread_bytes for link in (*self._links.values(), *self._retiring))
 
     @property
@@ -208,7 +209,7 @@ class Fleet:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions whose worker is remembered."""
+        """Number of sessions whose worker is remembered."""
         return len(self._sessions)
 
     @property
@@ -217,32 +218,33 @@ class Fleet:
         return self._sessions.max_sessions
 
     def links(self) -> list[WorkerLink]:
-        """The links of all members, by name of the worker."""
+        """The links of all members, sorted by worker name."""
         return sorted(self._links.values(), key=lambda link: (link.worker_id, link.address))
 
     def workers(self) -> list[router_pb2.WorkerInfo]:
-        """All members, reachable or not, by name."""
+        """All members, reachable or not, sorted by name."""
         return [link.info() for link in self.links()]
 
     def models(self) -> dict[str, worker_pb2.ModelCard]:
-        """Model name -> card, for the models that a live worker serves; sorted."""
+        """Model name -> card for all models of live workers, sorted by name."""
         return self._models.live(self.links)
 
     def resolve(self, model: str) -> worker_pb2.ModelCard | None:
-        """The card of the model that a request means ("" is the only one there is), or None while that is open.
+        """The card of the model that a request names; "" names the only model. None while new members may still
+        announce the model.
 
-        Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD when "" could be several.
+        Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD if "" is ambiguous.
         """
         return self._models.resolve(model, self.links)
 
     def check(self) -> None:
-        """Assert the invariants of the index, of all bookings and of who takes requests. For tests."""
+        """Assert the invariants of the index, of the bookings, and of the pools of ready workers. For tests."""
         self.index.check()
         for link in (*self._links.values(), *self._retiring):
             link.check()
         self._pools.check(self._links.values())
 
-    # -- the decision -----------------------------------------------------------------------------------------------
+    # -- placement --------------------------------------------------------------------------------------------------
 
     def place(
         self,
@@ -250,12 +252,14 @@ class Fleet:
         card: worker_pb2.ModelCard,
         excluded: Collection[WorkerLink],
     ) -> PlacedRequest | None:
-        """Choose a ready worker of the card's model, book the request there and predict its blocks; None if none is.
+        """Choose a ready worker of the card's model, book the request there and predict its cached blocks. Returns None
+        if no worker is ready.
 
-        A prompt goes only to workers with the tokenizer that made it, an answer that has begun only to workers of its
-        own identity. The worker itself decides whether a request would wait there too long, because it knows exactly.
+        A prompt goes only to workers with the tokenizer that encoded it. An answer that has begun continues only at
+        workers with the same model identity. The worker itself decides whether the request would wait too long there,
+        because only the worker knows its exact load.
 
-        Raises StatusError (MODEL_CHANGED) if workers take requests, but none that has the prompt's tokenizer.
+        Raises StatusError (MODEL_CHANGED) if workers are ready, but none of them has the prompt's tokenizer.
         """
         began_s = time.perf_counter()
         self.adapters.choose(request, card)
@@ -263,7 +267,8 @@ class Fleet:
         if not members and self.is_served(card) and not request.model_identity:
             raise StatusError(
                 Reason.MODEL_CHANGED,
-                f"the prompt was made by a tokenizer that no worker of model {card.name!r} has any more; ask again",
+                f"the prompt was encoded by a tokenizer that no worker of model {card.name!r} has any more; send the "
+                "request again",
                 field="tokenizer_sha256",
                 retry_after_s=_NEW_TOKENIZER_S,
             )
@@ -280,31 +285,31 @@ class Fleet:
         return PlacedRequest(link, its_card, booking, placement, took_s, prediction, request.adapter_sha256)
 
     def not_taken(self, placed: PlacedRequest) -> None:
-        """The worker did not accept the request, so its blocks will not be cached there."""
+        """Withdraw the prediction for a request that the worker did not accept: its blocks will not be cached there."""
         if placed.prediction is not None:
             self.index.withdraw(placed.prediction)
 
     def cards(self, model: str) -> list[worker_pb2.ModelCard]:
-        """The different cards, by fingerprint and block size, of workers of a model that take requests."""
+        """One card for each fingerprint and block size among the ready workers of a model."""
         return [card for card, _ in self._pools.members(model).chains]
 
     @property
     def max_request_bytes(self) -> int | None:
-        """The size in bytes that no valid request exceeds, over all known models. None while no model is known."""
+        """Upper bound of a valid request's size in bytes, over all known models. None while no model is known."""
         cards = (*self.models().values(), *self._models.remembered())
         return max((max_request_bytes(card) for card in cards), default=None)
 
     def candidates(self, card: worker_pb2.ModelCard) -> Candidates:
-        """The workers of this model that take requests, as the policy sees them."""
+        """The ready workers of this model as candidates for the policy."""
         return self._pools.members(card.name).candidates(self._pools.table)
 
     def has_several_identities(self, model: str) -> bool:
-        """Whether the workers known to serve a model, reachable or not, differ in weights or tokenizer."""
+        """Whether the known workers of a model, reachable or not, differ in weights or tokenizer."""
         cards = (link.card for link in self._links.values())
         return len({model_identity(card) for card in cards if card is not None and card.name == model}) > 1
 
     def may_come_back(self, identity: str) -> bool:
-        """Whether a worker with these weights and this tokenizer was lost recently, and may be restarting."""
+        """Whether a worker with this model identity was lost recently and may be restarting."""
         return self._departed.may_come_back(identity, self._clock())
 
     def is_served(self, card: worker_pb2.ModelCard) -> bool:
@@ -316,17 +321,17 @@ class Fleet:
         return self._pools.has_room(card.name)
 
     def weigh(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> Placement | None:
-        """The decision that `place` would make now, without booking, with all workers described; None if no worker of
-        the model is ready."""
+        """The decision that `place` would make now, with a description of every worker. Books nothing. None if no
+        worker of the model is ready."""
         members = members_with(request, self._pools.members(card.name))
         if not members:
             return None
-        # Ties are broken by separate random numbers, so that explaining does not change later placements.
+        # A separate random generator breaks ties, so that this call does not affect later placements.
         cached_blocks = self._cached_blocks(request, members)
         return self._decide(request, card.name, members, cached_blocks, random.Random(0), len(members))
 
     def _cached_blocks(self, request: RoutedRequest, members: Members) -> Depths:
-        """For each worker, the blocks from the start of the prompt that are found there."""
+        """For each worker, the number of blocks from the start of the prompt that are cached there."""
         cached_blocks: Depths = np.zeros(len(members), np.intp)
         for card, numbers in members.chains:
             cached_blocks[numbers] = self.index.depths(request.hashes(card))[members.slots[numbers]]
@@ -372,11 +377,11 @@ class Fleet:
             self._sessions.put(card.name, request.session_key, link.address)
         return booking, prediction
 
-    # -- waiting for a change ---------------------------------------------------------------------------------------
+    # -- changes of state -------------------------------------------------------------------------------------------
 
     async def changed(self, timeout_s: float) -> None:
-        """Return at the next change of any worker's state, or after the time limit."""
-        # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the result.
+        """Wait for the next change of any worker's state, at most `timeout_s`."""
+        # asyncio.wait_for in Python 3.11 loses a cancellation that arrives together with the result.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

@@ -1,4 +1,4 @@
-"""The models that a router knows: those of live workers, and those that were served recently."""
+"""The models that a router knows: those of live workers, and those served recently."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.links import LinkState, WorkerLink
 
-# A model whose workers are all gone is remembered, so that requests wait for a restart of the last one.
+# A model stays known for this long after its last worker is gone, so that requests wait for a restart.
 REMEMBER_MODEL_S = 600.0
 _MAX_REMEMBERED = 256
-# A new member that was not reached within this time no longer delays the answer that a model is unknown.
+# An unknown model is reported only after each new member was reached or had this much time.
 _SETTLE_S = 5.0
 
 
 class KnownModels:
-    """Cards of models by name. `links` in its methods gives the links of all members, sorted."""
+    """Model cards by name. The argument `links` of its methods returns the links of all members, sorted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -25,11 +25,11 @@ class KnownModels:
         self._remembered: OrderedDict[str, tuple[worker_pb2.ModelCard, float]] = OrderedDict()
 
     def workers_changed(self) -> None:
-        """The state or the card of a worker has changed."""
+        """Note that a worker's state or card has changed."""
         self._live = None
 
     def live(self, links: Callable[[], Sequence[WorkerLink]]) -> dict[str, worker_pb2.ModelCard]:
-        """Model name -> card, for the models that a live worker serves; sorted."""
+        """Model name -> card for all models of live workers, sorted by name."""
         if self._live is None:
             live = {
                 link.card.name: link.card
@@ -40,20 +40,21 @@ class KnownModels:
         return self._live
 
     def remember(self, card: worker_pb2.ModelCard) -> None:
-        """A worker takes requests for this model now."""
+        """Remember a model for which a worker takes requests now."""
         self._remembered[card.name] = (card, self._clock())
         self._remembered.move_to_end(card.name)
         while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
 
     def remembered(self) -> Collection[worker_pb2.ModelCard]:
-        """Cards of all models that were served once and are not forgotten."""
+        """Cards of all models served recently."""
         return [card for card, _ in self._remembered.values()]
 
     def resolve(self, model: str, links: Callable[[], Sequence[WorkerLink]]) -> worker_pb2.ModelCard | None:
-        """The card of the model that a request means ("" is the only one there is), or None while that is open.
+        """The card of the model that a request names; "" names the only model. None while new members may still
+        announce the model.
 
-        Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD when "" could be several.
+        Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD if "" is ambiguous.
         """
         live = self.live(links)
         if model in live:

@@ -1,11 +1,11 @@
 """Reads the workers' leases in Redis periodically.
 
     headrace:workers          set of worker ids
-    headrace:worker:ID        {"worker_id": ID, "address": gRPC target}, gone when its lease ends
+    headrace:worker:ID        {"worker_id": ID, "address": gRPC target}, expires with the lease
 
-A worker writes both every third of its lease (see worker/server/registration.py). No request depends on Redis: while
-it cannot be read, known workers stay, and a worker that is heard stays even if its lease ended. `headrace:probe` is
-written periodically, to find out whether workers can write.
+A worker writes both three times per lease (see worker/server/registration.py). Requests do not depend on Redis: while
+it cannot be read, known workers stay, and a worker that reports stays even after its lease has ended. The reader
+periodically writes `headrace:probe` to check that Redis accepts writes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MAX_VALUE_BYTES = 4096
 
 
 class LeaseReader:
-    """Reads the leases until `close` and hands them to `seen`: worker id -> address. `lost` is called at each read that
-    fails. Raises ValueError if the URL is not one of Redis."""
+    """Reads the leases periodically until `close`, and calls `seen` with them: worker id -> address. A read that fails
+    calls `lost`. Raises ValueError if `url` is not a Redis URL."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class LeaseReader:
     ) -> None:
         self.is_connected = False
         self.is_writable = True
-        """Whether Redis accepts writes. If it is full or a replica, it does not, and leases expire."""
+        """Whether Redis accepts writes. A full Redis or a replica does not, and then leases expire."""
         self._redis = connect(url, _TIMEOUT_S)
         self._seen = seen
         self._lost = lost
@@ -56,17 +56,17 @@ class LeaseReader:
 
     @property
     def state(self) -> RedisState:
-        """Whether leases can be read, and renewed."""
+        """Whether leases can be read and renewed."""
         if not self.is_connected:
             return REDIS_STATE_UNREACHABLE
         return REDIS_STATE_OK if self.is_writable else REDIS_STATE_UNWRITABLE
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         self._task = asyncio.create_task(self._run(), name="leases")
 
     async def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -81,7 +81,7 @@ class LeaseReader:
                         await self._try_to_write()
             except failures() as error:
                 if self.is_connected:
-                    log.warning("Redis cannot be read, known workers stay: %s", error or type(error).__name__)
+                    log.warning("cannot read Redis; known workers stay: %s", error or type(error).__name__)
                 self.is_connected = False
                 self._lost()
             else:
@@ -96,13 +96,13 @@ class LeaseReader:
             await self._redis.set(PROBE_KEY, b"1" * 64, px=60_000)
         except failures() as error:
             if self.is_writable:
-                log.warning("Redis takes no writes, so workers cannot renew their leases there: %s", error)
+                log.warning("Redis rejects writes, so workers cannot renew their leases there: %s", error)
             self.is_writable = False
         else:
             self.is_writable = True
 
     async def _read(self) -> dict[str, str]:
-        # Bytes, since the client does not decode.
+        # The client does not decode, so these are bytes.
         ids = sorted(cast("set[bytes]", await self._redis.smembers(WORKERS_KEY)))
         self._tell_of_those_left_out(len(ids))
         ids = ids[: self._max_workers]
@@ -111,17 +111,17 @@ class LeaseReader:
         keys = [WORKER_KEY.encode() + worker_id for worker_id in ids]
         values = cast("list[bytes | None]", await self._redis.mget(keys))
         ended = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
-        if ended and self.is_writable:  # a worker that renews a moment later adds itself again
+        if ended and self.is_writable:  # a worker that renews its lease later adds itself again
             with contextlib.suppress(*failures()):
                 await self._redis.srem(WORKERS_KEY, *ended)
         return dict(filter(None, map(parse_lease, values)))
 
     def _tell_of_those_left_out(self, num_workers: int) -> None:
-        """Warn if Redis has more workers than this router takes, once for each number of workers."""
+        """Warn if Redis has more workers than this router accepts, once for each number of workers."""
         num_left_out = max(num_workers - self._max_workers, 0)
         if num_left_out and num_left_out != self._num_left_out:
             log.warning(
-                "Redis has %d workers and this router takes %d: %d get no requests from it; raise --max-workers",
+                "Redis has %d workers, but this router accepts %d: %d get no requests from it; raise --max-workers",
                 num_workers,
                 self._max_workers,
                 num_left_out,
@@ -130,7 +130,7 @@ class LeaseReader:
 
 
 def parse_lease(value: bytes | None) -> tuple[str, str] | None:
-    """Worker id and address of a lease; None if it is not valid."""
+    """The worker id and address of a lease; None if it is malformed."""
     if value is None or len(value) > _MAX_VALUE_BYTES:
         return None
     try:

@@ -1,6 +1,6 @@
-"""One link for each worker: a channel, the worker's card, and a Watch that keeps index and load up to date.
+"""One link for each worker: a channel, the worker's card, and a Watch that keeps its index and load up to date.
 
-    UNREACHABLE --card, then first report--> READY <--report says so--> DRAINING
+    UNREACHABLE --card, then first report--> READY <--reported state--> DRAINING
          ^                                   |  ^
          |                     silent, or a  |  | heard again
          |                     call failed   v  |
@@ -8,7 +8,7 @@
          +------the Watch broke, from any state
 
 A link reconnects until it is closed. The pause between attempts is a fiftieth of the time since the worker was lost,
-between 50 ms and 1 s: a worker that restarts is found quickly, and one that stays away costs little.
+between 50 ms and 1 s. So a restarted worker is found quickly, and a worker that stays away costs little.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ log = logging.getLogger(__name__)
 _CHANNEL_OPTIONS = (*channel_options(longest_pause_ms=100), ("grpc.use_local_subchannel_pool", 1))
 
 HEARTBEAT_MS = 500
-# Heartbeats of silence after which a worker gets no new requests, and after which its running ones move on.
+# After this many silent heartbeats, a worker gets no new requests. After more of them, its running requests move.
 _SUSPECT_HEARTBEATS = 3
 _LOST_HEARTBEATS = 5
 _CARD_TIMEOUT_S = 2.0
 _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
-# Hashes applied in one go; the event loop runs in between.
+# The event loop runs after this many hashes are applied.
 _SLICE = 4096
-# How long calls may continue over a channel whose certificates were replaced.
+# Running calls may continue for this long over a channel whose certificates were replaced.
 _OLD_CHANNEL_S = 3600.0
 
 
 class LinkState(enum.Enum):
-    """Whether a worker takes requests; the values are those of the protocol."""
+    """The state of a worker, with the values of the protocol."""
 
     UNREACHABLE = router_pb2.WORKER_STATE_UNREACHABLE
     READY = router_pb2.WORKER_STATE_READY
@@ -61,18 +61,18 @@ class LinkState(enum.Enum):
 
 
 class Abandonable(Protocol):
-    """A running call to a worker that its link can abandon."""
+    """A running call that its link can abandon."""
 
     def abandon(self, why: str) -> None:
-        """End the call; its reader gets the error that the worker was lost."""
+        """End the call. Its reader gets an error that the worker was lost."""
 
 
-# Quoted: the class takes no parameters while running.
+# Quoted, because the class is not generic at run time.
 _Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]"
 
 
 class _OutOfStepError(Exception):
-    """The worker's reports do not continue the earlier ones: watch again."""
+    """The worker's reports are out of sequence, so the watch must start again."""
 
 
 class WorkerLink:
@@ -80,8 +80,9 @@ class WorkerLink:
 
     Owns the worker's part of the index (under `address`, at `slot`). `on_change` is called when the state changes,
     `on_load` when load or bookings change, and then `on_room` if there may be more room. `watcher_id` identifies the
-    router to the worker, whose reports have the number of routers (`num_routers`). `report_interval_ms` gives the least
-    interval between reports for each Watch; 0 leaves it to the worker. `silences` are those of all links of a router.
+    router to the worker, which counts its routers and reports their number (`num_routers`). `report_interval_ms`
+    returns the minimum interval between reports for each Watch; 0 leaves it to the worker. All links of a router share
+    `silences`.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class WorkerLink:
         self.epoch = 0
         self.state = LinkState.UNREACHABLE
         self.detail = "not reached yet"
-        self.incarnation = 0  # counts how often the worker became ready
+        self.incarnation = 0  # how often the worker has become ready
         self.created_at_s = clock()
         self._own_id = ""
         self._heartbeat_ms = heartbeat_ms
@@ -127,7 +128,7 @@ class WorkerLink:
         self._clock = clock
         self.away_since_s = self.created_at_s
         self._bookings = Bookings()
-        self._calls: dict[Abandonable, None] = {}  # in order of arrival, in which they are resumed elsewhere
+        self._calls: dict[Abandonable, None] = {}  # in order of arrival, which is the order of resumption elsewhere
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.slot = index.add_worker(address)
@@ -136,7 +137,7 @@ class WorkerLink:
         self._open_channel()
 
     def _open_channel(self) -> None:
-        """Make the channel and its stubs."""
+        """Open the channel and create its stubs."""
         self._version = self._transport.version
         self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
@@ -145,14 +146,14 @@ class WorkerLink:
             self._channel, plain_grpc=self._plain_grpc, silences=self._silences, peer=self.address
         )
         self.generate = self.sessions.generate
-        # Without serializers, requests and responses are the bytes as they are on the wire.
+        # Without serializers, requests and responses stay encoded.
         self.get_tokenizer: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             "/headrace.v1.Worker/GetTokenizer"
         )
 
     @property
     def worker_id(self) -> str:
-        """The worker's own name. Before it is reached, the name that it registered with, or its address."""
+        """The worker's name from its card. Until it is reached, the name that it registered with, or its address."""
         return self._own_id or self.registered_id or self.address
 
     @property
@@ -161,7 +162,7 @@ class WorkerLink:
         return self.state is LinkState.READY
 
     def info(self) -> router_pb2.WorkerInfo:
-        """This worker for ListWorkers."""
+        """This worker's entry in ListWorkers."""
         return router_pb2.WorkerInfo(
             worker_id=self.worker_id,
             address=self.address,
@@ -177,41 +178,41 @@ class WorkerLink:
         )
 
     def candidate(self) -> Candidate:
-        """This worker for the policy. It has a card."""
-        assert self.card is not None, "a worker without a card is no candidate"
+        """This worker as a candidate for the policy. It must have a card."""
+        assert self.card is not None, "a worker without a card is not a candidate"
         return Candidate.of(self.address, self.reported.load, self.card.block_size, self._bookings)
 
     # -- bookings ---------------------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
-        """Requests booked here and not released."""
+        """Number of requests that are booked here and not released."""
         return self._bookings.num_in_flight
 
     def book(self, num_tokens: int, num_blocks: int) -> Booking:
-        """Count a request's uncached tokens and its new blocks as load of this worker, until reports show them."""
+        """Add a request's uncached tokens and new blocks to this worker's load until its reports include them."""
         booking = self._bookings.book(num_tokens, num_blocks, self._clock())
         self._on_load(self)
         return booking
 
     def settle(self, booking: Booking) -> None:
-        """The worker's reports include this request from now on. No effect if they did before."""
+        """Stop adding a booking to the load, because the worker's reports now include it. Idempotent."""
         if self._bookings.settle(booking):
             self._on_load(self)
 
     def release(self, booking: Booking) -> None:
-        """Release a booking. Call once for each."""
+        """Release a booking. Must be called exactly once for each."""
         self._bookings.release(booking)
         self._on_load(self)
         self._on_room(self)
 
     def check(self) -> None:
-        """Assert that the sums are those of the bookings."""
+        """Assert that the totals match the bookings. For tests."""
         self._bookings.check()
 
     @contextlib.contextmanager
     def running(self, call: Abandonable) -> Iterator[None]:
-        """Context manager: the call is abandoned if the worker is silent for too long before it exits."""
+        """Context manager: while it is open, the call is abandoned if the worker is silent for too long."""
         self._calls[call] = None
         try:
             yield
@@ -221,34 +222,34 @@ class WorkerLink:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def suspect(self, why: str) -> None:
-        """A call failed in a way that suggests a dead worker: no new requests until it is heard again."""
+        """Send no new requests until the worker reports again. Called when a call fails as if the worker were dead."""
         if self.state is LinkState.READY:
             self._enter(LinkState.SUSPECT, why)
 
     def draining(self) -> None:
-        """The worker refused a request because it drains; its next report says the same."""
+        """Send no new requests, because the worker refused one while draining. Its next report will say so, too."""
         if self.state is LinkState.READY:
             self._enter(LinkState.DRAINING, "the worker drains")
 
     def start(self) -> None:
-        """Connect, and keep connected."""
+        """Connect, and stay connected."""
         assert self._task is None, "started twice"
         self._task = asyncio.create_task(self._run(), name=f"link {self.address}")
 
     def nudge(self) -> None:
-        """Connect again now, because there is a sign that the worker is there."""
+        """Reconnect at once, because there is a sign that the worker is running."""
         if self.state is LinkState.UNREACHABLE:
             self._wake.set()
 
     def retire(self) -> None:
-        """Stop watching and take no new requests; running ones may end. Removes the worker from the index."""
+        """Stop watching, remove the worker from the index, and take no new requests. Running ones may end."""
         if self._task is not None:
             self._task.cancel()
         self._enter(LinkState.UNREACHABLE, "retired")
         self._index.remove_worker(self.address)
 
     async def close(self) -> None:
-        """Close the channel; calls that still run fail."""
+        """Close the channel. Running calls fail."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -261,7 +262,7 @@ class WorkerLink:
         if state is self.state:
             return
         change = f"{self.state.name} -> {state.name}" + (f": {detail}" if detail else "")
-        running = f"; {self.num_in_flight} requests are there" if self.num_in_flight else ""
+        running = f"; {self.num_in_flight} requests are running there" if self.num_in_flight else ""
         log.info("worker %s at %s: %s%s", self.worker_id, self.address, change, running)
         if state is LinkState.UNREACHABLE:
             self.away_since_s = self._clock()
@@ -281,8 +282,8 @@ class WorkerLink:
             except _OutOfStepError as error:
                 self._enter(LinkState.UNREACHABLE, str(error))
             except Exception as error:
-                # Otherwise the link would keep its state, and the worker's silence would go unnoticed.
-                log.exception("the link to worker %s failed; it is made anew", self.worker_id)
+                # Without this change of state, the worker would count as ready although nobody watches it.
+                log.exception("the link to worker %s failed; reconnecting", self.worker_id)
                 self._enter(LinkState.UNREACHABLE, f"the link to it failed: {type(error).__name__}")
             pause_s = min(max((self._clock() - self.away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
             with contextlib.suppress(TimeoutError):
@@ -291,9 +292,9 @@ class WorkerLink:
             self._wake.clear()
 
     async def _session(self) -> None:
-        """Fetch the card, then watch until the worker changes, falls silent or breaks off."""
+        """Fetch the card, then watch until the worker's epoch changes, it falls silent, or the stream breaks."""
         if self._transport.version != self._version:
-            # Calls that still run end on the old channel.
+            # Running calls finish on the old channel.
             closing = asyncio.create_task(self._channel.close(_OLD_CHANNEL_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -321,7 +322,7 @@ class WorkerLink:
                 watch.cancel()
 
     async def _follow(self, watch: _Watch, silence: SilenceTimer) -> None:
-        """Apply one watch. Returns if it has a gap, to be started again."""
+        """Apply the reports of one watch. Returns at a gap, so that the watch starts again."""
         expected = 0
         while True:
             try:
@@ -337,7 +338,7 @@ class WorkerLink:
             if message.epoch != self.epoch:
                 raise _OutOfStepError("it restarted")
             if message.sequence != expected:
-                log.warning("worker %s: report %d came instead of %d", self.worker_id, message.sequence, expected)
+                log.warning("worker %s sent report %d instead of %d", self.worker_id, message.sequence, expected)
                 if expected == 0:
                     raise _OutOfStepError("its watch does not start with report 0")
                 return
@@ -354,7 +355,7 @@ class WorkerLink:
             await self._in_slices(change, hashes)
         self.num_routers = message.num_watchers or 1
         self.adapters.take(message)
-        if message.sequence == 0:  # it names only what came to it since
+        if message.sequence == 0:  # the first report includes earlier requests, but does not name them
             self._bookings.settle_until(self._watched_since_s)
         self._take_load(message.load, message.placement_ids)
         if message.load.draining:
@@ -369,12 +370,12 @@ class WorkerLink:
             change(self.address, hashes[start : start + _SLICE])
 
     def given_back(self, message: worker_pb2.GivenBack) -> None:
-        """The worker gave a request back; `message` has its load."""
+        """Apply the load that a worker sent when it gave a request back."""
         if message.epoch == self.epoch:
             self._take_load(message.load, message.placement_ids)
 
     def _take_load(self, load: worker_pb2.Load, placement_ids: Sequence[int]) -> None:
-        """Apply a load that includes these placements of this router."""
+        """Apply a load report that includes these placements of this router."""
         now_s = self._clock()
         if load.HasField("num_arrived"):
             self._bookings.settle_named(placement_ids)
@@ -385,7 +386,8 @@ class WorkerLink:
         self._on_room(self)
 
     def _judge_silence(self, peer: Peer) -> float | None:
-        """Act on how long the worker has been silent. Returns seconds until the next check; None if it was given up."""
+        """Suspect or give up a worker that is silent for too long. Returns the seconds until the next check; None if
+        the worker was given up."""
         silent_s = peer.silent_s
         if silent_s < self._suspect_after_s:
             return self._suspect_after_s - silent_s

@@ -1,6 +1,7 @@
-"""Decides which addresses an unknown caller may register, because a router connects to them from inside its network.
+"""Decides which addresses an unauthenticated caller may register. The router connects to these addresses from inside
+its network, so a caller must not choose them freely.
 
-Pure. Not used with a join token or mutual TLS, where all callers are known.
+Pure. Not used with a join token or mutual TLS, which authenticate all callers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from headrace.protos.status import Reason, StatusError
 
 
 def check_target(address: str, peer: str) -> None:
-    """Raise StatusError (PERMISSION_DENIED) if a caller at `peer`, as gRPC writes it, may not register this address.
+    """Raise StatusError (PERMISSION_DENIED) if the caller at `peer`, in gRPC's notation, may not register this address.
 
-    Callers of this host may register any. Others may register IP addresses that are not this host's own: no unix
-    sockets, no loopback, and no names, which may stand for either.
+    Callers on this host may register any address. Other callers may register only IP addresses of other hosts. Unix
+    sockets, loopback addresses and host names are refused, because they can lead back to this host.
     """
     if _is_local(peer):
         return
@@ -28,8 +29,8 @@ def check_target(address: str, peer: str) -> None:
     if mapped is None or not port.isdigit() or not _is_of_another_host(mapped):
         raise StatusError(
             Reason.PERMISSION_DENIED,
-            "a worker of another host registers with IP:PORT, and not with a name, a unix socket or loopback; "
-            "known callers may, with --join-token-file or --tls-dir",
+            "a worker on another host must register with IP:PORT, not with a host name, a unix socket or a loopback "
+            "address; use --join-token-file or --tls-dir to allow these",
             field="address",
         )
 
@@ -39,6 +40,6 @@ def _is_of_another_host(target: IPv4Address | IPv6Address) -> bool:
 
 
 def _is_local(peer: str) -> bool:
-    """Whether a peer such as ipv4:10.0.0.7:4242, ipv6:%5B::1%5D:4242 or unix: is of this host."""
+    """Whether a peer such as ipv4:10.0.0.7:4242, ipv6:%5B::1%5D:4242 or unix: is on this host."""
     kind, _, rest = peer.partition(":")
     return stays_on_host(peer if kind == "unix" else rest.replace("%5B", "[").replace("%5D", "]"))

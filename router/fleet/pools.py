@@ -1,7 +1,7 @@
-"""The workers of each model that take requests, and those with room.
+"""For each model, the workers that take requests, and those with room in their batch.
 
-Both are updated link by link, so the cost of a report does not depend on the number of workers, and a waiting request
-is considered again only when there is room.
+Each report updates only its own worker, so its cost does not depend on the size of the fleet. Waiting requests are
+considered again only when a worker has room.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from headrace.router.placement.candidates import Candidates, CandidateTable, Pla
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """Some workers of a model by address, so in one order for all routers: links with their cards, names, their places
-    in this order by name, and their slots. `chains` has a card and places for each way in which workers hash blocks,
-    `tokenizers` the hashes of their tokenizer bundles."""
+    """Some workers of a model, sorted by address, which gives all routers the same order. `worker_ids` are their
+    addresses, and `numbers` maps each address to its position in the order. `chains` has, for each way of hashing
+    blocks, a card and the positions of its workers. `tokenizers` are the hashes of the workers' tokenizer bundles."""
 
     links: Sequence[tuple[WorkerLink, worker_pb2.ModelCard]]
     worker_ids: Sequence[str]
@@ -32,7 +32,7 @@ class Members:
 
     @classmethod
     def of(cls, links: Sequence[tuple[WorkerLink, worker_pb2.ModelCard]]) -> Members:
-        """These, in their order."""
+        """The given workers, in the given order."""
         worker_ids = [link.address for link, _ in links]
         cards: dict[tuple[str, int], worker_pb2.ModelCard] = {}
         numbers: dict[tuple[str, int], list[int]] = {}
@@ -54,11 +54,11 @@ class Members:
         return len(self.links)
 
     def where(self, is_meant: Callable[[WorkerLink, worker_pb2.ModelCard], bool]) -> Members:
-        """Those for which this holds."""
+        """The workers for which `is_meant` returns True."""
         return Members.of([(link, card) for link, card in self.links if is_meant(link, card)])
 
     def of_tokenizer(self, sha256: str) -> Members:
-        """Those with this tokenizer; all of them if it is empty."""
+        """The workers with this tokenizer, or all workers if `sha256` is empty."""
         if not sha256 or self.tokenizers == {sha256}:
             return self
         if sha256 not in self.tokenizers:
@@ -68,7 +68,7 @@ class Members:
         return self._of_tokenizer[sha256]
 
     def candidates(self, table: CandidateTable) -> Candidates:
-        """These for the policy."""
+        """These workers as candidates for the policy."""
         return Candidates(self.worker_ids, self.numbers, table.at(self.slots))
 
 
@@ -76,7 +76,7 @@ NOBODY = Members.of([])
 
 
 class Pool:
-    """All workers of one model that take requests."""
+    """The ready workers of one model."""
 
     def __init__(self, table: CandidateTable) -> None:
         self._table = table
@@ -85,35 +85,35 @@ class Pool:
         self._members: Members | None = None
 
     def __contains__(self, link: WorkerLink) -> bool:
-        """Whether a worker is among them."""
+        """Whether a worker is in the pool."""
         return link in self._cards
 
     @property
     def has_room(self) -> bool:
-        """Whether one of them has room in its batch."""
+        """Whether a worker of the pool has room in its batch."""
         return bool(self._with_room)
 
     def members(self) -> Members:
-        """All of them."""
+        """All workers of the pool."""
         if self._members is None:
             self._members = Members.of(sorted(self._cards.items(), key=lambda item: item[0].address))
         return self._members
 
     def add(self, link: WorkerLink) -> None:
-        """A worker with a card begins to take requests."""
-        assert link.card is not None, "who takes requests has a card"
+        """Add a worker that has become ready."""
+        assert link.card is not None, "a ready worker has a card"
         self._cards[link] = link.card
         self._members = None
         self.note(link)
 
     def remove(self, link: WorkerLink) -> None:
-        """A worker takes requests no longer."""
+        """Remove a worker that is no longer ready."""
         del self._cards[link]
         self._with_room.discard(link)
         self._members = None
 
     def note(self, link: WorkerLink) -> None:
-        """The load or the bookings of a member have changed."""
+        """Apply a change of a member's load or bookings."""
         candidate = link.candidate()
         self._table.put(link.slot, candidate)
         if candidate.load.has_room(candidate.num_booked_requests):
@@ -122,22 +122,22 @@ class Pool:
             self._with_room.discard(link)
 
     def has_room_at(self, link: WorkerLink) -> bool:
-        """Whether this member has room."""
+        """Whether this member has room in its batch."""
         return link in self._with_room
 
     def check(self, links: Iterable[WorkerLink]) -> None:
-        """Assert that of all links these are the members, and that what is noted is so. For tests."""
-        assert {link for link in links if link in self._cards} == self._cards.keys(), "no member is gone"
+        """Assert that the members are among `links` and ready, and that the recorded loads are current. For tests."""
+        assert {link for link in links if link in self._cards} == self._cards.keys(), "a member has no link"
         for link in self._cards:
             candidate = link.candidate()
             assert link.is_ready
             assert candidate.load.has_room(candidate.num_booked_requests) == (link in self._with_room)
         values = Candidates.of([link.candidate() for link, _ in self.members().links]).values
-        assert np.array_equal(values, self._table.at(self.members().slots)), "the columns show loads and bookings"
+        assert np.array_equal(values, self._table.at(self.members().slots)), "the table's loads are out of date"
 
 
 class Pools:
-    """The workers that take requests, by model."""
+    """The ready workers of all models."""
 
     def __init__(self) -> None:
         self.table = CandidateTable()
@@ -145,13 +145,13 @@ class Pools:
         self._model_of: dict[WorkerLink, str] = {}
 
     def add(self, link: WorkerLink) -> None:
-        """A worker with a card begins to take requests."""
-        assert link.card is not None, "who takes requests has a card"
+        """Add a worker that has become ready."""
+        assert link.card is not None, "a ready worker has a card"
         self._model_of[link] = link.card.name
         self._pools.setdefault(link.card.name, Pool(self.table)).add(link)
 
     def remove(self, link: WorkerLink) -> bool:
-        """A worker takes requests no longer; whether it took any."""
+        """Remove a worker that is no longer ready. Returns whether it was ready before."""
         model = self._model_of.pop(link, None)
         if model is None:
             return False
@@ -161,23 +161,23 @@ class Pools:
         return True
 
     def note(self, link: WorkerLink) -> None:
-        """The load or the bookings of a worker have changed."""
+        """Apply a change of a worker's load or bookings."""
         model = self._model_of.get(link)
         if model is not None:
             self._pools[model].note(link)
 
     def model_with_room_at(self, link: WorkerLink) -> str | None:
-        """The model of a worker that has room in its batch; None without room."""
+        """The worker's model if it has room in its batch, otherwise None."""
         model = self._model_of.get(link)
         return model if model is not None and self._pools[model].has_room_at(link) else None
 
     def members(self, model: str) -> Members:
-        """The workers of a model."""
+        """The ready workers of a model."""
         pool = self._pools.get(model)
         return NOBODY if pool is None else pool.members()
 
     def is_served(self, model: str) -> bool:
-        """Whether a worker of this model takes requests."""
+        """Whether a worker of this model is ready."""
         return model in self._pools
 
     def has_room(self, model: str) -> bool:
@@ -186,11 +186,11 @@ class Pools:
         return pool is not None and pool.has_room
 
     def cards(self) -> list[worker_pb2.ModelCard]:
-        """A card for each model that is served."""
+        """One card for each model with a ready worker."""
         return [pool.members().links[-1][1] for pool in self._pools.values()]
 
     def check(self, links: Collection[WorkerLink]) -> None:
-        """Assert that of all links these are the members, and that what is noted is so. For tests."""
+        """Assert that the pools contain exactly the ready workers, with their current loads. For tests."""
         for pool in self._pools.values():
             pool.check(links)
         assert sum(len(pool.members()) for pool in self._pools.values()) == sum(link.is_ready for link in links)

@@ -1,7 +1,7 @@
-"""Who belongs to the fleet: a fixed list of addresses, workers that registered here and renew their lease, and workers
-whose lease was seen in a store that all routers share.
+"""The members of the fleet: a fixed list of addresses, workers that registered with this router, and workers that have
+a lease in the shared store.
 
-Pure: time is handed in. Whether a member can be reached is the business of its link.
+Pure: callers pass the time. A member's link knows whether it can be reached.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from headrace.protos.status import Reason, StatusError
 
-# Default bound of the workers of one router.
+# The default maximum number of workers of one router.
 MAX_WORKERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker that should be linked. `worker_id` is empty for an address of the fixed list that never registered."""
+    """A worker to connect to. `worker_id` is empty for an address of the fixed list that never registered."""
 
     address: str
     worker_id: str
@@ -30,10 +30,10 @@ class _Lease:
 
 
 class SharedLeases:
-    """Workers as a shared store shows them.
+    """The workers with a lease in a shared store.
 
-    The store may be unreachable, and may come back empty. A worker is therefore only forgotten when the store was
-    readable for `lease_s` without a break and did not show it: it would have renewed its lease by then.
+    The store may become unreachable, and may be empty when it returns. So a worker is forgotten only after the store
+    was readable for `lease_s` without a break and lacked it: a live worker renews its lease within that time.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -43,7 +43,7 @@ class SharedLeases:
         self._reading_since_s: float | None = None
 
     def seen(self, addresses: Mapping[str, str], now_s: float) -> None:
-        """The store was read: worker id -> address."""
+        """Apply a successful read of the store: worker id -> address."""
         if self._reading_since_s is None:
             self._reading_since_s = now_s
         for worker_id, address in addresses.items():
@@ -54,7 +54,7 @@ class SharedLeases:
                 del self._addresses[worker_id], self._seen_at_s[worker_id]
 
     def lost(self) -> None:
-        """The store could not be read."""
+        """Note that a read of the store failed."""
         self._reading_since_s = None
 
     def addresses(self) -> Mapping[str, str]:
@@ -65,7 +65,7 @@ class SharedLeases:
 class Registry:
     """The members of the fleet.
 
-    `lease_s` is how long a registration lasts; `max_workers` bounds those of the fixed list and the registered ones.
+    A registration lasts for `lease_s`. `max_workers` bounds the fixed list and the registered workers together.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Registry:
         self.shared = SharedLeases(lease_s)
 
     def register(self, worker_id: str, address: str, now_s: float) -> bool:
-        """Grant or renew the lease of a worker; whether members are others than before. The newest registration of a
-        name or of an address holds.
+        """Grant or renew a worker's lease. Returns whether the set of members changed. The newest registration of a
+        name or an address replaces older ones.
 
-        Raises StatusError: INVALID_FIELD for an empty name or address, QUEUE_FULL when there are too many members.
+        Raises StatusError: INVALID_FIELD for an empty name or address, QUEUE_FULL if there are too many members.
         """
         for field, value in (("worker_id", worker_id), ("address", address)):
             if not value:
-                problem = f"{field} is empty: name the worker and say where it listens"
+                problem = f"{field} is empty; a registration needs the worker's name and address"
                 raise StatusError(Reason.INVALID_FIELD, problem, field=field)
         before = self._leases.get(worker_id)
         is_renewal = before is not None and before.address == address
@@ -96,8 +96,8 @@ class Registry:
             if len(self._static) + len(self._leases) >= self._max_workers:
                 raise StatusError(
                     Reason.QUEUE_FULL,
-                    f"this router has {self._max_workers} workers, as many as its --max-workers allows; raise it, or "
-                    "register with another router",
+                    f"this router already has {self._max_workers} workers, the limit of its --max-workers; raise it, "
+                    "or register with another router",
                     retry_after_s=self.lease_s,
                 )
         self._leases[worker_id] = _Lease(address, now_s + self.lease_s)
@@ -105,7 +105,7 @@ class Registry:
         return not is_renewal
 
     def deregister(self, worker_id: str, address: str) -> bool:
-        """End a lease, if it is still the one of this address; whether it was."""
+        """End a worker's lease if it is still for this address. Returns whether it was."""
         lease = self._leases.get(worker_id)
         if lease is None or lease.address != address:
             return False
@@ -127,7 +127,7 @@ class Registry:
         """Address -> member, one for each address."""
         members = {address: Member(address, "") for address in self._static}
         for worker_id, address in self.shared.addresses().items():
-            if worker_id not in self._leases:  # who registers here says where it is now
+            if worker_id not in self._leases:  # a registration is newer than the store's lease
                 members[address] = Member(address, worker_id)
         for worker_id, lease in self._leases.items():
             members[lease.address] = Member(lease.address, worker_id)

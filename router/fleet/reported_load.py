@@ -1,4 +1,4 @@
-"""What a worker last reported of its load (pure)."""
+"""The last reported load of a worker. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from headrace.protos import worker_pb2
 from headrace.router.placement.candidates import LoadReport
 
-# About so many reports a second come from all workers together; the bounds of the interval between those of one.
+# The target for the reports of all workers together, and the bounds of one worker's interval.
 _REPORTS_PER_S = 3200
 _SHORTEST_INTERVAL_MS = 20
 _LONGEST_INTERVAL_MS = 250
@@ -19,16 +19,16 @@ class ReportedLoad:
     def __init__(self) -> None:
         self.load = LoadReport()
         self.message = worker_pb2.Load()
-        """As it came."""
+        """The newest load as the worker sent it."""
         self._version = 0
         self._reported_at_s: float | None = None
 
     def begin_epoch(self) -> None:
-        """The worker has restarted: its versions count from the beginning."""
+        """Start a new epoch: a worker that restarts numbers its loads from the beginning."""
         self._version = 0
 
     def take(self, load: worker_pb2.Load, now_s: float) -> None:
-        """Take in a load that came now. A load that is older than the newest one changes nothing."""
+        """Apply a load that has just arrived. A load that is older than the newest one is ignored."""
         self._reported_at_s = now_s
         if load.version < self._version:
             return
@@ -56,14 +56,14 @@ class ReportedLoad:
 
 
 def _rate(value: float) -> float:
-    """A rate to divide by; 0 (unknown) for a value that is not a sensible number."""
+    """The value if it is finite and positive, so that one can divide by it; otherwise 0, which means unknown."""
     return value if math.isfinite(value) and value > 1e-6 else 0.0
 
 
 def report_interval_ms(num_workers: int) -> int:
-    """The least interval between two reports of one worker in a fleet of this size.
+    """The minimum interval between two reports of one worker in a fleet of this size, in milliseconds.
 
-    A few workers report as often as they can, many report a few times a second. Bookings stand for what is placed in
-    between.
+    In a small fleet, workers report as often as they can; in a large one, a few times a second. Bookings account for
+    the requests placed between two reports.
     """
     return min(max(1000 * num_workers // _REPORTS_PER_S, _SHORTEST_INTERVAL_MS), _LONGEST_INTERVAL_MS)

@@ -19,7 +19,7 @@ from headrace.router.placement.prompt import Prompt
 
 
 class RoutedRequest:
-    """What placement needs of a request. Block hashes are computed once for each fingerprint."""
+    """The parts of a request that placement needs. Block hashes are computed once for each fingerprint."""
 
     def __init__(
         self,
@@ -28,8 +28,9 @@ class RoutedRequest:
         generated: Sequence[int] = (),
         model_identity: str = "",
     ) -> None:
-        """`generated` are the delivered tokens after the prompt. `model_identity` is that of the worker they come from;
-        empty for an answer that has not begun. The tokens of `request` are not read."""
+        """`generated` are the tokens already delivered after the prompt, and `model_identity` the identity of the model
+        that generated them; both are empty if the answer has not begun. The prompt comes from `prompt`, not from
+        `request`."""
         self.num_tokens = prompt.num_tokens + len(generated)
         self._prompt = prompt
         self._generated = array("I", generated)
@@ -38,27 +39,27 @@ class RoutedRequest:
         self.session_key = request.session_key
         self.max_ttft_ms = math.inf
         self.num_described = 0
-        """How many candidates the placement describes."""
+        """Number of candidates that the placement describes."""
         self.max_new_tokens: int | None = None
         if request.sampling.HasField("max_tokens"):
             self.max_new_tokens = max(request.sampling.max_tokens - len(generated), 0)
         self.adapter = request.adapter
         self.adapter_sha256 = ""
-        """Hash of the adapter's files, once it is chosen; see `FleetAdapters.choose`."""
+        """Hash of the adapter's files; empty until `FleetAdapters.choose` sets it."""
         self._cache_salt = request.cache_salt
         self._hashes: dict[tuple[str, int, str], list[int]] = {}
 
     def num_expected_tokens(self, priors: Priors) -> int:
-        """Expected tokens to compute and to generate."""
+        """Expected number of tokens to compute and to generate."""
         answer = priors.answer_tokens if self.max_new_tokens is None else min(self.max_new_tokens, priors.answer_tokens)
         return self.num_tokens + answer
 
     def may_go_to(self, card: worker_pb2.ModelCard) -> bool:
-        """Whether workers with this card would continue the answer with the weights and the tokenizer it began with."""
+        """Whether workers with this card have the weights and the tokenizer with which the answer began."""
         return not self.model_identity or self.model_identity == model_identity(card, self.adapter_sha256)
 
     async def prepare(self, cards: Iterable[worker_pb2.ModelCard]) -> None:
-        """Copy and hash the prompt for workers with these cards, without holding the event loop for long."""
+        """Copy and hash the prompt for workers with these cards, without blocking the event loop for long."""
         await self._prompt.prepare({(self._root(card), card.block_size) for card in cards})
 
     def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
@@ -74,7 +75,7 @@ class RoutedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRequest:
-    """A request and its worker, decided in `decision_s`. The holder releases the booking, once."""
+    """A request placed at a worker. The decision took `decision_s`. The owner must release the booking exactly once."""
 
     link: WorkerLink
     card: worker_pb2.ModelCard
@@ -82,12 +83,12 @@ class PlacedRequest:
     placement: Placement
     decision_s: float
     prediction: Run | None
-    """Of the request's blocks at the worker."""
+    """The prediction that the request's blocks will be cached at the worker."""
     adapter_sha256: str = ""
 
     def belief(self, *, may_be_given_back: bool) -> inference_pb2.Belief:
-        """The message about the placement for the worker. The worker can only know better if other routers use it
-        too."""
+        """The router's belief about the worker's load, as a message. It allows the worker to give the request back only
+        if other routers use the worker, too: a single router already knows the whole load."""
         placement = self.placement
         believed = placement.belief if may_be_given_back and self.link.num_routers > 1 else None
         return belief_message(self.link.watcher_id, self.booking, placement.predicted_cached_tokens, believed)

@@ -1,4 +1,4 @@
-"""Which worker had a session's last request (pure)."""
+"""Remembers which worker got each session's last request. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 
 class SessionWorkers:
-    """Address of a worker by model and session key. The least recently used sessions are forgotten."""
+    """Worker addresses by model and session key. The least recently used sessions are forgotten."""
 
     def __init__(self, max_sessions: int) -> None:
         self.max_sessions = max_sessions
@@ -16,11 +16,11 @@ class SessionWorkers:
         return len(self._addresses)
 
     def get(self, model: str, session_key: str) -> str | None:
-        """The address; None for no session ("") or one that is not known."""
+        """The address of the session's worker. None if the key is empty or unknown."""
         return self._addresses.get((model, session_key)) if session_key else None
 
     def put(self, model: str, session_key: str, address: str) -> None:
-        """The session's newest request goes to this worker."""
+        """Record that the session's newest request goes to this worker."""
         self._addresses[model, session_key] = address
         self._addresses.move_to_end((model, session_key))
         if len(self._addresses) > self.max_sessions:

@@ -1,4 +1,4 @@
-"""Acts in time when a worker falls silent, without cost for each message."""
+"""Detects in time that a worker has fallen silent, at no cost per message."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headrace.common.transport.silence import Peer
 
 
 class SilenceTimer:
-    """Judges a peer's silence until `stop`, for as long as `judge` gives the seconds to the next judgement.
+    """Calls `judge` with the peer until `stop`. `judge` returns the seconds until the next call.
 
-    When it gives None, the peer is given up and `on_given_up` is called.
+    If it returns None, the peer is given up: `on_given_up` is called, and the timer ends.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class SilenceTimer:
         self._arm(first_s)
 
     def stop(self) -> None:
-        """Judge no more."""
+        """Stop the timer."""
         self._handle.cancel()
         self.peer.close()
 

@@ -1,4 +1,4 @@
-"""What a worker last reported of its LoRA adapters (pure)."""
+"""The LoRA adapters in a worker's last report. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from headrace.protos import worker_pb2
 
 
 class WorkerAdapters:
-    """The adapters of one worker, by name. They stay known while the worker is away."""
+    """The adapters of one worker, by name. They stay known while the worker is unreachable."""
 
     def __init__(self) -> None:
         self._adapters: dict[str, worker_pb2.Adapter] = {}
         self._max_in_memory = 0
 
     def take(self, message: worker_pb2.WatchResponse) -> None:
-        """Take in a report."""
+        """Apply a report."""
         if message.HasField("adapters"):
             self._adapters = {adapter.name: adapter for adapter in message.adapters.adapters}
             self._max_in_memory = message.adapters.max_in_memory
@@ -28,13 +28,13 @@ class WorkerAdapters:
         return "" if adapter is None else adapter.sha256
 
     def find(self, name: str) -> worker_pb2.Adapter | None:
-        """The adapter of this name."""
+        """The adapter with this name, or None."""
         return self._adapters.get(name)
 
     def all(self) -> list[worker_pb2.Adapter]:
-        """All adapters, by name."""
+        """All adapters, sorted by name."""
         return [adapter for _, adapter in sorted(self._adapters.items())]
 
     def message(self) -> worker_pb2.AdapterList:
-        """As the worker reported them."""
+        """The adapters as the worker reported them."""
         return worker_pb2.AdapterList(adapters=self._adapters.values(), max_in_memory=self._max_in_memory)

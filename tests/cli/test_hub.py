@@ -259,7 +259,7 @@ def test_models_are_listed_shown_and_removed(hub: Hub, model_files: dict[str, by
     assert lines == [f"mine         0.00 GB  link {model_folder}", "owner/model  0.00 GB  hub owner/model"]
     shown = run("models", "show", "owner/model").stdout
     assert hub.repositories["owner/model"].commit("main") in shown
-    assert "KV cache      69.6 KB for a token (u8)" in shown
+    assert "KV cache      69.6 KB per token (u8)" in shown
     row = json.loads(run("models", "show", "owner/model", "--json").stdout)
     assert row["memory_gib"] == {"8192": 1.03, "32768": 2.63}
     assert row["kv_bytes_per_token"] == 2 * 32 * 8 * (128 + 8)
@@ -267,7 +267,7 @@ def test_models_are_listed_shown_and_removed(hub: Hub, model_files: dict[str, by
     assert "damaged" in run("models", "list").stdout
     assert run("models", "rm", "owner/model", "mine").stdout.splitlines() == [
         "removed owner/model (0.00 GB)",
-        "removed mine (a name only)",
+        "removed mine (only the name)",
     ]
     assert (model_folder / "openvino_model.bin").exists()
     assert run("models", "list", "--json").stdout == "[]\n"

@@ -68,12 +68,12 @@ def test_a_port_above_the_last_one_is_not_free() -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(CommandError, match=r"192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(CommandError, match=r"192\.0\.2\.1 is not an address of this machine"):
         check_port("192.0.2.1", 8000, "--port")
 
 
 def test_a_host_name_that_means_nothing_is_refused() -> None:
-    with pytest.raises(CommandError, match="is no address of this machine"):
+    with pytest.raises(CommandError, match="is not an address of this machine"):
         check_port("no host.invalid", 8000, "--port")
 
 
@@ -81,7 +81,7 @@ def test_a_model_that_is_nowhere_is_refused_and_what_is_known_is_named(cache: Pa
     CliRunner().invoke(cli, ["pull", str(model_folder)])
     result = run("nosuch", "--port", "0")
     assert result.exit_code == 2
-    assert "there is no model 'nosuch': it is neither one of my-model, smollm2-135m" in result.stderr
+    assert "unknown model 'nosuch': it is not one of my-model, smollm2-135m" in result.stderr
 
 
 def test_a_directory_is_served_under_its_name(cache: Path, model_folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_an_impossible_kv_cache_is_refused_before_anything_starts(tmp_path: Path
     meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
     check_memory(4.0, 2, meminfo)
     check_memory(None, 64, meminfo)
-    with pytest.raises(CommandError, match=r"--kv-cache-gb asks for 2 times 4.5 GiB, and 8.0 GiB"):
+    with pytest.raises(CommandError, match=r"--kv-cache-gb asks for 2 times 4.5 GiB, but only 8.0 GiB"):
         check_memory(4.5, 2, meminfo)
     refused = CliRunner().invoke(cli, ["serve", "--kv-cache-gb", "1000000", "--port", "0"])
     assert refused.exit_code == 2

@@ -128,14 +128,16 @@ async def test_a_process_that_is_killed_is_started_again() -> None:
         assert system.process("one").pid not in (None, first)
         assert system.process("one").num_restarts == 1
         assert system.process("two").pid == other
-        assert "serve | one was killed by SIGKILL; it is started again at once" in system.lines
+        assert "serve | one was killed by SIGKILL; restarting it at once" in system.lines
 
 
 async def test_a_process_that_keeps_dying_is_started_with_growing_delays() -> None:
     async with running(spec("one", "import sys; sys.exit(7)")) as system:
         await system.until(lambda: system.process("one").num_restarts >= 4)
     whens = [
-        line.rpartition("again ")[2] for line in system.lines if line.startswith("serve | one ended with status 7")
+        line.rpartition("restarting it ")[2]
+        for line in system.lines
+        if line.startswith("serve | one ended with status 7")
     ]
     assert whens[:4] == ["at once", "in 0.01 s", "in 0.02 s", "in 0.02 s"]
 
@@ -175,7 +177,7 @@ async def test_a_process_that_does_not_stop_is_killed_with_its_group() -> None:
     ) as system:
         await system.until(lambda: sum(line == "one | up" for line in system.lines) == 2)
         pids = [int(line.removeprefix("one | ")) for line in system.lines if line != "one | up"]
-    assert "serve | one did not stop in time; it is killed" in system.lines
+    assert "serve | one did not stop in time; killing it" in system.lines
     assert len(pids) == 1
     await system.until(lambda: not alive(pids[0]))
 
@@ -185,7 +187,7 @@ async def test_kill_ends_stubborn_processes_at_once() -> None:
         await system.until_logged("one | up")
         system.supervisor.kill()
         await system.until(lambda: system.process("one").state == ProcessState.STOPPED)
-    assert "serve | one did not stop in time; it is killed" not in system.lines
+    assert "serve | one did not stop in time; killing it" not in system.lines
 
 
 async def test_a_stop_does_not_wait_for_a_restart_that_is_due() -> None:

@@ -202,15 +202,14 @@ def test_the_machine_and_the_plan_are_drawn(tmp_path: Path) -> None:
         ("avx2 avx512f", "kernels AVX-512: prompts are exact"),
         (
             "avx2 avx_vnni",
-            "kernels AVX2 with VNNI: prompts are exact in steps of up to 80 tokens, the default there, in "
-            "accuracy mode",
+            "kernels AVX2 with VNNI: in accuracy mode, prompts are exact in steps of up to 80 tokens, the default",
         ),
         (
             "avx2",
-            "kernels AVX2: prompts are exact in steps of up to 80 tokens, the default there, in performance mode and "
-            "accuracy mode",
+            "kernels AVX2: in performance mode and accuracy mode, prompts are exact in steps of up to 80 tokens, the "
+            "default",
         ),
-        ("sse4_2", "kernels none that OpenVINO has fast kernels for: AVX2 is the least"),
+        ("sse4_2", "kernels none; the fast kernels of OpenVINO need at least AVX2"),
     ],
 )
 def test_it_is_told_in_which_steps_prompts_are_exact(tmp_path: Path, flags: str, text: str) -> None:

@@ -348,7 +348,7 @@ def test_a_kv_cache_that_does_not_fit_is_refused(system: Serve) -> None:
 def test_the_grpc_edge_takes_the_port_above_when_it_is_free(system: Serve) -> None:
     gateway = system.process_of("gateway")
     if gateway["grpc_address"] is None:
-        assert any("no gRPC edge" in line for line in system.logs)
+        assert any("no gRPC API" in line for line in system.logs)
         return
     host, _, port = gateway["grpc_address"].rpartition(":")
     with socket.create_connection((host, int(port)), timeout=BOUND_S):

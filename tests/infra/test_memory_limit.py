@@ -67,7 +67,7 @@ def test_the_kv_cache_is_sized_by_the_limit_and_more_is_refused(cgroup: MemoryCg
     try:
         refused.start()
         assert refused.gone() == 2
-        assert re.search(r"error: a KV cache of 4\.0 GiB was asked for .* only 0\.\d GiB", "\n".join(refused.logs))
+        assert re.search(r"error: --kv-cache-gb asks for 4\.0 GiB, but only 0\.\d GiB", "\n".join(refused.logs))
         fitting.start()
         until(lambda: not fitting.is_alive or any("KV cache" in line for line in fitting.logs), "the cache is made")
         found = re.search(r"KV cache (\d+\.\d+) GiB", "\n".join(fitting.logs))

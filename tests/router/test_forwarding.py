@@ -412,7 +412,7 @@ async def test_a_prompt_goes_to_workers_with_the_tokenizer_that_made_it(
     assert len(old.requests) == 1, "although the other has it cached"
     failure = await failure_of(router.call(PROMPT, tokenizer_sha256="ef" * 32))
     assert (failure.reason, failure.field, failure.retry_after_s) == (Reason.MODEL_CHANGED, "tokenizer_sha256", 2.0)
-    assert "a tokenizer that no worker of model 'm' has any more; ask again" in failure.message
+    assert "a tokenizer that no worker of model 'm' has any more; send the request again" in failure.message
     await new.kill()
     await router.until_ready(1)
     failure = await failure_of(router.call(PROMPT, tokenizer_sha256="cd" * 32))

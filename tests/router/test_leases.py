@@ -62,7 +62,7 @@ async def test_workers_beyond_the_bound_are_left_out_and_the_log_says_so(
     await until(
         lambda: len(reading.leases) == 3 and any("--max-workers" in record.message for record in caplog.records)
     )
-    assert "Redis has 5 workers and this router takes 3: 2 get no requests from it" in caplog.text
+    assert "Redis has 5 workers, but this router accepts 3: 2 get no requests from it" in caplog.text
 
 
 async def test_leases_are_seen_as_they_come_and_go(server: RedisServer, reading: Reading) -> None:

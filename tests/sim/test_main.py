@@ -74,4 +74,4 @@ def test_a_trace_is_read_and_too_long_requests_are_left_out(tmp_path: Path) -> N
     result = CliRunner().invoke(main, args)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_requests"] == 2
-    assert "left out 1 requests" in result.stderr
+    assert "dropped 1 requests" in result.stderr

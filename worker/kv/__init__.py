@@ -1,1 +1,1 @@
-"""The KV cache: its blocks, who holds them, and its memory."""
+"""The KV cache: its blocks, their assignment to requests, and the memory behind them."""

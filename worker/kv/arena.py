@@ -1,5 +1,5 @@
-"""The memory of the KV cache: one mapping. Its pages are first touched when blocks come into use, by the threads that
-compute with them, so they come from these threads' NUMA node."""
+"""The memory of the KV cache: one mapping. The compute threads touch each page first, when its block comes into use,
+so the kernel allocates it on their NUMA node."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy.typing as npt
 
 from headrace.worker.kv.host_memory import HUGE_PAGE_BYTES, advise
 
-# The widest operand of a vector instruction.
+# The width of the widest vector registers.
 _ALIGNMENT_BYTES = 64
 
 
 def arena_bytes(size_bytes: int, num_pieces: int) -> int:
-    """The size of an arena for `num_pieces` pieces of `size_bytes` in total."""
+    """The size in bytes of an arena for `num_pieces` pieces that have `size_bytes` in total."""
     wanted = size_bytes + num_pieces * _ALIGNMENT_BYTES
     return -(-wanted // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 class KVArena:
-    """`size_bytes` at `address`, handed out in order by `take`; zeros if the memory is new. A mapping of its own in
-    /proc/self/smaps, and excluded from core dumps."""
+    """A region of `size_bytes` at `address`, from which `take` allocates in order. New memory is zeroed. The region is
+    a separate mapping in /proc/self/smaps and is excluded from core dumps."""
 
     def __init__(
         self,
@@ -34,30 +34,31 @@ class KVArena:
         memory: npt.NDArray[np.uint8] | None = None,
         offset: int = 0,
     ) -> None:
-        """Reserve `num_pieces` pieces of `size_bytes` in total. OSError if that is not possible. They lie in `memory`
-        at `offset`, both aligned to huge pages, or in a private mapping.
+        """Reserve room for `num_pieces` pieces of `size_bytes` in total, in `memory` from `offset` on, or in a private
+        mapping. The address of `memory` and `offset` must be multiples of the huge page size.
 
-        With `huge_pages` the kernel is asked for transparent huge pages; it may give none.
+        `huge_pages` asks the kernel for transparent huge pages, which it may decline. Raises OSError if the memory
+        cannot be mapped.
         """
         self.size_bytes = arena_bytes(size_bytes, num_pieces)
         if memory is None:
-            # Kernels before 6.7 do not align mappings: map more, and begin at the first boundary of a huge page.
+            # Kernels before 6.7 do not align mappings, so map more and start at the first huge page boundary.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             memory = np.frombuffer(mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=flags), np.uint8)
             offset = -memory.ctypes.data % HUGE_PAGE_BYTES
-        assert len(memory) >= offset + self.size_bytes, "the memory is too small"
+        assert len(memory) >= offset + self.size_bytes, "the memory is too small for the arena"
         self._memory, self._offset = memory, offset
         self._end = self._offset + self.size_bytes
         self.address = memory.ctypes.data + offset
         advise(self.address, self.size_bytes, mmap.MADV_DONTDUMP)
         if huge_pages:
-            # EINVAL if the kernel is built without huge pages, and of hugetlbfs.
+            # The call fails with EINVAL in a kernel without huge pages, and for a hugetlbfs file.
             with contextlib.suppress(OSError):
                 advise(self.address, self.size_bytes, mmap.MADV_HUGEPAGE)
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """The next `num_bytes`, aligned for vector instructions. The array keeps the mapping alive."""
-        assert self._offset + num_bytes <= self._end, "more was taken than was asked for"
+        """Return the next `num_bytes`, aligned for vector instructions. The array keeps the mapping alive."""
+        assert self._offset + num_bytes <= self._end, "the arena has no room left"
         piece = self._memory[self._offset : self._offset + num_bytes]
         self._offset += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return piece

@@ -1,4 +1,4 @@
-"""The bytes of KV blocks: where those of a block are in each layer's cache, and their checksum."""
+"""Access to the bytes of KV blocks: copies of a block across all layers, and checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 class BlockShape(NamedTuple):
-    """The part of a block in one cache (the keys or the values of a layer): `heads` x `tokens` x `token_bytes`."""
+    """The shape of one block in one cache (the keys or the values of a layer): `heads` x `tokens` x `token_bytes`."""
 
     heads: int
     tokens: int
@@ -20,12 +20,12 @@ class BlockShape(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the part."""
+        """Bytes of one block in this cache."""
         return self.heads * self.tokens * self.token_bytes
 
 
 class BlockBytes:
-    """The bytes of `num_blocks` blocks in `caches`, arrays of bytes in which block follows block."""
+    """The bytes of all blocks in `caches`. Each cache is an array of bytes that stores its blocks one after another."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], shapes: Sequence[BlockShape]) -> None:
         self._views = [cache.reshape(-1, *shape) for cache, shape in zip(caches, shapes, strict=True)]
@@ -35,7 +35,7 @@ class BlockBytes:
         ]
 
     def gather(self, block: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copy the bytes of a block from all layers to `data`."""
+        """Copy a block's bytes from all layers into `data`."""
         offset = 0
         for view in self._views:
             part = view[block].reshape(-1)
@@ -43,7 +43,7 @@ class BlockBytes:
             offset += len(part)
 
     def scatter(self, block: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copy what `gather` gave to a block."""
+        """Copy `data`, as `gather` wrote it, into a block of all layers."""
         offset = 0
         for view in self._views:
             part = view[block].reshape(-1)
@@ -51,8 +51,8 @@ class BlockBytes:
             offset += len(part)
 
     def checksum(self, block: int, num_tokens: int) -> int:
-        """A checksum of the block's first `num_tokens` tokens, 32 bits. It finds damage, not forgery: a changed word
-        always changes it."""
+        """A 32-bit checksum of the block's first `num_tokens` tokens. It detects damage, not forgery: a change to a
+        single word always changes it."""
         found = 0
         for group in self._groups:
             found = crc32(group.digest(block, num_tokens), found)
@@ -60,7 +60,7 @@ class BlockBytes:
 
 
 class _Group:
-    """Caches of one shape at equal distances, as one array: caches, blocks, heads, tokens, bytes."""
+    """Caches of one shape. If they are at equal distances in memory, they are read as one array."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], shape: BlockShape) -> None:
         self._shape = shape
@@ -75,11 +75,11 @@ class _Group:
             self._words = np.lib.stride_tricks.as_strided(
                 words, (len(caches), *words.shape), (min(distances, default=0), *words.strides), writeable=False
             )
-            # as_strided refers to the first cache only.
+            # as_strided keeps only the first cache alive.
             self._kept = caches
 
     def digest(self, block: int, num_tokens: int) -> bytes:
-        """What stands for the first `num_tokens` tokens of a block. Whole blocks are read at the speed of memory."""
+        """A digest of the block's first `num_tokens` tokens. Whole blocks are read at memory bandwidth."""
         if self._words is not None and num_tokens == self._shape.tokens:
             sums: npt.NDArray[np.uint64] = self._words[:, block].sum(axis=1, dtype=np.uint64)
             return sums.tobytes()

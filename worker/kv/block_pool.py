@@ -1,4 +1,4 @@
-"""The KV blocks of a worker: reference counts, contents, and the order of eviction.
+"""The KV blocks of a worker: reference counts, contents, and eviction order.
 
 A block is in one of three states:
 
@@ -6,19 +6,21 @@ A block is in one of three states:
     cached       ref_count = 0 and findable: reusable until it is evicted
     free         ref_count = 0 and without useful content
 
-A full block can be found by its hash, and shared. A block whose beginning is computed, full or not, can be found by the
-hash of the block before it. A sequence that shares only this beginning copies it.
+A full block can be found by its hash and shared. A block can also be found by the hash of its predecessor, even if only
+its beginning is computed. A sequence that shares only this beginning copies the block.
 
-The blocks that can be found by hash are closed under prefixes: if a block can be found, so can all blocks before it in
-its chain. Routers rely on that (docs/decisions/0023). There are three reasons for it. A block becomes findable only
-after the block before it. A request that holds a findable block also holds those before it. And a sequence releases its
-blocks from the end, so a later block of a chain is evicted first.
+The findable blocks are closed under prefixes: if a block can be found by its hash, so can all blocks before it in its
+chain. Routers rely on this (docs/decisions/0023). Three rules ensure it:
 
-Cached and free blocks are in one queue, in the order of eviction: free blocks, then cached ones, least recently
+- A block becomes findable only after its predecessor.
+- A request that holds a findable block also holds its predecessors.
+- A sequence releases its blocks from the end, so the later blocks of a chain are evicted first.
+
+Cached and free blocks are in one queue in eviction order: first the free blocks, then the cached ones, least recently
 released first. The queue is a doubly linked list in two arrays. Taking its front and removing a block from its middle
 are both O(1). Slot `num_blocks` is the sentinel:
 
-    sentinel <-> 7 <-> 3 <-> 12 <-> sentinel       next(sentinel) is taken first
+    sentinel <-> 7 <-> 3 <-> 12 <-> sentinel       block 7 is taken first
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 TOKEN_BYTES = 4
-# How many blocks after the same parent are compared for the longest common beginning, the latest first.
+# At most this many blocks with the same parent are compared for the longest common beginning, newest first.
 MAX_SIBLINGS = 16
 
 
 class Content(NamedTuple):
-    """The content of a findable block. `block_hash` is None while the block is not full. The first block of a chain has
-    the chain's root as `parent_hash`."""
+    """The content of a findable block. `block_hash` is None while the block is not full. The `parent_hash` of a chain's
+    first block is the chain's root hash."""
 
     block_hash: int | None
     parent_hash: int
@@ -44,7 +46,7 @@ class Content(NamedTuple):
 
 
 class Journal(Protocol):
-    """Is told of every change of the blocks' contents, before anybody can write to a block."""
+    """Records every change of the blocks' contents. It is called before anyone can write to a changed block."""
 
     @property
     def has_unsealed(self) -> bool:
@@ -52,30 +54,31 @@ class Journal(Protocol):
         ...
 
     def note(self, block: int, content: Content) -> None:
-        """The block has this content."""
+        """The block now has this content."""
         ...
 
     def drop(self, block: int) -> None:
-        """The block has no content, or is about to get another."""
+        """The block loses its content."""
         ...
 
     def grow(self, block: int) -> None:
-        """A block of this number comes into use."""
+        """The block with this number comes into use."""
         ...
 
     def use(self, blocks: Iterable[int]) -> None:
-        """The blocks were released now."""
+        """The blocks were just released."""
         ...
 
     def seal(self) -> None:
-        """Record what was noted. Reads these blocks, so nobody may take one meanwhile."""
+        """Record the noted blocks. Reads their bytes, so none of them may be taken meanwhile."""
         ...
 
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens each. Not thread-safe: the engine thread owns it.
 
-    `take_events` returns which hashes became findable and which were evicted. A hash that was both has no event.
+    `take_events` returns the hashes that became findable and those that were evicted. A hash that became findable and
+    was evicted since the last call is in neither list.
     """
 
     def __init__(self, num_blocks: int, block_size: int, journal: Journal | None = None) -> None:
@@ -87,7 +90,7 @@ class BlockPool:
         self.num_restored = 0
         self.journal = journal
         self.on_eviction: Callable[[int, Content], None] | None = None
-        """Called before a block gives up its content for another."""
+        """Called before a cached block is reused and loses its content."""
         self._num_unreferenced = num_blocks
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._next = array("i", [*range(1, num_blocks + 1), 0])
@@ -100,12 +103,12 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be taken: free and cached ones."""
+        """Number of blocks that can be taken: free and cached ones."""
         return self._num_unreferenced
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that can be found by their hash, referenced or not."""
+        """Number of blocks that can be found by their hash, referenced or not."""
         return len(self._block_of_hash)
 
     def is_findable(self, block_hash: int) -> bool:
@@ -113,7 +116,7 @@ class BlockPool:
         return block_hash in self._block_of_hash
 
     def find(self, block_hash: int, parent_hash: int, token_bytes: bytes) -> int | None:
-        """The block with this hash, parent and content, or None. Comparing the content excludes hash collisions."""
+        """The block with this hash, parent and content, or None. Comparing the content rules out hash collisions."""
         block = self._block_of_hash.get(block_hash)
         if block is None or self._content[block][:3] != (block_hash, parent_hash, token_bytes):
             return None
@@ -130,11 +133,11 @@ class BlockPool:
         return best, longest
 
     def take(self, count: int) -> list[int]:
-        """Take `count` blocks for one holder, in the order of eviction. Their cached content is lost.
+        """Take `count` blocks for one holder, in eviction order. Their cached content is lost.
 
-        The caller has checked `num_free_blocks`.
+        `count` must be at most `num_free_blocks`.
         """
-        assert 0 <= count <= self._num_unreferenced, "taking more blocks than there are"
+        assert 0 <= count <= self._num_unreferenced, "more blocks are taken than are free"
         taken = []
         sentinel = self.num_blocks
         for _ in range(count):
@@ -181,13 +184,13 @@ class BlockPool:
     def make_findable(
         self, block: int, block_hash: int, parent_hash: int, token_bytes: bytes, *, is_first: bool
     ) -> int | None:
-        """Make a full, computed, referenced block findable. The block before it is findable, unless it `is_first`.
+        """Make a full, computed, referenced block findable. Its predecessor must be findable, unless it `is_first`.
 
-        Returns the block that the hash finds: this one, or an older one with the same content. None if the hash finds a
-        block with other content; then no block after this one may become findable.
+        Returns the block that its hash leads to: this one, or an older one with the same content. Returns None if the
+        hash leads to a block with different content. Then no later block of the chain may become findable.
         """
         assert self._ref_count[block] > 0, "only a held block can become findable"
-        assert is_first or parent_hash in self._block_of_hash, "a block would be findable without the one before it"
+        assert is_first or parent_hash in self._block_of_hash, "a block would be findable without its predecessor"
         if block in self._content:
             self._forget(block)
         if block_hash in self._block_of_hash:
@@ -209,34 +212,33 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Forget the content of all blocks. None may be referenced."""
-        for block in reversed(list(self._content)):  # the end of each chain first
+        for block in reversed(list(self._content)):  # each chain from its end
             self._forget(block)
 
     def put_last(self, blocks: Iterable[int]) -> None:
-        """Make unreferenced blocks the last to be taken, in this order."""
+        """Move unreferenced blocks to the end of the eviction queue, in this order."""
         for block in blocks:
             assert self._ref_count[block] == 0, "a held block is not in the queue"
             self._unlink(block)
             self._link(block, at_front=False)
 
     def restore(self, contents: Iterable[tuple[int, Content]]) -> None:
-        """Make blocks without content findable again, each after the block before it in its chain. The journal has
-        them already. Say with `put_last` in which order they are evicted."""
+        """Make blocks findable again that the journal already records. They must have no content in the pool, and each
+        must follow its predecessor in `contents`. Set their eviction order with `put_last`."""
         for block, content in contents:
             assert self._ref_count[block] == 0, "a held block cannot be restored"
             assert block not in self._content, "a block with content cannot be restored"
-            assert content.is_first or content.parent_hash in self._block_of_hash, "the block before it is missing"
+            assert content.is_first or content.parent_hash in self._block_of_hash, "the block's predecessor is missing"
             self._insert(block, content)
             if content.block_hash is not None:
-                assert content.block_hash not in self._block_of_hash, "two blocks of one hash"
+                assert content.block_hash not in self._block_of_hash, "two blocks have the same hash"
                 self._block_of_hash[content.block_hash] = block
                 self._stored[content.block_hash] = None
             self.num_restored += 1
 
     def take_events(self) -> tuple[list[int], list[int]]:
-        """Hashes that became findable, and hashes that were evicted, since the last call. No hash is in both.
-
-        The beginning of a chain comes first among the stored hashes and last among the evicted ones.
+        """Return the hashes that became findable and the hashes that were evicted since the last call. No hash is in
+        both lists. A chain's blocks are in order in the first list and in reverse order in the second.
         """
         stored, evicted = list(self._stored), list(self._evicted)
         self._stored.clear()
@@ -248,7 +250,7 @@ class BlockPool:
         return frozenset(self._block_of_hash)
 
     def check(self) -> None:
-        """Assert that every block is accounted for exactly once. O(num_blocks): for tests."""
+        """Assert that every block is accounted for exactly once. Takes O(num_blocks) time; for tests."""
         queue = []
         block = self._next[self.num_blocks]
         while block != self.num_blocks:
@@ -268,16 +270,16 @@ class BlockPool:
         self._check_chains(queue)
 
     def _check_chains(self, queue: list[int]) -> None:
-        """Assert that findable blocks are closed under prefixes, and stay so whatever is evicted next."""
+        """Assert that findable blocks are closed under prefixes, and remain so after any number of evictions."""
         place_of = {block: place for place, block in enumerate(queue)}
         for block, content in self._content.items():
             if content.is_first:
                 continue
             before = self._block_of_hash.get(content.parent_hash)
-            assert before is not None, "a block can be found and the one before it cannot"
+            assert before is not None, "a block is findable, but its predecessor is not"
             if before in place_of:
-                assert block in place_of, "a block is held and the one before it is not"
-                assert place_of[block] < place_of[before], "a block would be evicted before the one after it"
+                assert block in place_of, "a block is held, but its predecessor is not"
+                assert place_of[block] < place_of[before], "a block would be evicted before its successor"
 
     def _note(self, block: int, content: Content) -> None:
         self._insert(block, content)

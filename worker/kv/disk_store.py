@@ -1,12 +1,12 @@
-"""KV blocks in a file: fixed slots, an index by hash, shared by all workers of a host.
+"""KV blocks in a file of fixed slots with an index by hash. All workers of a host share it.
 
-    headrace-kv-ID.blocks   slots: a record (hash, parent, tokens, checksum), then the bytes of a block
-    headrace-kv-ID.index    for each slot: hash, when it was last used, how often it was found
+    headrace-kv-ID.blocks   for each slot: a record (hash, parent, tokens, checksum), then the bytes of a block
+    headrace-kv-ID.index    for each slot: its hash, time of last use, and number of hits
 
-ID stands for the model and the layout of its cache. The index is mapped by all workers, and slots are given out under a
-lock. It is only a hint: what is read counts if the record and the checksum of the slot agree with what was asked for.
-So a write that was torn, a slot that another process has replaced and a damaged file are all found, and the block is
-computed again. The space is reserved when the file is made, so that a full disk is found at the start.
+ID identifies the model and the layout of its cache. All workers map the index, and assign slots under a file lock. The
+index is only a hint: a block that was read is used only if the slot's record and checksum match the request. This
+detects torn writes, slots that another process has replaced, and damaged files; such a block is computed again. The
+space is reserved when the file is created, so a full disk is reported at the start.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from headrace.worker.kv.block_pool import TOKEN_BYTES
 
 _PREFIX = "headrace-kv-"
 _PAGE_BYTES = 4096
-# Being found once is worth as much as having been used so many seconds later.
+# In the choice of the slot to replace, one hit counts as much as a last use that is this many seconds later.
 _FOUND_WORTH_S = 600
 _ENTRY = np.dtype([("hash", "<u8"), ("used_s", "<u4"), ("found", "<u4")])
 
 
 class DiskStore:
-    """The slots of one model's blocks. Not thread-safe: the tier's thread reads and writes, `has` may be called by any.
+    """The slots for one model's blocks. Only the tier's thread reads and writes; any thread may call `has`.
 
-    A block is `block_bytes` bytes; `block_size` tokens are in its record.
+    A block has `block_bytes` bytes, and its record `block_size` tokens.
     """
 
     def __init__(self, directory: Path, identity: str, size_bytes: int, block_bytes: int, block_size: int) -> None:
-        """Open the store, or make it. ConfigurationError if that is not possible."""
+        """Open or create the store. Raises ConfigurationError if that fails."""
         self._record = struct.Struct(f"<QQI{TOKEN_BYTES * block_size}s")
         self._block_bytes = block_bytes
         record_bytes = -(-(self._record.size + 4) // _PAGE_BYTES) * _PAGE_BYTES
@@ -51,8 +51,8 @@ class DiskStore:
         self.num_slots = size_bytes // self._slot_bytes
         if not self.num_slots:
             raise ConfigurationError(
-                f"--kv-disk-gb {size_bytes / 2**30:g} is less than a block of {self._slot_bytes / 2**20:.1f} MiB; "
-                "ask for more"
+                f"--kv-disk-gb {size_bytes / 2**30:g} is too small for a block of {self._slot_bytes / 2**20:.1f} MiB; "
+                "choose a larger size"
             )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,15 +71,15 @@ class DiskStore:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the index has."""
+        """Number of blocks in the index."""
         return len(self._slot_of)
 
     def has(self, block_hash: int) -> bool:
-        """Whether the index has a block, as far as this process knows."""
+        """Whether the block was in the index at this process's last refresh."""
         return block_hash in self._slot_of
 
     def refresh(self) -> None:
-        """Take over what other processes have changed in the index."""
+        """Read the changes of other processes from the index."""
         now = self._entries["hash"].copy()
         for slot in np.flatnonzero(now != self._seen).tolist():
             before, after = int(self._seen[slot]), int(now[slot])
@@ -90,7 +90,7 @@ class DiskStore:
         self._seen = now
 
     def write(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
-        """Store a block, in place of the least valuable one. Returns whether it was stored by this call. Raises
+        """Store a block in place of the least valuable one. Returns False if the store already had it. Raises
         OSError."""
         with self._locked():
             self.refresh()
@@ -98,7 +98,7 @@ class DiskStore:
                 return False
             slot = self._least_valuable()
             self._enter(slot, 0)
-            # Others leave it alone while it is written.
+            # A recent time of use keeps other processes from choosing this slot while it is written.
             self._entries["used_s"][slot] = int(time.time())
         raw = self._record.pack(block_hash, parent_hash, crc32(data.data), token_bytes)
         record = raw + crc32(raw).to_bytes(4, "little")
@@ -112,8 +112,8 @@ class DiskStore:
         return True
 
     def read(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
-        """Read a block into `data`. False if it is not there or damaged; then the index has it no more. Raises
-        OSError."""
+        """Read a block into `data`. Returns False if it is missing or damaged, and removes a damaged one from the
+        index. Raises OSError."""
         slot = self._slot_of.get(block_hash)
         if slot is None:
             return False
@@ -131,7 +131,7 @@ class DiskStore:
         return False
 
     def flush(self) -> None:
-        """Wait until what was written is on the disk, and leave the page cache to others. Raises OSError."""
+        """Wait until all writes are on the disk, and free their pages in the page cache. Raises OSError."""
         os.fdatasync(self._blocks)
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._blocks, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -153,7 +153,7 @@ class DiskStore:
         if os.fstat(self._blocks).st_size != wanted:
             if os.fstat(self._blocks).st_size:
                 raise ConfigurationError(
-                    f"the blocks in --kv-disk {directory} were stored with another --kv-disk-gb; give the same, or "
+                    f"the files in --kv-disk {directory} were created with another --kv-disk-gb; use the same size, or "
                     "remove the files"
                 )
             found = os.fstatvfs(self._blocks)

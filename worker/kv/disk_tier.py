@@ -1,7 +1,8 @@
-"""Moves blocks between the KV cache and the disk, in a thread of its own.
+"""Moves blocks between the KV cache and the disk in a background thread.
 
-The engine thread hands over blocks that it evicts, and asks for blocks that a prompt needs. Reads go first. Writes take
-at most a part of the time, so that reads and other programs find the disk free; what comes faster is not stored.
+The engine thread hands over the blocks that it evicts, and requests the blocks that a prompt needs. Reads go before
+writes. Writes use a limited share of the time, to leave the disk free for reads and other programs. Blocks that are
+evicted faster than the disk may store them are dropped.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from headrace.worker.kv.disk_store import DiskStore
 
 log = logging.getLogger(__name__)
 
-# The share of the time in which the disk may be busy with writes.
+# The largest share of the time that the thread spends on writes.
 WRITE_SHARE = 0.5
-# Evicted blocks that wait to be written: at most so many, and at most so much memory.
+# Bounds of the queue of evicted blocks to be written.
 MAX_QUEUED, MAX_QUEUED_BYTES = 256, 256 << 20
 _WRITES_A_FLUSH = 8
 _PAUSE_AFTER_FAILURE_S = 60.0
-# Before anything was read.
+# The assumed read speed before the first read.
 _FIRST_GUESS_BYTES_PER_S = 1e9
-# How much the latest read counts.
+# The weight of the latest read in the moving average.
 _NEWEST = 0.2
 
 
 class Wanted(NamedTuple):
-    """A block to be read into `block`, which nobody else has."""
+    """A block to be read into `block`, which has no other holder."""
 
     block: int
     block_hash: int
@@ -47,8 +48,8 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks of one prompt, in order. The thread sets `num_read` and ends at the first that cannot be read, or when
-    `is_given_up`."""
+    """Blocks of one prompt, read in order. The thread counts them in `num_read`, and stops at the first block that it
+    cannot read, or when `is_given_up` is set."""
 
     wanted: Sequence[Wanted]
     num_read: int = 0
@@ -56,7 +57,7 @@ class Fetch:
 
 
 class DiskTier(threading.Thread):
-    """Reads and writes `store`. `on_arrival` is called in this thread when a fetch has ended."""
+    """The thread that reads and writes `store`. It calls `on_arrival` when a fetch has ended."""
 
     def __init__(self, store: DiskStore, contents: BlockBytes, block_bytes: int) -> None:
         super().__init__(name="kv-disk", daemon=True)
@@ -65,7 +66,7 @@ class DiskTier(threading.Thread):
         self.num_not_written = 0
         self.num_read = 0
         self.read_s = block_bytes / _FIRST_GUESS_BYTES_PER_S
-        """Seconds that a block takes to be read, lately."""
+        """Seconds to read a block: a moving average."""
         self._store = store
         self._contents = contents
         self._block_bytes = block_bytes
@@ -80,7 +81,7 @@ class DiskTier(threading.Thread):
         self._next_write_s = 0.0
 
     def spill(self, block: int, content: Content) -> None:
-        """Engine thread: store a block that is about to get another content. Copies it."""
+        """Engine thread: copy a block that is about to be evicted, and queue the copy for writing."""
         if content.block_hash is None or self._store.has(content.block_hash):
             return
         if len(self._spills) >= self._max_queued:
@@ -93,29 +94,29 @@ class DiskTier(threading.Thread):
             self._changed.notify()
 
     def has(self, block_hash: int) -> bool:
-        """Engine thread: whether the block is on the disk, as far as is known."""
+        """Engine thread: whether the block was on the disk at the last refresh of the index."""
         return self._store.has(block_hash)
 
     def fetch(self, fetch: Fetch) -> None:
-        """Engine thread: read these blocks. `take_ended` returns the fetch when it has ended."""
+        """Engine thread: queue a fetch. `take_ended` returns it when it has ended."""
         with self._changed:
             self._fetches.append(fetch)
             self._changed.notify()
 
     def take_ended(self) -> list[Fetch]:
-        """Engine thread: the fetches that have ended since the last call."""
+        """Engine thread: return the fetches that have ended since the last call."""
         ended = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
     def expected_s(self, num_blocks: int) -> float:
-        """When so many blocks would be here, in seconds, behind what is asked for already."""
+        """Expected seconds until `num_blocks` more blocks are read, including the wait for queued fetches."""
         queued = sum(len(fetch.wanted) - fetch.num_read for fetch in tuple(self._fetches))
         return (queued + num_blocks) * self.read_s
 
     def wait_until_written(self, timeout_s: float) -> bool:
-        """Wait until everything that was handed over is stored."""
+        """Wait until all queued blocks are written. Returns False after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while self._spills or self._num_unflushed:
             if time.monotonic() > deadline_s:
@@ -124,7 +125,7 @@ class DiskTier(threading.Thread):
         return True
 
     def stop(self) -> None:
-        """End the thread behind what it does now."""
+        """Make the thread end after its current read or write."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -140,7 +141,7 @@ class DiskTier(threading.Thread):
                 self._write()
 
     def _next(self) -> Fetch | None:
-        """The next fetch. None if it is time to write, or to stop."""
+        """Wait for the next fetch. Returns None if it is time to write or to stop."""
         with self._changed:
             while not self._is_stopping:
                 if self._fetches:
@@ -161,7 +162,7 @@ class DiskTier(threading.Thread):
             try:
                 is_read = self._store.read(wanted.block_hash, wanted.parent_hash, wanted.token_bytes, self._buffer)
             except OSError as error:
-                log.warning("a KV block could not be read from the disk: %s; it is computed", error)
+                log.warning("a KV block could not be read from the disk: %s; it is computed instead", error)
                 return
             if not is_read:
                 return
@@ -171,7 +172,7 @@ class DiskTier(threading.Thread):
             self.num_read += 1
 
     def _write(self) -> None:
-        """Write one block, and now and then wait for the disk."""
+        """Write one block. Flush the file after several blocks, or when the queue is empty."""
         start_s = time.monotonic()
         try:
             if self._spills:
@@ -185,7 +186,7 @@ class DiskTier(threading.Thread):
                 self._store.flush()
                 self._num_unflushed = 0
         except OSError as error:
-            log.warning("KV blocks cannot be stored: %s; trying again in %.0f s", error, _PAUSE_AFTER_FAILURE_S)
+            log.warning("KV blocks cannot be written to disk: %s; retrying in %.0f s", error, _PAUSE_AFTER_FAILURE_S)
             self.num_not_written += len(self._spills)
             self._spills.clear()
             self._num_unflushed = 0

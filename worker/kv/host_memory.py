@@ -1,7 +1,7 @@
-"""Memory that outlives the worker: a file in memory that the next process of the worker opens again.
+"""Memory that outlives the worker's process: an in-memory file that the next process opens again.
 
-`headrace serve` makes the file (memfd) and passes its descriptor to each process of a worker. Elsewhere the worker
-finds its file by name in a directory of a tmpfs or hugetlbfs. After a SIGKILL the file holds all that was stored.
+`headrace serve` creates the file (memfd) and passes its descriptor to each process of a worker in turn. Elsewhere the
+worker finds its file by name in a directory on a tmpfs or hugetlbfs. The contents survive a SIGKILL.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from headrace.worker.config import ConfigurationError
 log = logging.getLogger(__name__)
 
 _PREFIX = "headrace-kv-"
-# The size of a huge page on x86-64, and on ARM with pages of 4 KiB.
+# The size of a huge page on x86-64, and on ARM with 4 KiB pages.
 HUGE_PAGE_BYTES = 2 << 20
-# A file without an owner is removed by the workers of its directory when it was not used for this time.
+# Workers remove files in their directory that have no owner and were not used for this long.
 STALE_AFTER_S = 900.0
-# The kernel may still be taking down the process before.
+# How long to wait for the file's lock: the kernel may still be ending the previous process.
 _LOCK_PATIENCE_S = 5.0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
 class HostMemory:
-    """An open file in memory. `path` is None for a descriptor that was passed on."""
+    """An open in-memory file. `path` is None if the file came as an inherited descriptor."""
 
     def __init__(self, descriptor: int, path: Path | None = None) -> None:
         self.descriptor = descriptor
@@ -47,35 +47,36 @@ class HostMemory:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the file."""
+        """The size of the file in bytes."""
         return os.fstat(self.descriptor).st_size
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that the file takes now. cgroups count it as used by whoever touched it first."""
+        """Memory that the file occupies now. cgroups charge it to the process that touched it first."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     @property
     def room_bytes(self) -> int | None:
-        """The most that the file can take in its file system; None without a limit. A page that is touched beyond it
-        ends the process (SIGBUS)."""
+        """The largest size that the file system has room for; None without a limit. Touching a page beyond it ends the
+        process with SIGBUS."""
         if self.path is None:
             return None
         found = os.fstatvfs(self.descriptor)
         return found.f_bavail * found.f_frsize + self.resident_bytes if found.f_blocks else None
 
     def clear(self) -> None:
-        """Give all of it back to the kernel."""
+        """Truncate the file and free its memory."""
         os.ftruncate(self.descriptor, 0)
 
     def resize(self, size_bytes: int) -> None:
-        """Make the file at least `size_bytes` long. ConfigurationError if its file system has no room."""
+        """Set the file's size to `size_bytes`, rounded up to whole pages. Raises ConfigurationError if the file system
+        has too little room."""
         size_bytes = -(-size_bytes // self._page_bytes) * self._page_bytes
         self._check_room(size_bytes)
         os.ftruncate(self.descriptor, size_bytes)
 
     def map(self) -> npt.NDArray[np.uint8]:
-        """Map the whole file, aligned for huge pages. It is unmapped with the last reference. Raises OSError."""
+        """Map the whole file, aligned for huge pages. It is unmapped when the last reference goes. Raises OSError."""
         size, reserved = self.size_bytes, self.size_bytes + self._page_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         start = _mmap(None, reserved, 0, flags, -1)
@@ -86,7 +87,7 @@ class HostMemory:
         return np.frombuffer(memory, np.uint8)  # type: ignore[call-overload, no-any-return]
 
     def touch(self) -> None:
-        """Tell the other workers of the directory that the file is in use."""
+        """Update the file's time, which shows other workers that it is in use."""
         with contextlib.suppress(OSError):
             os.utime(self.descriptor)
 
@@ -99,14 +100,14 @@ class HostMemory:
         room = self.room_bytes
         if room is not None and size_bytes > room:
             raise ConfigurationError(
-                f"--kv-memory: the file system of {self.path} has room for {room / 2**30:.2f} GiB, and the KV cache "
-                f"takes {size_bytes / 2**30:.2f} GiB; enlarge it, or ask for less with --kv-cache-gb"
+                f"--kv-memory: the file system of {self.path} has room for {room / 2**30:.2f} GiB, but the KV cache "
+                f"needs {size_bytes / 2**30:.2f} GiB; enlarge it, or choose a smaller --kv-cache-gb"
             )
 
 
 def open_memory(where: str, worker_id: str) -> HostMemory:
-    """The memory at `where`: `fd:N`, or a directory in which the worker has a file of its own. ConfigurationError if it
-    cannot be used."""
+    """Open the memory at `where`: `fd:N`, or a directory in which each worker has its own file. Raises
+    ConfigurationError if it cannot be used."""
     if where.startswith("fd:"):
         return _inherited(where)
     directory = Path(where)
@@ -122,9 +123,9 @@ def _inherited(where: str) -> HostMemory:
         descriptor = int(where.removeprefix("fd:"))
         found = os.fstat(descriptor)
     except (ValueError, OSError) as error:
-        raise ConfigurationError(f"--kv-memory {where} names no open file ({error}); name a directory") from None
+        raise ConfigurationError(f"--kv-memory {where} is not an open file ({error}); name a directory") from None
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigurationError(f"--kv-memory {where} is no file in memory; name a directory")
+        raise ConfigurationError(f"--kv-memory {where} is not a regular file; name a directory")
     os.set_inheritable(descriptor, False)
     return HostMemory(descriptor)
 
@@ -142,7 +143,7 @@ def _named(path: Path) -> HostMemory:
     deadline_s = time.monotonic() + _LOCK_PATIENCE_S
     while not _locked(descriptor):
         if time.monotonic() > deadline_s:
-            raise ConfigurationError(f"{path} is in use by another worker; give each a --worker-id of its own")
+            raise ConfigurationError(f"{path} is in use by another worker; give each worker its own --worker-id")
         time.sleep(0.05)
     memory = HostMemory(descriptor, path)
     memory.touch()
@@ -150,7 +151,7 @@ def _named(path: Path) -> HostMemory:
 
 
 def _prune(directory: Path, *, keep: str) -> None:
-    """Remove files of workers that are gone and did not come back."""
+    """Remove the files of workers that have ended and not come back."""
     for path in directory.glob(f"{_PREFIX}*"):
         if path.name == keep:
             continue
@@ -189,7 +190,7 @@ def _libc() -> Any:
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:
-    """mmap(2) at an address, which Python's mmap cannot choose. Raises OSError."""
+    """mmap(2) at a given address, which Python's mmap does not support. Raises OSError."""
     found = _libc().mmap(
         ctypes.c_void_p(address),
         ctypes.c_size_t(size),

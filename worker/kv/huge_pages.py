@@ -1,8 +1,8 @@
-"""Huge pages for a KV cache in a file in memory.
+"""Huge pages for a KV cache in an in-memory file.
 
-Most kernels give such files small pages on a fault (/sys/kernel/mm/transparent_hugepage/shmem_enabled is `never`), and
-huge ones on request (MADV_COLLAPSE, Linux 6.1). So a thread requests them for blocks that are about to come into use.
-Blocks come into use in order, and a page that is not huge in time works too.
+Most kernels back such files with small pages (/sys/kernel/mm/transparent_hugepage/shmem_enabled is `never`), but
+collapse them into huge pages on request (MADV_COLLAPSE, since Linux 6.1). A thread makes these requests for blocks that
+are about to come into use, which happens in order of their numbers. Blocks work before their pages are collapsed, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from headrace.worker.kv.host_memory import HUGE_PAGE_BYTES, advise
 log = logging.getLogger(__name__)
 
 _MADV_COLLAPSE = 25
-# Prompts take this many blocks in a step, or fewer.
+# The minimum number of blocks to prepare in advance: a step of prompts takes at most this many.
 _LEAST_AHEAD = 64
 
 
 class HugePages:
-    """Makes the pages of `caches` huge, arrays of bytes in which block follows block. `begun` blocks are done."""
+    """Collapses the pages of `caches` into huge ones. Each cache is an array of bytes that stores its blocks one after
+    another. The first `begun` blocks are skipped, because they are huge already."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], num_blocks: int, begun: int = 0) -> None:
         self._caches = caches
@@ -37,7 +38,7 @@ class HugePages:
         self._done: set[int] = set()
 
     def reach(self, block: int) -> int:
-        """This block comes into use, the highest so far. Returns from which block on to call again."""
+        """Prepare for the use of `block`, the highest so far. Returns the block at which to call again."""
         if self._executor is None:
             return self._num_blocks
         first, self._asked = self._asked, min(block + 2 * self._ahead, self._num_blocks)
@@ -45,7 +46,7 @@ class HugePages:
         return self._asked - self._ahead if self._asked < self._num_blocks else self._num_blocks
 
     def wait(self) -> None:
-        """Wait until all that was asked for is done."""
+        """Wait until all requested blocks are done."""
         if self._executor is not None:
             self._executor.submit(int).result()
 
@@ -54,21 +55,21 @@ class HugePages:
             each = cache.nbytes // self._num_blocks
             address = cache.ctypes.data
             begin, stop = address + first * each, address + end * each
-            # A page that is only partly in this cache is as good for its neighbour.
+            # A page that is only partly in this cache is collapsed, too: its other part belongs to another cache.
             for page in range(begin - begin % HUGE_PAGE_BYTES, stop, HUGE_PAGE_BYTES):
                 if page not in self._done and not self._make_huge(page, cache, max(page - address, 0)):
                     return
 
     def _make_huge(self, page: int, cache: npt.NDArray[np.uint8], offset: int) -> bool:
-        """Returns whether to go on."""
+        """Collapse one page. Returns False if the kernel does not support it."""
         self._done.add(page)
-        # The kernel collapses only where a page is present; reading takes one.
+        # The kernel collapses only pages that are present, so read one.
         int(cache[offset])
         try:
             advise(page, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
         except OSError as error:
             if error.errno == errno.EINVAL:
-                log.info("this kernel has no huge pages for a KV cache that outlives the worker (Linux 6.1 has)")
+                log.info("this kernel has no huge pages for a KV cache that outlives the worker; Linux 6.1 has them")
                 self._executor = None
                 return False
         return True

@@ -1,12 +1,12 @@
-"""The content of each block, in memory that outlives the process. It is readable at any moment, even after a crash.
+"""A record of each block's content, in memory that outlives the process. It is consistent even after a crash.
 
-    states    one byte for each block: 1 if its record holds
+    states    one byte for each block: 1 if its record is valid
     used      when each block was last released, in nanoseconds of the monotonic clock
     records   hash, parent, checksum and tokens of each block
 
-The order of the stores makes every moment safe. A block that is taken loses its state before anybody can write to it.
-A block gets its state after its bytes are computed and its record is complete. Blocks with a state are never written,
-except behind the tokens of their record. Stores of a process that is killed are not lost, whatever cache they are in.
+The order of the writes keeps the journal consistent. A block's state is cleared before anyone can write to the block.
+It is set after the block's bytes are computed and its record is complete. While it is set, the block is written only
+beyond the tokens of its record. The kernel keeps the writes of a killed process, even those still in a CPU cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IS_FULL, _IS_FIRST = 1, 2
 
 
 class Record(NamedTuple):
-    """A block that can be taken back: what it holds, and when it was last released."""
+    """A block that can be restored: its content, and when it was last released."""
 
     block: int
     content: Content
@@ -37,11 +37,11 @@ class Record(NamedTuple):
 
 
 class BlockJournal:
-    """The journal of `num_blocks` blocks in `memory`. Used by one thread at a time."""
+    """The journal of `num_blocks` blocks, in `memory`. Not thread-safe."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], num_blocks: int, block_size: int, contents: BlockBytes) -> None:
         self.on_growth: Callable[[int], int] | None = None
-        """Called when a block comes into use that is as high as the last result, or higher."""
+        """Called when a block comes into use whose number is at least the callback's last result."""
         self._grown = 0
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -60,27 +60,27 @@ class BlockJournal:
         return bool(self._unsealed)
 
     def note(self, block: int, content: Content) -> None:
-        """The block has this content. It is recorded with the next `seal`."""
+        """The block now has this content. The next `seal` records it."""
         self._unsealed[block] = content
 
     def drop(self, block: int) -> None:
-        """The block has no content, or is about to get another."""
+        """The block loses its content."""
         self._states[block] = 0
         self._unsealed.pop(block, None)
 
     def grow(self, block: int) -> None:
-        """A block of this number comes into use."""
+        """The block with this number comes into use."""
         if self.on_growth is not None and block >= self._grown:
             self._grown = self.on_growth(block)
 
     def use(self, blocks: Iterable[int]) -> None:
-        """The blocks were released now."""
+        """The blocks were just released."""
         now_ns = time.monotonic_ns()
         for block in blocks:
             self._used[block] = now_ns
 
     def seal(self) -> None:
-        """Record what was noted. Reads these blocks, so nobody may take one meanwhile."""
+        """Record the noted blocks. Reads their bytes, so none of them may be taken meanwhile."""
         size = self._record.size
         for block, content in self._unsealed.items():
             num_tokens = len(content.token_bytes) // TOKEN_BYTES
@@ -93,20 +93,20 @@ class BlockJournal:
         self._unsealed.clear()
 
     def clear(self) -> None:
-        """Drop all blocks."""
+        """Invalidate all records."""
         self._unsealed.clear()
         self._states[:] = bytes(self._num_blocks)
 
     def holds(self, block: int) -> bool:
-        """Whether the block's record holds."""
+        """Whether the block's record is valid."""
         return self._states[block] == _WHOLE
 
     def recorded(self) -> list[int]:
-        """The blocks whose records hold, as far as one can tell without reading them."""
+        """The blocks whose state says that their record is valid. `read` checks the record itself."""
         return np.flatnonzero(np.frombuffer(self._states, np.uint8) == _WHOLE).tolist()
 
     def read(self, block: int) -> Record | None:
-        """The record of a block, checked against the block's bytes. None if they do not agree."""
+        """The record of a block. None if the record or the block's bytes do not match their checksum."""
         raw = bytes(self._records[block * self._record.size : (block + 1) * self._record.size])
         *fields, crc = self._record.unpack(raw)
         block_hash, parent_hash, checksum, num_tokens, flags, tokens = fields
@@ -123,12 +123,12 @@ class BlockJournal:
 
 
 def journal_bytes(num_blocks: int, block_size: int) -> int:
-    """The size of a journal."""
+    """The size of a journal in bytes."""
     return _offsets(num_blocks, block_size)[2]
 
 
 def _offsets(num_blocks: int, block_size: int) -> tuple[int, int, int]:
-    """Where the times and the records begin, and where the journal ends."""
+    """The offsets of the times, of the records, and of the journal's end."""
     used = -(-num_blocks // 8) * 8
     records = used + 8 * num_blocks
     size = struct.calcsize(f"<QQIHH{TOKEN_BYTES * block_size}sI")

@@ -1,13 +1,13 @@
-"""The KV cache in memory that outlives the process: takes back the previous process's blocks, and leaves its own.
+"""The KV cache in memory that outlives the process. A new process restores the blocks of the previous one.
 
     0         header: format of the cache, as JSON with a checksum
-    56 KiB    fingerprint of the model, 64 bytes and a checksum; empty while it is not known
-    60 KiB    starts since the worker was last ready, 4 bytes
+    56 KiB    fingerprint of the model, 64 bytes and a checksum; empty until it is known
+    60 KiB    number of starts since the worker was last ready, 4 bytes
     64 KiB    journal
-    ...       arena, from a boundary of a huge page on
+    ...       arena, at the next huge page boundary
 
-The blocks of the process before are checked while the model is loaded. They are taken back if the cache has the same
-format and the model the same fingerprint.
+The previous process's blocks are checked while the model is loaded. They are restored if the format of the cache and
+the fingerprint of the model are the same.
 """
 
 from __future__ import annotations
@@ -41,15 +41,18 @@ _MAGIC = b"hrkv0001"
 _FINGERPRINT, _STARTS, _JOURNAL = 56 << 10, 60 << 10, 64 << 10
 _HEADER = struct.Struct("<8sII")
 _FINGERPRINT_BYTES = 64
-# A worker that was not ready once in so many starts gets an empty cache.
+# After this many starts without becoming ready, a worker starts with an empty cache.
 MAX_STARTS = 3
 _BLOCKS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """What has to be the same for blocks to be taken back. `numerics` names all else that the bytes of a block depend
-    on, apart from the model; `sizing` is what the user asked for. `num_blocks` includes the block for padding."""
+    """The format of a cache. Blocks are restored only into a cache of the same format.
+
+    `numerics` names everything else that the bytes of a block depend on, except the model. `sizing` is the size that
+    the user requested. `num_blocks` includes the padding block.
+    """
 
     numerics: str
     sizing: str
@@ -59,18 +62,18 @@ class CacheFormat:
 
     @property
     def arena_offset(self) -> int:
-        """Where the arena begins."""
+        """The offset of the arena in bytes."""
         end = _JOURNAL + journal_bytes(self.num_blocks, self.block_size)
         return -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all blocks."""
+        """The size of all blocks."""
         return self.num_blocks * sum(shape.num_bytes for shape in self.shapes)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole memory."""
+        """The size of the whole memory."""
         return self.arena_offset + arena_bytes(self.cache_bytes, len(self.shapes))
 
     def pack(self) -> bytes:
@@ -80,7 +83,7 @@ class CacheFormat:
 
     @staticmethod
     def unpack(header: bytes) -> CacheFormat | None:
-        """The format that a header describes. None if it is damaged or of another version."""
+        """The format in a header. None if the header is damaged or has another version."""
         magic, length, crc = _HEADER.unpack_from(header)
         raw = header[_HEADER.size : _HEADER.size + length]
         if magic != _MAGIC or len(raw) != length or crc32(raw) != crc:
@@ -90,7 +93,7 @@ class CacheFormat:
 
 
 class _Mapped(NamedTuple):
-    """The memory, as its format divides it."""
+    """The mapped memory and the journal in it."""
 
     memory: npt.NDArray[np.uint8]
     journal: BlockJournal
@@ -101,8 +104,8 @@ class KeptCache:
     `note_ready`."""
 
     def __init__(self, memory: HostMemory, threads: int, *, huge_pages: bool = True) -> None:
-        """Start to check with `threads` threads what the process before left. With `huge_pages` the kernel is asked for
-        huge pages."""
+        """Start to check the previous process's blocks, with `threads` threads. `huge_pages` asks the kernel for huge
+        pages."""
         self.memory = memory
         self._huge_pages = huge_pages
         self.format = self._read_format()
@@ -123,15 +126,15 @@ class KeptCache:
         self._checking.start()
 
     def num_blocks_for(self, numerics: str, sizing: str, shapes: Sequence[BlockShape]) -> int | None:
-        """The number of blocks, with that for padding, that the process before chose for such a cache."""
+        """The previous process's number of blocks, including the padding block, if its cache had these properties."""
         found = self.format
         if found is None or (found.numerics, found.sizing, found.shapes) != (numerics, sizing, tuple(shapes)):
             return None
         return found.num_blocks
 
     def adopt(self, wanted: CacheFormat) -> KVArena:
-        """The arena for a cache of this format, with the blocks of the process before if it had the same. Raises
-        OSError and ConfigurationError."""
+        """Return the arena for a cache of this format. It keeps the previous process's blocks if that cache had the
+        same format. Raises OSError and ConfigurationError."""
         if wanted != self.format:
             self.discard()
             if len(wanted.pack()) > _FINGERPRINT:
@@ -151,18 +154,19 @@ class KeptCache:
 
     @property
     def journal(self) -> BlockJournal:
-        """The journal, to be kept from now on."""
-        assert self._mapped is not None, "adopt comes first"
+        """The journal of the adopted arena."""
+        assert self._mapped is not None, "adopt must be called first"
         return self._mapped.journal
 
     def old_blocks(self) -> list[int]:
-        """Blocks that may be taken back, the least recently used first. Waits until they are checked."""
+        """Wait for the check, and return the blocks that can be restored, least recently used first."""
         if self._checking is not None:
             self._checking.join()
         return [record.block for record in sorted(self._checked, key=lambda record: record.used_ns)]
 
     def restore(self, pool: BlockPool, fingerprint: str) -> None:
-        """Make findable what the process before left and nobody has overwritten, if it was of this model."""
+        """Make the previous process's blocks findable, except those overwritten meanwhile. Discard all of them if they
+        belong to a model with another fingerprint."""
         start_s = time.monotonic()
         self.old_blocks()
         kept = [record for record in self._checked if self.journal.holds(record.block)]
@@ -178,15 +182,15 @@ class KeptCache:
         self._write_fingerprint(fingerprint)
         if self._num_recorded:
             took_ms = 1000 * (time.monotonic() - start_s)
-            log.info("%d of %d KV blocks taken back in %.0f ms", len(chains), self._num_recorded, took_ms)
+            log.info("restored %d of %d KV blocks in %.0f ms", len(chains), self._num_recorded, took_ms)
         self._checked = []
 
     def note_ready(self) -> None:
-        """The worker serves requests."""
+        """Reset the count of starts: the worker is ready."""
         self._write(_STARTS, bytes(4))
 
     def discard(self) -> None:
-        """Give up what the process before left, and its memory."""
+        """Discard the previous process's blocks and free their memory."""
         self._is_unwanted = True
         if self._checking is not None:
             self._checking.join()
@@ -245,7 +249,7 @@ class KeptCache:
 
 
 def in_chains(records: Sequence[Record]) -> list[Record]:
-    """The records whose chains are whole, each after the one before it in its chain. Of two with one hash, one."""
+    """The records whose chains are complete, each after its predecessor. If several have the same hash, only one."""
     behind: dict[int, list[Record]] = {}
     first: dict[int, list[Record]] = {}
     for record in records:
@@ -268,7 +272,7 @@ def in_chains(records: Sequence[Record]) -> list[Record]:
 
 
 def eviction_order(chains: Sequence[Record]) -> list[int]:
-    """The blocks of `in_chains`, least recently used first, and each before the one before it in its chain."""
+    """The blocks of `chains`, least recently used first, and each before its predecessor in the chain."""
     used: dict[int, int] = {}
     keys: dict[int, tuple[int, int]] = {}
     for depth, record in reversed(list(enumerate(chains))):

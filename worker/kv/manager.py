@@ -8,22 +8,22 @@ from headrace.protos.block_hash import next_hash, token_bytes_of
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.request.request import Request
 
-# The fewest tokens that are computed after a hit. One would be enough for the logits, but other kernels compute a
-# single token and give other bits (docs/decisions/0006).
+# At least this many tokens are computed after a cache hit. One would be enough for the logits, but different kernels
+# compute a single token, with slightly different results (docs/decisions/0006).
 MIN_TOKENS_LEFT = 2
-# Copying a block costs about 0.1 ms over all layers, computing a token of a small model about 0.4 ms.
+# Copying a block in all layers costs about 0.1 ms; computing a token of a small model costs about 0.4 ms.
 MIN_COPIED_TOKENS = 2
 
 
 class BlockCopy(NamedTuple):
-    """A copy of a block, made by the runner before it computes the step."""
+    """A block to be copied by the runner before it computes the next step."""
 
     source: int
     destination: int
 
 
 class KVCacheManager:
-    """Assigns blocks to requests. Owns the pool. Used by the engine thread only.
+    """Assigns blocks to requests and owns the pool. Only the engine thread uses it.
 
     A request holds a reference to each block in its `block_table`, from `reuse` or `reserve` until `free`. The first
     `num_findable_blocks` of them can be found by their hashes.
@@ -35,19 +35,20 @@ class KVCacheManager:
         self._copies: list[BlockCopy] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks for this many tokens."""
+        """The number of blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def reuse(self, request: Request) -> int:
-        """Append cached blocks to the request's computed tokens, as far as they match. Returns the tokens gained.
+        """Append the cached blocks that match the request's next tokens. Returns the number of tokens gained.
 
-        Called each time before the request computes, so that it also uses what others have computed meanwhile.
+        The scheduler calls it before each step of the request, so that the request also uses blocks that other requests
+        have computed meanwhile.
         """
         size = self.block_size
         if request.num_computed_tokens != len(request.block_table) * size or request.wants_prompt_logprobs:
             return 0
         if request.num_findable_blocks < len(request.block_table):
-            return 0  # its last hash finds a block with other content, and so would all later ones
+            return 0  # a hash of the request collides with another block's, so no later block can match either
         last_reusable = (request.num_tokens - MIN_TOKENS_LEFT) // size
         found: list[int] = []
         for index in range(len(request.block_table), last_reusable):
@@ -64,8 +65,8 @@ class KVCacheManager:
         return len(found) * size
 
     def num_computed_by_now(self, request: Request) -> int:
-        """An estimate of the request's computed tokens after `reuse`. Compares hashes only. A bisection, because
-        findable blocks are closed under prefixes."""
+        """Estimate how many computed tokens the request would have after `reuse`. Compares only hashes, by binary
+        search, because findable blocks are closed under prefixes."""
         size = self.block_size
         held = len(request.block_table)
         if request.num_computed_tokens != held * size or request.wants_prompt_logprobs:
@@ -80,12 +81,12 @@ class KVCacheManager:
         return low * size
 
     def copy_beginning(self, request: Request) -> int:
-        """Append a copy of the block that begins like the request's next one. Returns the tokens gained. The rest of
-        the copy is overwritten as the request continues."""
+        """Append a copy of a cached block that begins like the request's next one. Returns the number of tokens gained.
+        The request overwrites the rest of the copy as it continues."""
         source, gained = self._find_beginning(request)
         if gained < MIN_COPIED_TOKENS:
             return 0
-        # Hold it, so that `take` does not return the block to be copied.
+        # While the source is held, `take` cannot evict it.
         self.pool.hold([source])
         if self.pool.num_free_blocks:
             request.block_table.extend(self.pool.take(1))
@@ -97,14 +98,15 @@ class KVCacheManager:
         return gained
 
     def is_worth_waiting(self, request: Request) -> bool:
-        """Whether the request should wait until another has computed its next block, because a copy made then saves
-        tokens that a copy made now does not."""
+        """Whether the request should wait for another request to compute its next block. True if copying that block
+        later saves more tokens than copying a beginning now."""
         gained = self._find_beginning(request)[1]
         computed_now = request.num_uncomputed_tokens - (gained if gained >= MIN_COPIED_TOKENS else 0)
         return computed_now - MIN_TOKENS_LEFT >= MIN_COPIED_TOKENS
 
     def _find_beginning(self, request: Request) -> tuple[int, int]:
-        """The block with the longest common beginning with the request's next one, and its tokens; (-1, 0) if none."""
+        """The cached block that shares the longest beginning with the request's next one, and the number of tokens they
+        share; (-1, 0) if there is none."""
         index = len(request.block_table)
         start = index * self.block_size
         end = min(start + self.block_size, request.num_tokens - MIN_TOKENS_LEFT)
@@ -115,13 +117,13 @@ class KVCacheManager:
         return self.pool.find_beginning(self._parent_of(request, index), token_bytes_of(request.token_ids[start:end]))
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies to be made before the next step, in this order."""
+        """Return and clear the copies to make before the next step, in order."""
         copies, self._copies = self._copies, []
         return copies
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Extend the block table for `num_tokens` tokens. Returns False, without any change, if there are too few
-        blocks."""
+        """Extend the block table to hold `num_tokens` tokens. Returns False and changes nothing if too few blocks are
+        free."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_table)
         if missing <= 0:
             return True
@@ -133,9 +135,9 @@ class KVCacheManager:
     def publish(self, request: Request) -> None:
         """Make the request's full blocks findable.
 
-        If an older block has the same content, the request uses that one and releases its own. So it holds all blocks
-        before those that it makes findable (see BlockPool). If a hash finds other content, neither this block nor any
-        later one becomes findable. Must not be called while a step is computed.
+        If an older block has the same content, the request switches to that one and releases its own. So a request
+        always holds the predecessors of its findable blocks, as BlockPool requires. After a hash collision, neither the
+        block nor any later one becomes findable. Must not be called while a step is computed.
         """
         full = request.num_computed_tokens // self.block_size
         for index in range(request.num_findable_blocks, full):
@@ -156,7 +158,7 @@ class KVCacheManager:
             request.num_findable_blocks = index + 1
 
     def publish_beginning(self, request: Request) -> None:
-        """Make the request's full blocks, and the computed beginning of its last block, findable."""
+        """Make the request's full blocks findable, and the computed beginning of its last block."""
         self.publish(request)
         index, begun = divmod(request.num_computed_tokens, self.block_size)
         if begun >= MIN_COPIED_TOKENS and request.num_findable_blocks == index:
@@ -167,11 +169,11 @@ class KVCacheManager:
             )
 
     def work_on(self, request: Request, index: int) -> tuple[int, bytes]:
-        """A key for the request's block `index`, equal for requests that would compute the same block."""
+        """A key for the request's block `index`. Requests that would compute the same block have the same key."""
         return self._parent_of(request, index), self._content_of(request, index)
 
     def num_common_tokens(self, left: Request, right: Request) -> int:
-        """Tokens in the full blocks of the common prefix."""
+        """Number of tokens in the full blocks of the two requests' common prefix."""
         low, high = 0, min(left.num_tokens, right.num_tokens) // self.block_size
         while low < high:
             middle = (low + high + 1) // 2
@@ -182,14 +184,14 @@ class KVCacheManager:
         return low * self.block_size
 
     def free(self, request: Request) -> None:
-        """Release all blocks of the request. It has no computed tokens then."""
+        """Release all blocks of the request, and reset its number of computed tokens."""
         self.pool.release(reversed(request.block_table))
         del request.block_table[:]
         request.num_computed_tokens = 0
         request.num_findable_blocks = 0
 
     def hash_of(self, request: Request, index: int) -> int:
-        """Chained hash of the request's block `index`, all of whose tokens are known."""
+        """The chained hash of the request's block `index`. All tokens of the block must be known."""
         hashes, of_prompt = request.block_hashes, request.prompt_hashes
         if len(hashes) <= index:
             hashes.extend(of_prompt[len(hashes) :])

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take. Considers cgroup limits and the NUMA node that memory comes from."""
+"""Decides how much memory the KV cache may use, within cgroup limits and the memory of a NUMA node."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 from headrace.worker.config import ConfigurationError
 
 GIB = 1 << 30
-# cgroup v1 reports a number near 2^63 if there is no limit.
+# Without a limit, cgroup v1 reports a number near 2^63.
 _NO_LIMIT = 1 << 60
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process can still allocate: MemAvailable, or less if a cgroup is tighter.
+    """Bytes that this process can still allocate: MemAvailable, or less if a cgroup has a tighter limit.
 
-    Reads cgroup v2 (memory.max, memory.current less reclaimable file pages) and v1. `root` is "/" except in tests.
+    In a cgroup (v1 or v2), this is its limit minus its usage, without reclaimable file pages. `root` is "/" except in
+    tests.
     """
     available = _mem_available(root / "proc/meminfo")
     for limit, used in _cgroup_limits(root):
@@ -23,7 +24,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def available_on_node(node: int, root: Path = Path("/")) -> int | None:
-    """Memory of a NUMA node that is free or reclaimable (/sys/devices/system/node/node*/meminfo); None if unknown."""
+    """Free and reclaimable bytes of a NUMA node (/sys/devices/system/node/node*/meminfo); None if unknown."""
     try:
         text = (root / f"sys/devices/system/node/node{node}/meminfo").read_text()
     except OSError:
@@ -35,15 +36,15 @@ def available_on_node(node: int, root: Path = Path("/")) -> int | None:
 
 
 def kv_cache_budget(asked: int | None, share: float, available: int, most: int | None = None) -> int:
-    """Bytes for the KV cache: `asked` if given, else a share of what is available, at most `most`. ConfigurationError
-    if `asked` is more than available."""
+    """The size of the KV cache in bytes: `asked` if given, otherwise a share of `available`, but at most `most`. Raises
+    ConfigurationError if `asked` exceeds `available`."""
     if asked is None:
         budget = int(available * share)
         return budget if most is None else min(budget, most)
     if asked > available:
         raise ConfigurationError(
-            f"a KV cache of {asked / GIB:.1f} GiB was asked for (--kv-cache-gb) but only {available / GIB:.1f} GiB of "
-            f"memory are available to this process; ask for less, or leave it out to use {share:.0%} of that"
+            f"--kv-cache-gb asks for {asked / GIB:.1f} GiB, but only {available / GIB:.1f} GiB of memory are available "
+            f"to this process; choose a smaller size, or omit the flag to use {share:.0%} of the available memory"
         )
     return asked
 
@@ -52,11 +53,11 @@ def _mem_available(meminfo: Path) -> int:
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ConfigurationError(f"{meminfo} has no MemAvailable; give the size of the KV cache with --kv-cache-gb")
+    raise ConfigurationError(f"{meminfo} has no MemAvailable; set the size of the KV cache with --kv-cache-gb")
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, memory in use that cannot be reclaimed) of this process's cgroup and all above it."""
+    """The limit and the usage without reclaimable pages, for this process's cgroup and each of its ancestors."""
     found = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -74,7 +75,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
         else:
             continue
         directory = base / path.lstrip("/")
-        # Inside a container, the path may be that of the host. Then only the container's root exists.
+        # Inside a container, the path may be the host's. Then only the container's root exists.
         for place in (directory, *directory.parents) if directory.is_dir() else (base,):
             if limit := _limit_of(place, *names):
                 found.append(limit)

@@ -136,7 +136,7 @@ def test_a_chain_is_given_up_from_its_end() -> None:
 def test_a_block_whose_parent_cannot_be_found_becomes_findable_for_nobody() -> None:
     pool = BlockPool(2, 4)
     (block,) = pool.take(1)
-    with pytest.raises(AssertionError, match="without the one before it"):
+    with pytest.raises(AssertionError, match="without its predecessor"):
         pool.make_findable(block, 101, 100, b"", is_first=False)
 
 
@@ -146,7 +146,7 @@ def test_giving_back_a_beginning_before_its_end_is_noticed() -> None:
     pool.make_findable(chain[0], 100, 99, b"", is_first=True)
     pool.make_findable(chain[1], 101, 100, b"", is_first=False)
     pool.release(chain)
-    with pytest.raises(AssertionError, match="before the one after it"):
+    with pytest.raises(AssertionError, match="before its successor"):
         pool.check()
 
 

@@ -126,7 +126,7 @@ def test_a_collision_of_hashes_is_no_hit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [(100, "is less than a block"), (1 << 50, "too little room"), (9 * SLOT_BYTES, "another")]
+    ("size", "message"), [(100, "is too small for a block"), (1 << 50, "too little room"), (9 * SLOT_BYTES, "another")]
 )
 def test_a_size_that_is_not_possible_is_refused(tmp_path: Path, size: int, message: str) -> None:
     if message == "another":

@@ -65,7 +65,7 @@ def test_this_machine_has_memory() -> None:
 def test_the_budget_is_what_is_asked_or_a_share() -> None:
     assert kv_cache_budget(3 * GIB, 0.5, 4 * GIB) == 3 * GIB
     assert kv_cache_budget(None, 0.5, 4 * GIB) == 2 * GIB
-    with pytest.raises(ConfigurationError, match=r"5\.0 GiB was asked for .* only 4\.0 GiB"):
+    with pytest.raises(ConfigurationError, match=r"asks for 5\.0 GiB, but only 4\.0 GiB"):
         kv_cache_budget(5 * GIB, 0.5, 4 * GIB)
 
 
