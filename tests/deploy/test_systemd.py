@@ -104,6 +104,15 @@ def test_units_of_one_host_do_not_take_each_others_ports(monkeypatch: pytest.Mon
     assert len(ports) == len(set(ports)), ports
 
 
+@pytest.mark.parametrize("unit", ["headrace.service", "headrace-gateway.service"])
+def test_clients_of_other_hosts_get_in_where_asked_only(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = refuse_what_is_unknown(monkeypatch, argv_of(unit, "ExecStart"), environment(unit))
+    assert params["host"] == "127.0.0.1"
+    variable = "HEADRACE_SERVE_HOST" if unit == "headrace.service" else "HEADRACE_GATEWAY_HOST"
+    opened = {**environment(unit), variable: "0.0.0.0"}
+    assert refuse_what_is_unknown(monkeypatch, argv_of(unit, "ExecStart"), opened)["host"] == "0.0.0.0"
+
+
 def test_each_instance_of_the_worker_has_its_own_node() -> None:
     for node in (0, 1):
         text = (SYSTEMD / f"headrace-worker@{node}.service.d" / "numa-node.conf").read_text()
