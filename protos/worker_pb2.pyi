@@ -123,6 +123,18 @@ class WatchRequest(_message.Message):
     watcher_id: int
     def __init__(self, heartbeat_ms: _Optional[int] = ..., min_interval_ms: _Optional[int] = ..., watcher_id: _Optional[int] = ...) -> None: ...
 
+class AdjustWatchRequest(_message.Message):
+    __slots__ = ("watcher_id", "min_interval_ms")
+    WATCHER_ID_FIELD_NUMBER: _ClassVar[int]
+    MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    watcher_id: int
+    min_interval_ms: int
+    def __init__(self, watcher_id: _Optional[int] = ..., min_interval_ms: _Optional[int] = ...) -> None: ...
+
+class AdjustWatchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WatchResponse(_message.Message):
     __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids", "adapters", "adapters_in_memory")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

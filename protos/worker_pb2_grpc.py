@@ -50,6 +50,11 @@ class WorkerStub(object):
                 request_serializer=headrace_dot_protos_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.AdjustWatch = channel.unary_unary(
+                '/headrace.v1.Worker/AdjustWatch',
+                request_serializer=headrace_dot_protos_dot_worker__pb2.AdjustWatchRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_worker__pb2.AdjustWatchResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/headrace.v1.Worker/Drain',
                 request_serializer=headrace_dot_protos_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -89,6 +94,14 @@ class WorkerServicer(object):
     def Watch(self, request, context):
         """Watch sends the content of the prefix cache as a snapshot, then what changes, and the load: at once when it
         changes or a request comes, at most every 20 ms, and at least every heartbeat. A gap in `sequence` means: watch again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AdjustWatch(self, request, context):
+        """AdjustWatch changes the interval of a running watch, because the router has more or fewer workers than when it began.
+        NOT_FOUND if there is no such watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +148,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=headrace_dot_protos_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_worker__pb2.WatchResponse.SerializeToString,
+            ),
+            'AdjustWatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdjustWatch,
+                    request_deserializer=headrace_dot_protos_dot_worker__pb2.AdjustWatchRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_worker__pb2.AdjustWatchResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -234,6 +252,33 @@ class Worker(object):
             '/headrace.v1.Worker/Watch',
             headrace_dot_protos_dot_worker__pb2.WatchRequest.SerializeToString,
             headrace_dot_protos_dot_worker__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdjustWatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Worker/AdjustWatch',
+            headrace_dot_protos_dot_worker__pb2.AdjustWatchRequest.SerializeToString,
+            headrace_dot_protos_dot_worker__pb2.AdjustWatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

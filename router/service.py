@@ -40,7 +40,7 @@ from headrace.router.explain import explain
 from headrace.router.fleet.adapters import served_adapters
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.leases import LeaseReader
-from headrace.router.fleet.links import LinkState
+from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.membership import check_target
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.adapters import FleetAdapters, adapter_ms, members_with
 from headrace.router.fleet.departed import Departed
 from headrace.router.fleet.known_models import REMEMBER_MODEL_S, KnownModels
-from headrace.router.fleet.links import HEARTBEAT_MS, LinkState, WorkerLink
+from headrace.router.fleet.link_state import LinkState
+from headrace.router.fleet.links import HEARTBEAT_MS, WorkerLink
 from headrace.router.fleet.pools import Members, Pools
 from headrace.router.fleet.registry import Registry
 from headrace.router.fleet.reported_load import report_interval_ms

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
-from headrace.router.fleet.links import LinkState, WorkerLink
+from headrace.router.fleet.link_state import LinkState
+from headrace.router.fleet.links import WorkerLink
 
 # A model stays known for this long after its last worker is gone, so that requests wait for a restart.
 REMEMBER_MODEL_S = 600.0

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
@@ -27,7 +26,8 @@ from headrace.common.transport.channels import PLAIN, Transport, channel_options
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.silence import Peer, Silences
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
-from headrace.router.fleet.reported_load import ReportedLoad
+from headrace.router.fleet.link_state import Abandonable, LinkState
+from headrace.router.fleet.reported_load import ReportedLoad, ReportPace
 from headrace.router.fleet.silence_timer import SilenceTimer
 from headrace.router.fleet.worker_adapters import WorkerAdapters
 from headrace.router.placement.bookings import BOOKING_GRACE_S, Booking, Bookings
@@ -51,22 +51,6 @@ _SLICE = 4096
 _OLD_CHANNEL_S = 3600.0
 
 
-class LinkState(enum.Enum):
-    """The state of a worker, with the values of the protocol."""
-
-    UNREACHABLE = router_pb2.WORKER_STATE_UNREACHABLE
-    READY = router_pb2.WORKER_STATE_READY
-    DRAINING = router_pb2.WORKER_STATE_DRAINING
-    SUSPECT = router_pb2.WORKER_STATE_SUSPECT
-
-
-class Abandonable(Protocol):
-    """A running call that its link can abandon."""
-
-    def abandon(self, why: str) -> None:
-        """End the call. Its reader gets an error that the worker was lost."""
-
-
 # Quoted, because the class is not generic at run time.
 _Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]"
 
@@ -81,7 +65,7 @@ class WorkerLink:
     Owns the worker's part of the index (under `address`, at `slot`). `on_change` is called when the state changes,
     `on_load` when load or bookings change, and then `on_room` if there may be more room. `watcher_id` identifies the
     router to the worker, which counts its routers and reports their number (`num_routers`). `report_interval_ms`
-    returns the minimum interval between reports for each Watch; 0 leaves it to the worker. All links of a router share
+    returns the minimum interval between reports; 0 leaves it to the worker. All links of a router share
     `silences`.
     """
 
@@ -104,10 +88,12 @@ class WorkerLink:
         self.address = address
         self._silences = silences or Silences()
         self._plain_grpc = plain_grpc
-        self._report_interval_ms = report_interval_ms
+        self._pace = ReportPace(report_interval_ms)
         self.watcher_id = watcher_id
         self.num_routers = 1
         self._watched_since_s = 0.0
+        self._adjusting: object = None
+        """A call that nobody waits for; it would be cancelled if it were dropped."""
         self.reported = ReportedLoad()
         self.adapters = WorkerAdapters()
         self.registered_id = ""
@@ -309,7 +295,7 @@ class WorkerLink:
             watch = self._stub.Watch(
                 worker_pb2.WatchRequest(
                     heartbeat_ms=self._heartbeat_ms,
-                    min_interval_ms=self._report_interval_ms(),
+                    min_interval_ms=self._pace.begin(),
                     watcher_id=self.watcher_id,
                 )
             )
@@ -346,6 +332,15 @@ class WorkerLink:
                 raise _OutOfStepError("its watch does not start with a snapshot")
             expected += 1
             await self._apply(message)
+            self._keep_pace()
+
+    def _keep_pace(self) -> None:
+        """Tell the worker how often to report, if that has changed. Nobody waits for the answer: workers of earlier
+        versions refuse, and report as before."""
+        interval_ms = self._pace.change() if self.watcher_id else None
+        if interval_ms is not None:
+            request = worker_pb2.AdjustWatchRequest(watcher_id=self.watcher_id, min_interval_ms=interval_ms)
+            self._adjusting = self._stub.AdjustWatch(request)
 
     async def _apply(self, message: worker_pb2.WatchResponse) -> None:
         events = message.kv_events

@@ -1,8 +1,9 @@
-"""The last reported load of a worker. Pure."""
+"""What a worker last reported of its load, and how often it is asked to report (pure)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from headrace.protos import worker_pb2
 from headrace.router.placement.candidates import LoadReport
@@ -11,6 +12,8 @@ from headrace.router.placement.candidates import LoadReport
 _REPORTS_PER_S = 3200
 _SHORTEST_INTERVAL_MS = 20
 _LONGEST_INTERVAL_MS = 250
+# A worker is told of another interval if it differs from the last one by more than this factor.
+_CHANGED_BY = 1.25
 
 
 class ReportedLoad:
@@ -67,3 +70,28 @@ def report_interval_ms(num_workers: int) -> int:
     the requests placed between two reports.
     """
     return min(max(1000 * num_workers // _REPORTS_PER_S, _SHORTEST_INTERVAL_MS), _LONGEST_INTERVAL_MS)
+
+
+class ReportPace:
+    """How often a worker is asked to report. `wanted_ms` returns the interval that is right now; 0 leaves it to the
+    worker.
+
+    Workers join one by one. An interval that was right for the first ones would be far too short for all of them.
+    """
+
+    def __init__(self, wanted_ms: Callable[[], int]) -> None:
+        self._wanted_ms = wanted_ms
+        self._asked_ms = 0
+
+    def begin(self) -> int:
+        """The interval for a new Watch."""
+        self._asked_ms = self._wanted_ms()
+        return self._asked_ms
+
+    def change(self) -> int | None:
+        """The interval to ask for now; None while the last one is about right."""
+        wanted_ms = self._wanted_ms()
+        if self._asked_ms / _CHANGED_BY <= wanted_ms <= _CHANGED_BY * self._asked_ms:
+            return None
+        self._asked_ms = wanted_ms
+        return wanted_ms

@@ -81,6 +81,8 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.num_running = 0
         self.num_cancelled = 0
         self.num_watches = 0
+        self.intervals_ms: list[int] = []  # as Watch and AdjustWatch asked for
+        self.has_adjust_watch = True
         self._server: grpc.aio.Server | None = None
         self._watchers: list[asyncio.Queue[worker_pb2.WatchResponse]] = []
         self.is_silent = False
@@ -133,6 +135,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         queue: asyncio.Queue[worker_pb2.WatchResponse] = asyncio.Queue()
         self._watchers.append(queue)
         self.num_watches += 1
+        self.intervals_ms.append(request.min_interval_ms)
         sequence = 0
         report = worker_pb2.WatchResponse(
             kv_events=worker_pb2.KvEvents(reset=True, stored=sorted(self.cached)),
@@ -153,6 +156,12 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
                     report = await queue.get()
             except TimeoutError:
                 report = worker_pb2.WatchResponse(load=self.load)
+
+    async def AdjustWatch(self, request: worker_pb2.AdjustWatchRequest, context: Any) -> Any:
+        if not self.has_adjust_watch:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        self.intervals_ms.append(request.min_interval_ms)
+        return worker_pb2.AdjustWatchResponse()
 
     def report(
         self, stored: Sequence[int] = (), evicted: Sequence[int] = (), placement_ids: Sequence[int] = (), **load: Any

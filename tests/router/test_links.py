@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import pytest
 
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.router.fleet.links import LinkState, WorkerLink
+from headrace.router.fleet.link_state import LinkState
+from headrace.router.fleet.links import WorkerLink
 from headrace.router.fleet.reported_load import report_interval_ms
 from headrace.router.placement.bookings import BOOKING_GRACE_S
 from headrace.router.placement.prefix_index import PrefixIndex
@@ -42,6 +43,32 @@ async def linked() -> AsyncIterator[Linked]:
 
 def test_many_workers_report_less_often_each() -> None:
     assert [report_interval_ms(number) for number in (1, 64, 512, 4096)] == [20, 20, 160, 250]
+
+
+@pytest.mark.parametrize("has_adjust_watch", [True, False])
+async def test_a_watch_keeps_pace_with_the_number_of_workers(start_worker: StartWorker, has_adjust_watch: bool) -> None:
+    worker = await start_worker("w")
+    worker.has_adjust_watch = has_adjust_watch
+    size = [1]
+    link = WorkerLink(
+        worker.address,
+        PrefixIndex(1000, 1000, 30.0),
+        heartbeat_ms=HEARTBEAT_MS,
+        report_interval_ms=lambda: report_interval_ms(size[0]),
+        watcher_id=7,
+    )
+    link.start()
+    try:
+        await until(lambda: link.is_ready)
+        for size[0] in (512, 500, 600, 4096, 64):
+            num_running = worker.load.num_running + 1
+            worker.report(num_running=num_running)
+            await until(lambda number=num_running: link.reported.load.num_running == number)  # type: ignore[misc]
+            await asyncio.sleep(0.05)
+        assert worker.intervals_ms == ([20, 160, 250, 20] if has_adjust_watch else [20])
+        assert (worker.num_watches, link.is_ready) == (1, True)
+    finally:
+        await link.close()
 
 
 def num_matched(index: PrefixIndex, link: WorkerLink) -> int:

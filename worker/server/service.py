@@ -330,6 +330,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         async for response in self._hub.watch(heartbeat_s, request.min_interval_ms / 1000, request.watcher_id):
             yield response
 
+    async def AdjustWatch(
+        self, request: worker_pb2.AdjustWatchRequest, context: Context
+    ) -> worker_pb2.AdjustWatchResponse:
+        """See the proto."""
+        if not request.watcher_id:
+            message = "watcher_id must be that of a watch, not 0"
+            await abort(context, StatusError(Reason.INVALID_FIELD, message, field="watcher_id"))
+        if not self._hub.adjust(request.watcher_id, request.min_interval_ms / 1000):
+            message = f"there is no watch with id {request.watcher_id}"
+            await abort(context, StatusError(Reason.NOT_FOUND, message, field="watcher_id"))
+        return worker_pb2.AdjustWatchResponse()
+
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
         """See the proto."""
         if request.undo:

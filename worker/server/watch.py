@@ -32,8 +32,12 @@ MAX_PLACEMENTS = 65536
 class _Watcher:
     """What one watcher has not received yet, in order. A hash that came and went meanwhile is in neither set."""
 
-    def __init__(self, findable: dict[int, None], watcher_id: int = 0) -> None:
+    def __init__(
+        self, findable: dict[int, None], heartbeat_s: float = 0.5, interval_s: float = 0.0, watcher_id: int = 0
+    ) -> None:
         self.watcher_id = watcher_id
+        self.heartbeat_s = heartbeat_s
+        self.adjust(interval_s)
         self.reset = True
         self.stored = findable.copy()
         self.evicted: dict[int, None] = {}
@@ -41,6 +45,10 @@ class _Watcher:
         self.adapters = self.adapters_in_memory = True
         """Whether it has to be told of the adapters, and of those in memory."""
         self.changed = asyncio.Event()
+
+    def adjust(self, interval_s: float) -> None:
+        """Send messages at least `interval_s` apart, between MIN_INTERVAL_S and half a heartbeat."""
+        self.interval_s = min(max(interval_s, MIN_INTERVAL_S), max(self.heartbeat_s / 2, MIN_INTERVAL_S))
 
     def note(self, report: LoadReport) -> None:
         for block_hash in report.evicted:
@@ -199,8 +207,7 @@ class WatchHub:
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Messages for one watcher: the first at once, then after each change and every heartbeat, at least
         `interval_s` apart (between MIN_INTERVAL_S and half a heartbeat). None while the hub is silent."""
-        interval_s = min(max(interval_s, MIN_INTERVAL_S), max(heartbeat_s / 2, MIN_INTERVAL_S))
-        watcher = _Watcher(self.findable, watcher_id)
+        watcher = _Watcher(self.findable, heartbeat_s, interval_s, watcher_id)
         self._watchers.add(watcher)
         try:
             sequence = 0
@@ -221,12 +228,19 @@ class WatchHub:
                 sequence += 1
                 if watcher.stored or watcher.evicted:
                     continue
-                await asyncio.sleep(interval_s)
+                await asyncio.sleep(watcher.interval_s)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(heartbeat_s - interval_s):
+                    async with asyncio.timeout(heartbeat_s - watcher.interval_s):
                         await watcher.changed.wait()
         finally:
             self._watchers.discard(watcher)
+
+    def adjust(self, watcher_id: int, interval_s: float) -> bool:
+        """Change the interval of a running watch, as in `watch`. Returns whether there is one."""
+        found = [watcher for watcher in self._watchers if watcher.watcher_id == watcher_id]
+        for watcher in found:
+            watcher.adjust(interval_s)
+        return bool(found)
 
     def load(self) -> worker_pb2.Load:
         """The latest load as a message."""

@@ -451,6 +451,21 @@ async def test_the_tokenizer_bundle_comes_in_pieces_by_its_hash(worker: RunningW
     assert (await error_from(call.read())).reason is Reason.NOT_FOUND
 
 
+@pytest.mark.parametrize(("watcher_id", "reason"), [(0, Reason.INVALID_FIELD), (6, Reason.NOT_FOUND), (5, None)])
+async def test_only_a_running_watch_can_be_adjusted(
+    worker: RunningWorker, watcher_id: int, reason: Reason | None
+) -> None:
+    watch = worker.worker.Watch(worker_pb2.WatchRequest(watcher_id=5))
+    await watch.read()
+    call = worker.worker.AdjustWatch(worker_pb2.AdjustWatchRequest(watcher_id=watcher_id, min_interval_ms=100))
+    if reason is None:
+        await call
+    else:
+        error = await error_from(call)
+        assert (error.reason, error.field) == (reason, "watcher_id")
+    watch.cancel()
+
+
 async def test_watch_starts_with_a_snapshot_and_goes_on_with_what_changes(worker: RunningWorker) -> None:
     prompt = list(range(12))
     sampling = SamplingParams(max_tokens=1, **GREEDY)

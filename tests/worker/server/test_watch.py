@@ -98,3 +98,24 @@ async def test_reports_come_no_closer_than_a_watcher_asks(
         assert (await anext(told)).load.num_running == number
     assert pauses == [given_s, given_s]
     await told.aclose()  # type: ignore[attr-defined]
+
+
+async def test_the_interval_of_a_running_watch_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    hub = WatchHub(1, 4, 4)
+    told = hub.watch(1.0, 0.1, watcher_id=5)
+    await anext(told)
+    for number, (watcher_id, asked_s) in enumerate([(6, 0.4), (5, 0.2), (5, 0.0), (5, 9.0)]):
+        assert hub.adjust(watcher_id, asked_s) == (watcher_id == 5)
+        hub.publish(LoadReport(num_running=number))
+        assert (await anext(told)).load.num_running == number
+    assert pauses == [0.1, 0.2, watch.MIN_INTERVAL_S, 0.5]
+    await told.aclose()  # type: ignore[attr-defined]
+    assert not hub.adjust(5, 0.2)
