@@ -1,7 +1,7 @@
-"""When an answer is complete, and which prompts leave room for one: rules that gateway, router and worker share. Pure.
+"""Rules shared by gateway, router and worker: when an answer is complete, and which prompts leave room for one. Pure.
 
-An answer whose tokens are complete needs no worker any more, only the message with its finish. Whoever holds the tokens
-when a worker, a router or a connection is lost makes that message by the same rule as the worker would have.
+An answer with all its tokens needs no worker to finish. If a worker, a router or a connection is lost at that point,
+the process that has the tokens creates the final message by the worker's own rule.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from headrace.protos.inference_pb2 import (
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
-# Bytes of a request besides those of its tokens: a grammar has at most 256 KiB, and what remains is small.
+# Bytes of a request in addition to its tokens: a grammar has at most 256 KiB, and the other fields are small.
 _OTHER_REQUEST_BYTES = 1 << 20
-# Bytes of a token id on the wire, and of an entry of logit_bias; allowed_token_ids may name each token besides.
+# Maximum bytes on the wire of a token id and of an entry of logit_bias. allowed_token_ids may also name every token.
 _TOKEN_BYTES = 5
 _BIAS_BYTES = 14
 
@@ -40,21 +40,21 @@ def check_context(num_prompt_tokens: int, num_resumed_tokens: int, max_context_t
 
 
 def max_request_bytes(card: ModelCard) -> int:
-    """Bytes on the wire that no valid request for this model exceeds, so that others are refused unread."""
+    """Upper bound of a valid request's size in bytes for this model. Larger requests are refused unread."""
     of_vocabulary = (_TOKEN_BYTES + _BIAS_BYTES) * card.vocab_size
     return _TOKEN_BYTES * card.max_context_tokens + of_vocabulary + _OTHER_REQUEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What ends an answer: a stop token as its last, or `max_tokens` generated tokens. None: no such bound is known."""
+    """The conditions that end an answer: a stop token, or `max_tokens` generated tokens. None means no known limit."""
 
     stop_token_ids: frozenset[int]
     max_tokens: int | None
 
     def reason(self, num_tokens: int, last: int | None) -> tuple[int, int | None] | None:
-        """Why an answer of that many tokens is complete: FINISH_REASON_*, and the stop token if it was one. None if it
-        is not. `last` is its last token."""
+        """Why an answer of `num_tokens` tokens, the last of them `last`, is complete: FINISH_REASON_*, and the stop
+        token if one ended it. None if the answer is not complete."""
         if last is not None and last in self.stop_token_ids:
             return FINISH_REASON_STOP, last
         if self.max_tokens is not None and num_tokens >= self.max_tokens:
@@ -63,7 +63,7 @@ class Ends:
 
 
 def ends_of(sampling: SamplingParams, card: ModelCard, num_prompt_tokens: int) -> Ends:
-    """What ends the answer to a prompt. A card without a context length bounds nothing."""
+    """The conditions that end the answer to a prompt. A card without a context length sets no limit."""
     limits = [sampling.max_tokens] if sampling.HasField("max_tokens") else []
     if card.max_context_tokens:
         limits.append(card.max_context_tokens - num_prompt_tokens)
@@ -73,7 +73,7 @@ def ends_of(sampling: SamplingParams, card: ModelCard, num_prompt_tokens: int) -
 
 def stop_tokens(sampling: SamplingParams, own: Iterable[int], eos: Iterable[int]) -> frozenset[int]:
     """The tokens that end an answer: the request's `own`, and the model's `eos` unless the request ignores them. A
-    constrained answer must be able to end, whatever the request ignores."""
+    constrained answer never ignores them, because it must be able to end."""
     ends_at_eos = sampling.HasField("constraint") or not sampling.ignore_eos
     return frozenset(own).union(eos) if ends_at_eos else frozenset(own)
 
@@ -81,9 +81,9 @@ def stop_tokens(sampling: SamplingParams, own: Iterable[int], eos: Iterable[int]
 def closing_message(
     request: GenerateRequest, num_prompt_tokens: int, token_ids: Sequence[int], num_cached_tokens: int, card: ModelCard
 ) -> GenerateResponse | None:
-    """The message with the finish, if the generated tokens are a complete answer already; else None.
+    """The final message if the generated tokens are a complete answer, otherwise None.
 
-    This happens if a process died between the last token and the finish: no worker could add anything.
+    An answer is complete but unfinished if a process died between its last token and the final message.
     """
     if not token_ids:
         return None

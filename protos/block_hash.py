@@ -1,11 +1,11 @@
-"""Chained hash of a block of token ids: worker and router must agree on it byte for byte.
+"""The chained hash of a block of token ids, on which worker and router must agree byte for byte.
 
     root      = first 8 bytes of SHA-256(fingerprint, adapter, salt), each preceded by its length as u32
     hash(n)   = first 8 bytes of SHA-256(hash(n-1) || tokens of block n as little-endian u32)
 
-A hash names a block together with all that precede it, so the longest prefix that two prompts share is the longest
-run of equal hashes from the start. SHA-256 is the fastest of the standard library's hashes on current CPUs (0.36 us a
-block of 32 tokens); 64 bits of it are an index key and no proof: compare the tokens before using a match.
+A hash identifies a block together with its predecessors, so two prompts share as many blocks as they have equal hashes
+from the start. SHA-256 is the fastest hash of the standard library on current CPUs (0.36 us for a block of 32 tokens).
+64 bits of it serve as an index key, but do not exclude collisions: compare the tokens before using a match.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ HASH_BYTES = 8
 
 
 def root_hash(fingerprint: str, adapter: str = "", salt: str = "") -> int:
-    """Hash that the first block of a prompt is chained to.
+    """The hash that takes the place of the first block's parent.
 
-    `fingerprint` is that of the model card, `adapter` the SHA-256 of the adapter's files, empty for none. Different
-    adapters or salts make all hashes different.
+    `fingerprint` is the model card's, and `adapter` the SHA-256 of the adapter's files, or empty. Prompts with
+    different adapters or salts have no hash in common.
     """
     digest = sha256()
     for part in (fingerprint, adapter, salt):
@@ -33,7 +33,7 @@ def root_hash(fingerprint: str, adapter: str = "", salt: str = "") -> int:
 
 
 def next_hash(parent: int, token_bytes: bytes) -> int:
-    """Hash of the block with these tokens (little-endian u32, from `token_bytes_of`) after the block `parent`."""
+    """The hash of the block after `parent` with these tokens, encoded by `token_bytes_of`."""
     return int.from_bytes(sha256(parent.to_bytes(HASH_BYTES, "little") + token_bytes).digest()[:HASH_BYTES], "little")
 
 
@@ -46,7 +46,7 @@ def token_bytes_of(token_ids: Sequence[int]) -> bytes:
 
 
 def block_hashes(root: int, token_ids: Sequence[int], block_size: int) -> list[int]:
-    """Hashes of all full blocks of a prompt, in order. A last block that is not full has none."""
+    """The hashes of all full blocks of a prompt, in order. An incomplete last block has no hash."""
     raw = token_bytes_of(token_ids)
     stride = 4 * block_size
     parent = root.to_bytes(HASH_BYTES, "little")

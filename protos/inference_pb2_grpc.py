@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """Inference turns token ids into more token ids.
+    """Inference generates token ids from token ids.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """Inference turns token ids into more token ids.
+    """Inference generates token ids from token ids.
     """
 
     def Generate(self, request, context):
@@ -60,10 +60,9 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Session carries any number of Generate calls between two processes over one stream, so that what a step gave to
-        many of them travels in one message. Each behaves as a call of its own: with its own metadata, deadline,
-        cancellation and status. When the session ends, for whatever reason, the calls that are open on it have failed.
-        Servers may lack it; callers then use Generate.
+        """Session carries any number of Generate calls between two processes over one stream, so that one message can carry a
+        step's tokens for many calls. Each call has its own metadata, deadline, cancellation and status. When the session
+        ends, for any reason, its open calls fail. Servers may not implement it; callers then use Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +90,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """Inference turns token ids into more token ids.
+    """Inference generates token ids from token ids.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub(object):
-    """GRPCInferenceService answers clients of KServe and of Triton.
+    """GRPCInferenceService serves clients of KServe and Triton.
     """
 
     def __init__(self, channel):
@@ -73,54 +73,54 @@ class GRPCInferenceServiceStub(object):
 
 
 class GRPCInferenceServiceServicer(object):
-    """GRPCInferenceService answers clients of KServe and of Triton.
+    """GRPCInferenceService serves clients of KServe and Triton.
     """
 
     def ServerLive(self, request, context):
-        """ServerLive tells whether the gateway runs.
+        """ServerLive returns whether the gateway is running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerReady(self, request, context):
-        """ServerReady tells whether a model can be asked for.
+        """ServerReady returns whether a model is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """ModelReady tells whether this model can be asked for.
+        """ModelReady returns whether this model is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerMetadata(self, request, context):
-        """ServerMetadata describes the gateway.
+        """ServerMetadata returns a description of the gateway.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelMetadata(self, request, context):
-        """ModelMetadata describes the tensors of a model.
+        """ModelMetadata returns a description of a model's tensors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """ModelInfer continues texts.
+        """ModelInfer returns the continuations of texts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """ModelStreamInfer continues texts, with one or many responses to each request. Responses to several requests mix; `id`
-        tells them apart.
+        """ModelStreamInfer streams continuations of texts, with one or many responses to each request. Responses to several
+        requests may interleave; `id` identifies the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +173,7 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService(object):
-    """GRPCInferenceService answers clients of KServe and of Triton.
+    """GRPCInferenceService serves clients of KServe and Triton.
     """
 
     @staticmethod

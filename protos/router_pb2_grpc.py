@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RouterStub(object):
-    """Router knows the fleet.
+    """Router gives information about the fleet.
     """
 
     def __init__(self, channel):
@@ -78,61 +78,61 @@ class RouterStub(object):
 
 
 class RouterServicer(object):
-    """Router knows the fleet.
+    """Router gives information about the fleet.
     """
 
     def ListModels(self, request, context):
-        """ListModels answers with the models that at least one live worker serves.
+        """ListModels returns the models that at least one live worker serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """ListWorkers answers with all workers that are known, reachable or not, as of their latest report.
+        """ListWorkers returns all known workers, reachable or not, with their latest reports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """GetTokenizer streams a tokenizer bundle from a worker that has it. NOT_FOUND if none has.
+        """GetTokenizer streams a tokenizer bundle from a worker that has it. NOT_FOUND if no worker has it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Register(self, request, context):
-        """Register adds a worker, or renews its lease. A worker calls it every third of the lease.
+        """Register adds a worker or renews its lease. Workers call it three times per lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Deregister(self, request, context):
-        """Deregister removes a worker that is going away. Unknown workers are no error.
+        """Deregister removes a worker that stops. An unknown worker is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Explain answers where a request would be placed at this moment and why, without placing it.
+        """Explain returns where a request would be placed now, and why, without placing it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter loads a LoRA adapter at all reachable workers of a model. The first error ends it and is the answer; the
-        workers that have it by then keep it. Workers that join later get it too.
+        """LoadAdapter loads a LoRA adapter at all reachable workers of a model. It fails with the first worker's error; workers
+        that have already loaded the adapter keep it. Workers that join later load it, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter unloads an adapter at all reachable workers. MODEL_NOT_FOUND if none knows it.
+        """UnloadAdapter unloads an adapter at all reachable workers. MODEL_NOT_FOUND if no worker knows it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,7 +190,7 @@ def add_RouterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Router(object):
-    """Router knows the fleet.
+    """Router gives information about the fleet.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""The one table between a domain error, a gRPC status with its details, and an HTTP status with an OpenAI error.
+"""The table that maps each domain error to a gRPC status with details, and to an HTTP status with an OpenAI error.
 
-Every failure that leaves a headrace process is a `StatusError`. On gRPC it becomes a status with google.rpc details
-(ErrorInfo always; BadRequest when a field is at fault; RetryInfo when waiting helps); on HTTP, the gateway reads the
-same row for status code, error type and error code.
+Every failure that leaves a headrace process is a `StatusError`. Over gRPC it becomes a status with google.rpc details:
+always ErrorInfo, BadRequest if a field is at fault, and RetryInfo if a later retry may succeed. Over HTTP, the gateway
+uses the same row for status code, error type and error code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "headrace"
 DETAILS_KEY = "grpc-status-details-bin"
-"""Of trailing metadata: where gRPC has the details of a status."""
+"""The key in the trailing metadata under which gRPC sends the details of a status."""
 MAX_MESSAGE_CHARS = 1000
 
 _Detail = TypeVar("_Detail", bound=Message)
@@ -51,7 +51,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """What a reason looks like on each wire."""
+    """The gRPC and HTTP forms of a reason."""
 
     grpc_code: grpc.StatusCode
     http_status: int
@@ -74,7 +74,7 @@ TABLE: dict[Reason, StatusRow] = {
         _Code.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded"
     ),
     Reason.NO_CAPACITY: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "no_capacity"),
-    # Between worker and router only: a router places such a request again.
+    # Used only between worker and router: the router places such a request again.
     Reason.GIVEN_BACK: StatusRow(_Code.ABORTED, 503, "server_error", "given_back"),
     Reason.DRAINING: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "draining"),
     Reason.WORKER_LOST: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "worker_lost"),
@@ -84,7 +84,7 @@ TABLE: dict[Reason, StatusRow] = {
     Reason.INTERNAL: StatusRow(_Code.INTERNAL, 500, "server_error", "internal_error"),
 }
 
-# What a status without an ErrorInfo of ours means: the transport's own, or a foreign server's.
+# The reason for a status without our ErrorInfo, which comes from the transport or from a foreign server.
 _REASON_OF_BARE_CODE: dict[grpc.StatusCode, Reason] = {
     _Code.INVALID_ARGUMENT: Reason.INVALID_FIELD,
     _Code.OUT_OF_RANGE: Reason.INVALID_FIELD,
@@ -98,8 +98,8 @@ _REASON_OF_BARE_CODE: dict[grpc.StatusCode, Reason] = {
     _Code.CANCELLED: Reason.CANCELLED,
 }
 
-# Statuses that gRPC makes when a connection or a server goes away under a call. The ambiguous ones count only with
-# one of the messages.
+# Statuses that gRPC creates when a connection or a server is lost during a call. The ambiguous ones count only with one
+# of the messages.
 _LOST_CODES = frozenset({_Code.UNAVAILABLE, _Code.CANCELLED})
 _AMBIGUOUS_CODES = frozenset({_Code.INTERNAL, _Code.UNKNOWN})
 _LOST_MESSAGES = ("RST_STREAM", "Stream removed", "GOAWAY", "Socket closed", "Connection reset")
@@ -108,8 +108,9 @@ _LOST_MESSAGES = ("RST_STREAM", "Stream removed", "GOAWAY", "Socket closed", "Co
 class StatusError(Exception):
     """A failure with a status for the caller.
 
-    `field` is the request field at fault, by the name that the caller used. `retry_after_s` says after how many
-    seconds the same request may succeed. `detail` is a message for the caller's program, see `detail_of`.
+    `field` is the request field at fault, under the name that the caller used. `retry_after_s` is the time in seconds
+    after which the same request may succeed. `detail` is an additional message for the calling program; see
+    `detail_of`.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class StatusError(Exception):
         return TABLE[self.reason]
 
     def to_status(self) -> status_pb2.Status:
-        """The google.rpc.Status, details included."""
+        """The google.rpc.Status, including its details."""
         packed = [_packed(error_details_pb2.ErrorInfo(reason=self.reason.name, domain=DOMAIN))]
         if self.field is not None:
             violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
@@ -150,7 +151,7 @@ class StatusError(Exception):
         return status_pb2.Status(code=self.row.grpc_code.value[0], message=self.message, details=packed)
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The metadata in which gRPC carries the details."""
+        """The trailing metadata with the details."""
         return ((DETAILS_KEY, self.to_status().SerializeToString()),)
 
 
@@ -175,7 +176,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any] | _Context, error: S
 
 
 def error_of(rpc_error: grpc.RpcError) -> StatusError:
-    """The domain error that a failed call stands for: the exact one if the server sent ours, else by its code."""
+    """Convert a failed call to a domain error: the exact one if the server sent it, otherwise by its status code."""
     code: grpc.StatusCode = rpc_error.code()
     raw = details_of(rpc_error)
     parsed = None if raw is None else _error_of_details(raw)
@@ -185,7 +186,7 @@ def error_of(rpc_error: grpc.RpcError) -> StatusError:
 
 
 def details_of(rpc_error: grpc.RpcError) -> bytes | None:
-    """The google.rpc.Status on the wire that came with a failed call; None if there is none."""
+    """The serialized google.rpc.Status of a failed call; None if there is none."""
     for metadatum in rpc_error.trailing_metadata() or ():
         key, value = cast("tuple[str, str | bytes]", metadatum)
         if key == DETAILS_KEY and isinstance(value, bytes):
@@ -194,7 +195,7 @@ def details_of(rpc_error: grpc.RpcError) -> bytes | None:
 
 
 def detail_of(rpc_error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
-    """The detail of this kind that came with a failed call; None if there is none."""
+    """The detail of type `kind` of a failed call; None if there is none."""
     for box in status_pb2.Status.FromString(details_of(rpc_error) or b"").details:
         detail = kind()
         if box.Unpack(detail):
@@ -203,10 +204,10 @@ def detail_of(rpc_error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
 
 
 def is_peer_lost(rpc_error: grpc.RpcError) -> bool:
-    """Whether a failed call means that the connection or the process at its other end broke.
+    """Whether a call failed because its connection or the process at the other end was lost.
 
-    Nothing is then known about the request itself: the same request may succeed elsewhere. A status with details was
-    made by a server of ours and never counts, whatever its code.
+    The failure then says nothing about the request, which may succeed elsewhere. A status with details comes from a
+    headrace server and never counts, regardless of its code.
     """
     if details_of(rpc_error) is not None:
         return False

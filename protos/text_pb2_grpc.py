@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TextStub(object):
-    """Text serves chats and completions of text.
+    """Text serves chats and completions.
     """
 
     def __init__(self, channel):
@@ -63,7 +63,7 @@ class TextStub(object):
 
 
 class TextServicer(object):
-    """Text serves chats and completions of text.
+    """Text serves chats and completions.
     """
 
     def Chat(self, request, context):
@@ -81,14 +81,14 @@ class TextServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Tokenize turns a text, or a conversation through the chat template, into token ids.
+        """Tokenize converts a text, or a conversation formatted by the chat template, to token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Detokenize turns token ids into text.
+        """Detokenize converts token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ def add_TextServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Text(object):
-    """Text serves chats and completions of text.
+    """Text serves chats and completions.
     """
 
     @staticmethod

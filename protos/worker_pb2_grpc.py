@@ -77,7 +77,7 @@ class WorkerServicer(object):
     """
 
     def GetModelCard(self, request, context):
-        """GetModelCard describes the model that is served. Constant for the life of the process.
+        """GetModelCard returns the served model's card, which is constant for the life of the process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,8 +92,9 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Watch sends the content of the prefix cache as a snapshot, then what changes, and the load: at once when it
-        changes or a request comes, at most every 20 ms, and at least every heartbeat. A gap in `sequence` means: watch again.
+        """Watch reports the load and the content of the prefix cache: first a snapshot, then changes. It reports after each change
+        and each arriving request, but at most every 20 ms and at least every heartbeat. After a gap in `sequence`, start a new
+        Watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,16 +109,16 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain refuses new requests from now on (UNAVAILABLE, DRAINING) and answers when the running ones have ended,
-        or when the call's deadline has passed. With `undo` it takes requests again and answers at once; DRAINING if the
-        process is stopping.
+        """Drain makes the worker refuse new requests (UNAVAILABLE, DRAINING). It returns when the running ones have ended, or at
+        the call's deadline. With `undo`, the worker accepts requests again, and the call returns at once; it fails with
+        DRAINING if the process is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter makes a LoRA adapter known under a name, and puts it into memory if there is room. INVALID_FIELD if its files
+        """LoadAdapter registers a LoRA adapter under a name, and reads it into memory if there is room. INVALID_FIELD if its files
         cannot be used; UNSUPPORTED if the worker was started without adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -125,7 +126,7 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter forgets an adapter. Its running requests continue. MODEL_NOT_FOUND if it is unknown.
+        """UnloadAdapter removes an adapter. Its running requests continue. MODEL_NOT_FOUND if it is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
