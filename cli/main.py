@@ -49,7 +49,7 @@ class _LazyGroup(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """As click has it, but every failure is one line, `error: SENTENCE`."""
+        """Run the command as click does, but report every failure as one line, `error: SENTENCE`."""
         try:
             status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.UsageError as error:

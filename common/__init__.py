@@ -1,1 +1,1 @@
-"""What processes of every kind are built with. Imports `protos` and nothing else of headrace."""
+"""Code shared by all kinds of processes. Imports only `protos` from headrace."""

@@ -1,4 +1,4 @@
-"""What a protocol of the gateway is: a folder whose `protocol` module has one `PROTOCOL`, listed in `protocols`."""
+"""The interface of a protocol: a folder whose `protocol` module has one `PROTOCOL`, listed in `protocols`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Setup:
 
 
 class OpenProtocol:
-    """A protocol while the gateway runs. Subclasses override what they need."""
+    """A running protocol. Subclasses override what they need."""
 
     endpoints: Sequence[Endpoint] = ()
     """Its HTTP endpoints."""
@@ -69,5 +69,5 @@ class Protocol:
     """Its flags of `headrace gateway`."""
 
     def flags(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of its own options, of all values by parameter name."""
+        """The values of the protocol's own options, from all values by parameter name."""
         return {option.name: values[option.name] for option in self.options if option.name is not None}

@@ -44,7 +44,7 @@ OPERATIONS: Sequence[Operation] = (
 
 
 def endpoints(services: Services, opened: Sequence[OpenProtocol]) -> Sequence[Endpoint]:
-    """All HTTP endpoints: those of the open protocols, and those for operators."""
+    """All HTTP endpoints of the open protocols and for operators."""
     return [
         *(endpoint for protocol in opened for endpoint in protocol.endpoints),
         *state_endpoints.endpoints(services, [protocol.redis_states for protocol in opened]),

@@ -40,7 +40,7 @@ class AdapterCalls:
 
 
 async def _answered(context: grpc.aio.ServicerContext[Any, Any], work: Awaitable[_T]) -> _T:
-    """What `work` gives; its StatusError ends the call."""
+    """Return the result of `work`. A StatusError ends the call."""
     try:
         return await work
     except StatusError as error:

@@ -103,7 +103,7 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, memory: HostMe
 
 
 async def _keep_in_use(memory: HostMemory) -> None:
-    """Tell others until cancelled that the file of the KV cache is in use."""
+    """Until cancelled, mark the KV cache's file as in use for other workers."""
     while True:
         memory.touch()
         await asyncio.sleep(STALE_AFTER_S / 10)

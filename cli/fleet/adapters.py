@@ -89,7 +89,7 @@ def unload(name: str, router: str | None, tls_dir: Path | None, join_token_file:
 def _call(
     router: str | None, tls_dir: Path | None, join_token_file: Path | None, method: str, request: Any, timeout_s: float
 ) -> Any:
-    """What the router answers. Raises CommandError or CommandFailed."""
+    """Return the router's response. Raises CommandError or CommandFailed."""
     address, transport = _found(router, tls_dir, join_token_file)
     with transport.blocking_channel(address) as channel:
         try:

@@ -92,7 +92,7 @@ def make_secrets(directory: Path, readable: bool) -> None:
 
 
 def _make_secrets(directory: Path, authority: Path, mode: int) -> None:
-    """Make what is missing; the same as in the directory of the authority, if that has it."""
+    """Create missing secrets. A secret in the directory of the authority is copied from there."""
     for name in ("join-token", "redis-password"):
         path, shared = directory / name, authority / name
         if not path.exists():

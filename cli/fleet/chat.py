@@ -56,7 +56,7 @@ class Conversation:
 
 
 class ChatClient:
-    """Talks to one server. Every failure is a CommandError with what the server said."""
+    """A client of one server. Every failure is a CommandError with the server's message."""
 
     def __init__(
         self, url: str, model: str | None = None, access: ApiAccess = OPEN, *, max_tokens: int | None = None
@@ -68,7 +68,7 @@ class ChatClient:
         self.model = model or self._only_model()
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         self._http.close()
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[Chunk]:
@@ -255,7 +255,7 @@ def chat(url: str | None, model: str | None, system: str | None, max_tokens: int
 
 
 def talk(client: ChatClient, conversation: Conversation, question: str | None = None) -> None:
-    """Answer the one question, or else those that are typed or piped in. Closes the client."""
+    """Answer the given question, or the questions that are typed or piped in. Closes the client at the end."""
     interactive = sys.stdin.isatty()
     try:
         if question is not None:

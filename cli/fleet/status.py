@@ -47,11 +47,11 @@ def row_of(
 ) -> dict[str, Any]:
     """The fields of one process. Pure.
 
-    `workers` are the router's, by worker id, or None when the router does not answer. Every row has role, name, pid,
-    address, state, restarts, uptime_s, serve_pid and port; a worker's also model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, kv_blocks_restored, kv_blocks_read, requests_running, requests_waiting, draft_tokens,
-    draft_tokens_accepted, None while unknown, and what the kernel says of threads and memory, see `_binding_columns`; a
-    gateway's also grpc_address.
+    `workers` are the router's, by worker id, or None if the router does not respond. Every row has role, name, pid,
+    address, state, restarts, uptime_s, serve_pid and port. A worker also has model, kv_blocks, kv_blocks_free,
+    kv_blocks_cached, kv_blocks_restored, kv_blocks_read, requests_running, requests_waiting, draft_tokens and
+    draft_tokens_accepted, which are None while unknown, and the columns of `_binding_columns`. A gateway also has
+    grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, read when they are asked for."""
+"""The tensors of a GGUF file, read on demand."""
 
 from __future__ import annotations
 

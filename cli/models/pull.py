@@ -50,7 +50,7 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the user named. `kind` is catalogue, gguf, directory or hub; `where` is a name, a path or
+    """The model that the user named. `kind` is catalogue, gguf, directory or hub; `where` is a name, a path or
     OWNER/NAME[:QUANTISATION][@REVISION]."""
 
     kind: str
@@ -59,7 +59,7 @@ class Source:
 
 
 def source_of(model: str, name: str | None = None) -> Source:
-    """What `headrace pull MODEL` means. Raises CommandError when it means nothing."""
+    """Parse the argument of `headrace pull MODEL`. Raises CommandError if it names no source."""
     path = Path(model).expanduser()
     if model in CATALOGUE:
         return Source("catalogue", model, name or model)
@@ -78,8 +78,8 @@ def source_of(model: str, name: str | None = None) -> Source:
 
 
 def pull_model(source: Source, *, force: bool = False, offline: bool = False, num_workers: int = 0) -> Path:
-    """Have the model in the cache and return its directory. With `num_workers` the model is refused, before it is
-    fetched, if so many workers cannot hold its weights. Raises CommandError."""
+    """Pull the model into the cache if it is missing, and return its directory. With `num_workers`, a model whose
+    weights do not fit into memory that many times is refused before the download. Raises CommandError."""
     target = model_directory(source.name)
     waiting = f"{source.name}: another pull of it is running, waiting for that"
     with pulling(), model_lock(source.name, lambda: say(waiting)):
@@ -106,7 +106,8 @@ def pull_model(source: Source, *, force: bool = False, offline: bool = False, nu
 
 
 def _is_there(source: Source, target: Path) -> bool:
-    """Whether the cache has this very source, undamaged. Raises CommandError if the name stands for another one."""
+    """Whether the cache has the model from exactly this source, undamaged. Raises CommandError if the name belongs to
+    another source."""
     if not target.exists():
         return False
     manifest = read_manifest(target)
@@ -262,7 +263,7 @@ def _pull_from_hub(source: Source, num_workers: int) -> None:
 def _requirements(
     client: httpx.Client, reference: HubReference, listing: HubListing, choice: HubChoice
 ) -> Requirements:
-    """What the choice will need. Of the model itself only config.json is fetched, if there is one."""
+    """The requirements of the chosen files. It downloads only config.json, if there is one."""
     present = present_bytes(listing, choice.files, downloads_directory())
     if choice.gguf:
         return Requirements(choice.num_bytes, present, choice.num_bytes, True)

@@ -22,7 +22,7 @@ class HubReference:
 
     @property
     def name(self) -> str:
-        """What the model is called in the cache and in requests, if nobody says otherwise."""
+        """The model's default name in the cache and in requests."""
         return self.repository + self._suffix(self.revision and self.revision.replace("/", "-"))
 
     def _suffix(self, revision: str | None) -> str:
@@ -30,6 +30,6 @@ class HubReference:
 
 
 def parse_reference(model: str) -> HubReference | None:
-    """What the text refers to on a hub; None if it has another form."""
+    """Parse a reference to a model on a hub; None if the text has another form."""
     matched = _REFERENCE.fullmatch(model)
     return HubReference(*matched.groups()) if matched else None

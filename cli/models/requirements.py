@@ -1,4 +1,5 @@
-"""What a model will need: bytes to download, disk, and memory to serve it. Said and checked before the first byte."""
+"""The requirements of a model: bytes to download, disk space, and memory to serve it. They are shown and checked before
+the download."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _SPARE_DISK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """All in bytes. `present_bytes` of the download are there from an earlier try; `weight_bytes` is what the worker
-    will hold; `shape` is None where the model does not say it."""
+    """All values are in bytes. `present_bytes` of the download exist from an earlier attempt. `weight_bytes` is the
+    memory for the weights in a worker. `shape` is None if the model does not state it."""
 
     download_bytes: int
     present_bytes: int
@@ -32,7 +33,7 @@ class Requirements:
 
     @property
     def disk_bytes(self) -> int:
-        """What is still to be written."""
+        """Bytes that are still to be written."""
         converted = int(self.weight_bytes * _CONVERTED_SHARE) if self.is_converted else 0
         return max(0, self.download_bytes - self.present_bytes) + converted + _SPARE_DISK_BYTES
 
@@ -43,7 +44,7 @@ class Requirements:
 
 
 def memory_sentence(weight_bytes: int, shape: ModelShape | None) -> str:
-    """What serving takes, for people."""
+    """A sentence about the memory that serving needs."""
     base = f"{(weight_bytes + PROCESS_BYTES) / GIB:.1f} GiB of memory"
     if shape is None:
         return f"{base} and the KV cache"
@@ -57,7 +58,7 @@ def kv_cache_gib(shape: ModelShape, context_tokens: int) -> float:
 
 
 def check_disk(name: str, needed: Requirements, folder: Path) -> None:
-    """Raise CommandError if the download and what is made of it do not fit on the disk of `folder`."""
+    """Raise CommandError if the download and its converted form do not fit on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if needed.disk_bytes > free:
         raise CommandError(

@@ -1,4 +1,4 @@
-"""Which files of a repository make the model: an OpenVINO export, or one of its GGUF quantisations."""
+"""Chooses the files of a repository that form the model: an OpenVINO export, or one of its GGUF quantisations."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class HubListing:
 
 @dataclass(frozen=True, slots=True)
 class HubChoice:
-    """What to download: the files of an OpenVINO model, or those of one GGUF model, to be converted. `quantisation` is
-    as the file's name has it; empty where it says none."""
+    """The files to download: an OpenVINO model, or one GGUF model to be converted. `quantisation` is taken from the
+    file's name; empty if the name has none."""
 
     files: tuple[HubFile, ...]
     gguf: bool
@@ -50,13 +50,13 @@ class HubChoice:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files whose size the hub tells."""
+        """Total size of the files whose size the hub reports."""
         return sum(file.num_bytes or 0 for file in self.files)
 
 
 def choose_files(listing: HubListing, quantisation: str | None = None) -> HubChoice:
-    """The GGUF of that quantisation; without one, an OpenVINO model if there is one, else the GGUF that most people
-    want. Raises CommandError that says what there is to choose from."""
+    """Choose the GGUF file of the given quantisation. Without one, choose an OpenVINO model if there is one, otherwise
+    the most common quantisation. Raises CommandError that lists the choices."""
     by_path = {file.path: file for file in listing.files}
     variants = _variants(listing)
     if "openvino_model.xml" in by_path and not (quantisation and variants):

@@ -25,7 +25,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of keys and values in the cache, with the default precision u8."""
+        """Bytes of keys and values per token in the cache, with the default precision u8."""
         return 2 * self.layers * self.kv_heads * (self.head_size + _SCALE_BYTES)
 
 

@@ -55,10 +55,10 @@ def sentinel_url(url: str) -> SentinelUrl | None:
 
 
 def connect(url: str, timeout_s: float) -> RedisClient:
-    """A client for redis://, rediss://, unix:// or what `sentinel_url` reads.
+    """Create a client for redis://, rediss:// and unix:// URLs, and those that `sentinel_url` reads.
 
-    Connects with the first command; waiting for an answer, or for one of `MAX_CONNECTIONS` connections, ends after
-    `timeout_s`. Raises ValueError for what is no such URL.
+    It connects at the first command. A wait for a response, or for one of `MAX_CONNECTIONS` connections, ends after
+    `timeout_s`. Raises ValueError for any other URL.
     """
     from redis.asyncio import BlockingConnectionPool, Redis
     from redis.asyncio.retry import Retry
@@ -129,7 +129,7 @@ async def state_of(redis: RedisClient) -> RedisState:
 
 
 def word_for(state: RedisState) -> str:
-    """The state for people: ok, unwritable, unreachable or unspecified."""
+    """The state in a word: ok, unwritable, unreachable or unspecified."""
     return RedisState.Name(state).removeprefix("REDIS_STATE_").lower()
 
 

@@ -49,7 +49,7 @@ def request_id_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | N
 
 
 class TextFormatter(logging.Formatter):
-    """One line for people; an exception's traceback follows it."""
+    """Formats a record as readable text on one line, followed by the traceback of an exception."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
@@ -92,8 +92,8 @@ class _WithRequestId(logging.Filter):
 
 
 def configure_logging(level: str, log_format: str = "text") -> None:
-    """Send this process's log records of at least this level (one of `LEVELS`) to standard error in one of `FORMATS`:
-    also those of libraries, warnings and uncaught exceptions."""
+    """Send this process's log records of at least this level (one of `LEVELS`) to standard error in one of `FORMATS`.
+    This includes records of libraries, warnings and uncaught exceptions."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_WithRequestId())
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())

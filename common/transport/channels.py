@@ -156,7 +156,7 @@ def read_token(path: Path) -> str:
 class Transport:
     """The channels and servers of one process in a fleet. Without a directory, connections are plain.
 
-    May be used from any thread: gRPC asks for certificates from threads of its own.
+    Thread-safe, because gRPC requests certificates from its own threads.
     """
 
     def __init__(

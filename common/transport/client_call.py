@@ -22,7 +22,7 @@ class CallOwner(Protocol):
         """Cancel the call at the server."""
 
     def count_unread(self, call: ClientCall, num_bytes: int) -> None:
-        """A call holds so many more unread bytes, or fewer if below 0."""
+        """Add to the number of unread bytes that a call holds; negative numbers subtract."""
 
 
 class ClientCall:

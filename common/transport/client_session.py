@@ -42,7 +42,7 @@ class SessionOwner(Protocol):
         """A session was given up because its server is silent."""
 
     def count_unread(self, call: ClientCall, num_bytes: int) -> None:
-        """A call holds so many more unread bytes, or fewer if below 0."""
+        """Add to the number of unread bytes that a call holds; negative numbers subtract."""
 
     def do_without(self, seconds: float) -> None:
         """Begin no call in a session for this time."""
@@ -107,7 +107,7 @@ class ClientSession:
         self._is_retired = True
 
     def retire(self) -> None:
-        """Begin no more calls; end with the last one."""
+        """Begin no new calls, and close after the last one has ended."""
         self._is_retired = True
         self._end_if_idle()
 
@@ -233,12 +233,12 @@ class ClientSession:
             call.push(part.response)
 
     def count_unread(self, call: ClientCall, num_bytes: int) -> None:
-        """A call holds so many more unread bytes, or fewer if below 0."""
+        """Add to the number of unread bytes that a call holds; negative numbers subtract."""
         self._client.count_unread(call, num_bytes)
 
 
 def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:
-    """Of ids of cancelled calls, and of calls that begin with the parts that they share."""
+    """A message that cancels calls by id, and begins calls together with their shared parts."""
     message = SessionRequest()
     positions: dict[SharedPart, int] = {}
     for item in items:

@@ -18,10 +18,10 @@ _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> health.aio.HealthServicer:
-    """Add health and reflection for the named services; the caller sets the serving status on what is returned.
+    """Add health and reflection for the named services. The caller sets the serving status on the returned object.
 
-    Until it does, every service (and "", the whole server) is NOT_SERVING. Call it after adding the services: it
-    refuses all methods that none of them has.
+    Until then, every service (and "", the whole server) is NOT_SERVING. Call it after the services are added, because
+    it refuses all methods that none of them has.
     """
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -55,9 +55,9 @@ class _Refusal(grpc.GenericRpcHandler):
 
 
 async def start_probe(address: str, servicer: health.aio.HealthServicer) -> grpc.aio.Server:
-    """Serve only health checks at another address, without TLS.
+    """Serve only health checks, without TLS, at a separate address.
 
-    For probes that have no certificate, such as those of a kubelet. Raises RuntimeError if the address is taken.
+    It is for probes without a certificate, such as those of a kubelet. Raises RuntimeError if the address is taken.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_PROBES)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -26,7 +26,7 @@ LARGE_BYTES = 256 << 10
 
 
 class SessionClient:
-    """Generate calls through one channel, over `num_sessions` sessions in turn. Made and used in one event loop."""
+    """Makes Generate calls through one channel, over `num_sessions` sessions in turn. Use it in one event loop."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class SessionClient:
         silences: Silences | None = None,
         peer: str | None = None,
     ) -> None:
-        """If a channel balances over several servers, each session is with one of them.
+        """If the channel balances over several servers, each session has one of them as its server.
 
-        `plain_grpc`: there are no sessions, and each call is an RPC of its own. `silences` are those of all that this
-        process listens to; `peer` names the server there, if it is heard elsewhere too.
+        `plain_grpc` turns sessions off, so that each call is a separate RPC. `silences` covers all peers of this
+        process. `peer` is the server's name in it, if the server is also heard elsewhere.
         """
         self.silences = silences or Silences()
         self.peer = peer
@@ -75,8 +75,8 @@ class SessionClient:
         return self._session_for(wire).begin(wire, timeout, metadata)
 
     def _session_for(self, wire: WireRequest) -> ClientSession:
-        """The session of a new call: the next in turn, or a separate one for a large request. Requests that share their
-        first part share that one too."""
+        """The session for a new call: the next in turn, or a separate one for a large request. Requests with the same
+        first part use the same session."""
         if wire.num_bytes > LARGE_BYTES:
             alone = self._alone.get(wire.shared[0]) if wire.shared else None
             if alone is None or alone.is_over:
@@ -107,7 +107,7 @@ class SessionClient:
         self._alone = {shared: alone for shared, alone in self._alone.items() if alone is not session}
 
     def _next_turn(self) -> int:
-        """The next session in turn, of those whose server is heard if there are any."""
+        """The next session in turn. Sessions with a silent server are skipped if there are others."""
         count = len(self._sessions)
         turns = [(self._turn + step) % count for step in range(1, count + 1)]
         for turn in turns:
@@ -123,9 +123,9 @@ class SessionClient:
             self._sessions[self._sessions.index(silent)] = session
 
     def count_unread(self, call: ClientCall, num_bytes: int) -> None:
-        """A call holds so many more unread bytes, or fewer if below 0.
+        """Add to the number of unread bytes that a call holds; negative numbers subtract.
 
-        gRPC does not hold back single calls: if too much is unread, the call that holds most of it is ended.
+        gRPC cannot hold back single calls. If too many bytes are unread, the call with the most is ended.
         """
         self.num_unread_bytes += num_bytes
         if call.num_unread_bytes:

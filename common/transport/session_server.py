@@ -50,7 +50,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class SessionServer:
-    """Serves sessions: each call of one is handed to `handler`, in a task of its own."""
+    """Serves sessions. Each call of a session runs `handler` in its own task."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -184,7 +184,7 @@ class _ServerSession:
         self._has_named = False
 
     async def run(self, requests: AsyncIterable[SessionRequest]) -> None:
-        """Until the caller goes, or the server ends and no call is open."""
+        """Serve until the caller disconnects, or until the server stops and no call is open."""
         self.end_if_idle()
         self._turns.put(None, 0)
         parts = [asyncio.create_task(part) for part in (self._read(requests), self._turns.run(), self._idle.wait())]

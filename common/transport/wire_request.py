@@ -1,12 +1,12 @@
-"""A GenerateRequest on the wire, in parts of which several requests may have some in common.
+"""The wire format of a GenerateRequest, in parts that several requests may share.
 
-The n choices of one chat differ in their id and seed alone; prompt and grammar are the same. Protobuf reads the
-concatenation of two messages as one message merged of both, so such requests are written as
+The n choices of a chat differ only in id and seed; prompt and grammar are the same. Protobuf reads two concatenated
+messages as one merged message, so such requests are written as
 
     request i  =  shared parts (prompt, grammar)  +  own bytes (id, seed)
 
-and a shared part is one object in a process: it is written, sent, parsed and hashed once, whatever the number of
-requests that have it. Where the parts cannot be kept apart, `WireRequest.joined` is the whole request.
+A shared part is one object in a process. It is encoded, sent, parsed and hashed only once for all its requests. Where
+the parts cannot be kept apart, `WireRequest.joined` is the whole request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class SharedPart:
-    """Bytes that several requests begin with, and what was derived from them. Two are equal only if they are one."""
+    """Bytes with which several requests begin, and values derived from them. Parts are compared by identity."""
 
     __slots__ = ("__weakref__", "_kept", "raw")
 
@@ -37,7 +37,7 @@ class SharedPart:
 
 @dataclass(frozen=True, slots=True)
 class WireRequest:
-    """One request: the parts it shares with others, then its own bytes."""
+    """A request: the parts that it shares with others, followed by its own bytes."""
 
     own: bytes
     shared: tuple[SharedPart, ...] = ()

@@ -1,1 +1,1 @@
-"""Who may ask, and how much: keys, rate limits, quotas, admission."""
+"""Authentication and limits of callers: keys, rate limits, quotas, admission."""

@@ -97,7 +97,7 @@ class OwnLimits:
 
 
 class Authorization:
-    """What a key allows one request, and what the request has used."""
+    """The permissions and limits of a key for one request, and the usage of the request."""
 
     def __init__(self, key: ApiKey, name: str, limits: Limits) -> None:
         self.key = key
@@ -181,7 +181,7 @@ class Authorization:
 
 
 class AdmissionControl:
-    """Admits requests. Without a key ring, it admits everybody."""
+    """Admits requests. Without a key ring, it admits every request."""
 
     def __init__(
         self, bounds: AdmissionBounds = AdmissionBounds(), keys: KeyRing | None = None, limits: Limits | None = None

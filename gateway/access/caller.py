@@ -23,6 +23,6 @@ class Caller:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with calls upstream."""
+        """The metadata for upstream calls."""
         found = (("x-request-id", self.request_id),)
         return (*found, ("traceparent", self.traceparent)) if self.traceparent else found

@@ -29,13 +29,13 @@ class KeysError(Exception):
 
 
 class KeySource(Protocol):
-    """Where keys are kept."""
+    """A store of keys."""
 
     async def read(self) -> Iterable[ApiKey] | None:
         """All keys; None if nothing has changed since they were read. Raises KeysError."""
 
     async def close(self) -> None:
-        """Give up connections."""
+        """Close all connections."""
 
 
 class KeyFile:
@@ -121,7 +121,7 @@ class KeyRing:
         return key
 
     async def refresh(self) -> None:
-        """Read what has changed. Raises KeysError."""
+        """Read the changes since the last call. Raises KeysError."""
         keys = await self._source.read()
         if keys is not None:
             self._by_sha256 = {key.sha256: key for key in keys}
@@ -143,5 +143,5 @@ class KeyRing:
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
-        """Give up connections."""
+        """Close all connections."""
         await self._source.close()

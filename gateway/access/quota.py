@@ -141,7 +141,7 @@ class SharedLimits:
     """The limits of all gateways at one Redis. `local` counts all requests, and decides while Redis is unreachable."""
 
     def __init__(self, url: str, local: LocalLimits) -> None:
-        """Raises ValueError for what is not a Redis URL."""
+        """Raises ValueError if the URL is not a Redis URL."""
         self._redis: RedisClient = connect(url, _SOCKET_TIMEOUT_S)
         self._local = local
         self.is_shared = False
@@ -205,13 +205,14 @@ class SharedLimits:
         return Answer(wait_us, LimitState(limit, remaining, reset_us))
 
     def settle(self, key: KeyLimits, delta: int) -> None:
-        """Correct the count by `delta` tokens, negative if fewer were used than taken. Redis is told a moment later."""
+        """Correct the count by `delta` tokens, which is negative if fewer were used than taken. Redis is updated
+        shortly after."""
         if key.tokens_per_minute is not None and delta:
             self._local.take_tokens(key, delta, anyway=True)
             self._note(_Script(TAKE, [_name(key, "tokens")], ["", delta, key.tokens_per_minute, 1]))
 
     def leave(self, key: KeyLimits, request: str) -> None:
-        """Note that an admitted request has ended. Redis is told a moment later."""
+        """Note that an admitted request has ended. Redis is updated shortly after."""
         self._local.leave(key, request)
         self._inside.pop(request, None)
         if key.max_concurrent is not None:

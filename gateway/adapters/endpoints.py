@@ -21,7 +21,8 @@ class AdminKey:
     """The key that operators send as `Authorization: Bearer KEY`."""
 
     def __init__(self, path: Path | None) -> None:
-        """Without a file nobody is an operator. ValueError, a sentence, if the file has no key."""
+        """Without a key file, no caller is an operator. Raises ValueError with a readable message if the file has no
+        key."""
         self._key = b""
         if path is None:
             return

@@ -1,4 +1,4 @@
-"""What is asked and answered about adapters (pure)."""
+"""Requests and responses about adapters. Pure."""
 
 from __future__ import annotations
 

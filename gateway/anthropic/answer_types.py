@@ -11,7 +11,7 @@ from headrace.gateway.edge.description import Shape
 
 
 class AnthropicErrorDetail(Shape):
-    """What went wrong."""
+    """The type and message of an error."""
 
     type: str
     message: str

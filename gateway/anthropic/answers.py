@@ -94,7 +94,7 @@ def _input(text: str) -> dict[str, Any]:
 
 
 class MessageAnswer:
-    """Makes one message. Push every piece, as `piece` or as `push`; then `end` or `whole`."""
+    """Builds one message. Add every piece with `piece` or `push`, then call `end` or `whole`."""
 
     def __init__(
         self, message_id: str, model: str, num_prompt_tokens: int, num_id_chars: int, shows_thinking: bool

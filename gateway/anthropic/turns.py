@@ -35,7 +35,8 @@ def system_turn(system: str | Sequence[Mapping[str, Any]]) -> Turn:
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The conversation. Raises `StatusError` for what a chat cannot have, such as results without calls."""
+    """The conversation as turns. Raises `StatusError` if it is not a valid chat, for example if it has a result without
+    a call."""
     if not messages:
         raise invalid("messages", "messages must not be empty")
     reader = _Reader()

@@ -128,9 +128,9 @@ def _check_budget(thinking: Thinking, request: PromptFields) -> None:
 
 
 def effort_of(request: PromptFields, template: ChatTemplate, reasons: bool) -> str | None:
-    """The effort of a checked request for a model; None if the model does by default what is asked.
+    """The reasoning effort for a model in a checked request; None if the model's default is the requested behaviour.
 
-    `reasons`: whether the model's format of reasoning is known. Raises `StatusError` if the model cannot do it.
+    `reasons` is whether the format of the model's reasoning is known. Raises `StatusError` if the model cannot do it.
     """
     effort = None if request.output_config is None else request.output_config.effort
     thinking = request.thinking

@@ -47,7 +47,8 @@ class Formats:
         return found
 
     def plain(self, model: Model) -> ModelFormat | None:
-        """The format of calls that a grammar holds whatever the model's family is; None if the operator wants none."""
+        """The format for calls that a grammar enforces, for any model family; None if the operator has turned parsing
+        off."""
         if _said(self._tool_parsers, model.name) == NONE:
             return None
         return _with_plain_tools(self.of(model), model.text)

@@ -110,7 +110,7 @@ class Account:
         self._num_drafted_tokens = self._num_accepted_tokens = 0
 
     def ended(self, index: int, ending: Ending) -> None:
-        """Take the ending of a choice. The cached tokens of a prompt are those of its first choice."""
+        """Apply the end of a choice. The cached tokens of a prompt are those of its first choice."""
         self.num_open -= 1
         self._num_generated_tokens += ending.num_generated_tokens
         self._num_reasoning_tokens += ending.num_reasoning_tokens

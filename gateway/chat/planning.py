@@ -63,7 +63,7 @@ class Chats:
     def __init__(
         self, models: Models, prompts: Prompts, constraints: Constraints, formats: Formats | None = None
     ) -> None:
-        """Without `formats`, chat templates decide how models write tool calls and reasoning."""
+        """Without `formats`, the format of tool calls and reasoning is detected from the chat template."""
         self._models = models
         self._prompts = prompts
         self._constraints = constraints

@@ -56,7 +56,7 @@ class SamplingFields(AnswerFields, kw_only=True):
 
 
 class Generation(SamplingFields, kw_only=True):
-    """What chats and completions share."""
+    """The common part of chats and completions."""
 
     model: str | None = None
     stream: bool | None = None

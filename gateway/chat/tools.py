@@ -35,7 +35,7 @@ class ToolUse:
 
 
 def tool_use_of(request: Chat) -> ToolUse:
-    """The tools of a chat. Raises `StatusError` for what is malformed or contradicts itself."""
+    """The tools of a chat. Raises `StatusError` if they are malformed or contradictory."""
     choice = request.tool_choice
     if request.tools is None:
         if choice not in (None, "none", "auto"):

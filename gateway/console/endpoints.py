@@ -159,7 +159,7 @@ def _since(exchange: Exchange) -> int:
 
 
 def host_of(address: str, own_host: str) -> str:
-    """The host in a gRPC target, for people; `own_host` if the target is local."""
+    """The host in a gRPC target, for display; `own_host` if the target is local."""
     if address.startswith(("unix:", "unix-abstract:")):
         return own_host
     target = address.rpartition("/")[2]

@@ -26,5 +26,5 @@ class Bodies:
         self.num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """The bytes are no longer kept."""
+        """Note that the bytes are no longer kept."""
         self.num_bytes -= num_bytes

@@ -19,7 +19,7 @@ class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defau
 
 
 class ErrorDetail(Shape):
-    """What went wrong. `param` names the field at fault."""
+    """The message and type of an error. `param` names the field at fault."""
 
     message: str
     type: str
@@ -35,7 +35,7 @@ class Error(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a method does on a path. Its answer is of a type, or plain text."""
+    """The operation of a method on a path. Its response has a type or is plain text."""
 
     method: str
     path: str

@@ -1,4 +1,4 @@
-"""An endpoint: what a method does on a path."""
+"""An endpoint: the handler of a method on a path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a method does on a path. Paths are Starlette's; a GET answers HEAD too."""
+    """The handler of a method on a path. Paths have Starlette's syntax. A GET endpoint also handles HEAD."""
 
     method: str
     path: str

@@ -248,9 +248,10 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def keep_alive(self, begun: asyncio.Event | None = None) -> None:
-        """Run for ever: send `keep_alive_event` when nothing was written for `KEEP_ALIVE_S`.
+        """Run until cancelled: send `keep_alive_event` whenever nothing was written for `KEEP_ALIVE_S`.
 
-        This may begin the response, after which an error can no longer be a status. So it waits for `begun`, if given.
+        The first event begins the response, after which an error can no longer be an HTTP status. So wait for `begun`,
+        if given.
         """
         self._last_write_s = time.monotonic()
         if begun is not None:

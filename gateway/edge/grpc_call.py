@@ -95,7 +95,7 @@ class GrpcCalls:
 
 
 def caller_of(context: Context) -> Caller:
-    """Who makes a call, from its metadata and its deadline."""
+    """The caller of a call, from its metadata and deadline."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     request_id = metadata.get("x-request-id", "")
     if not _REQUEST_ID.fullmatch(request_id):

@@ -46,7 +46,7 @@ class HttpEdge:
         admission: AdmissionControl | None = None,
         bodies: Bodies | None = None,
     ) -> None:
-        """Without `admission`, everybody is admitted."""
+        """Without `admission`, every request is admitted."""
         self._admission = AdmissionControl() if admission is None else admission
         self.bodies = Bodies() if bodies is None else bodies
         self.early_headers_s = self._admission.bounds.early_headers_s

@@ -109,7 +109,7 @@ class Security:
         return self.keys
 
     async def start(self) -> None:
-        """Read the keys and go on reading them. Raises SecurityError if a file of keys cannot be read."""
+        """Read the keys, and follow their changes. Raises SecurityError if a file of keys cannot be read."""
         if self._shared is not None:
             await self._shared.start()
         if self.keys is not None:
@@ -122,7 +122,7 @@ class Security:
             self._following = asyncio.create_task(self.keys.run(), name="API keys")
 
     async def close(self) -> None:
-        """Stop following changes, and give up connections."""
+        """Stop following changes, and close all connections."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)

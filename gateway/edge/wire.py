@@ -61,7 +61,7 @@ def _wrong_type(message: str) -> StatusError:
 
 
 def _position(raw: bytes, message: str) -> str:
-    """The decoder's message with the position of what is wrong."""
+    """The decoder's message with the position of the error."""
     if _BYTE.search(message):
         return message
     try:

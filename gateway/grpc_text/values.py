@@ -96,7 +96,7 @@ def completion_request(message: text_pb2.CompleteRequest) -> Completion:
 
 
 def tokenize_request(message: text_pb2.TokenizeRequest) -> Tokenization:
-    """What a message asks to tokenize."""
+    """Translate a message to a tokenize request."""
     return Tokenization(
         model=message.model or None,
         prompt=_given(message, "text"),

@@ -1,4 +1,4 @@
-"""What answers of KServe's protocol look like, for the OpenAPI document. Tests hold real answers to these types."""
+"""Types of KServe's responses, for the OpenAPI document. Tests compare real responses with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KserveError(Shape):
 
 
 class KserveServer(Shape):
-    """What this is."""
+    """Metadata of the server."""
 
     name: Literal["headrace"]
     version: str
@@ -42,14 +42,14 @@ class KserveModel(Shape):
 
 
 class KserveReady(Shape):
-    """That a model can be asked for."""
+    """The response for a model that is ready."""
 
     name: str
     ready: bool
 
 
 class KserveResult(Shape):
-    """A tensor of an answer. Its elements are in `data`, or in the bytes behind the JSON."""
+    """An output tensor. Its elements are in `data`, or in the binary data after the JSON."""
 
     name: str
     datatype: str

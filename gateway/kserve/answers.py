@@ -40,7 +40,7 @@ KSERVE_ERRORS = _KserveErrors()
 
 
 def model_metadata(name: str) -> dict[str, Any]:
-    """What a model takes and gives; only the text is needed."""
+    """The input and output tensors of a model. Only the text input is required."""
     flags = ("stream", "exclude_input_in_output", *OPTIONAL_OUTPUTS.values())
     inputs = [
         {"name": TEXT_INPUT, "datatype": "BYTES", "shape": [-1]},
@@ -74,8 +74,8 @@ class Parts:
         self._num_tokens = 0
 
     def push(self, piece: Piece) -> list[Tensor]:
-        """The tensors of a piece; none if it shows nothing. Tokens are those of the part, the log-probability that of
-        the answer so far."""
+        """The tensors of a piece; empty if it has nothing to show. Token counts are for the piece, the log-probability
+        for the answer so far."""
         self._logprob += _sum(piece.logprobs)
         self._num_tokens += piece.num_tokens
         if not piece.text and piece.ending is None:
@@ -106,7 +106,7 @@ def _sum(logprobs: Sequence[TokenLogprob]) -> float:
 
 
 def generated(model: str, request_id: str | None, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Tensors as the answer of `generate`: one element stands for itself."""
+    """Tensors in the format of `generate`: a tensor with one element becomes that element."""
     values = {one.name: one.values[0] if len(one.values) == 1 else list(one.values) for one in tensors}
     head = {"model_name": model, "model_version": VERSION}
     return {**head, **({} if request_id is None else {"id": request_id}), **values}

@@ -29,7 +29,7 @@ _CONTENTS = {
 
 
 def inference_of_message(request: ModelInferRequest) -> Inference:
-    """What a message asks for. Raises `StatusError`."""
+    """Translate a message to an inference. Raises `StatusError`."""
     parameters = _values(request.parameters)
     parameters.pop(FINAL_ASKED, None)
     for tensor, of_tensor in (*((i.name, i.parameters) for i in request.inputs), *_of_outputs(request)):
@@ -51,7 +51,7 @@ def wants_final(request: ModelInferRequest) -> bool:
 def response_of(
     model: str, request_id: str, tensors: Sequence[Tensor], final: bool | None = None
 ) -> ModelInferResponse:
-    """The response with these tensors; `final` is told if it is not None."""
+    """The response with these tensors. It includes `final` unless that is None."""
     response = ModelInferResponse(model_name=model, model_version=VERSION, id=request_id)
     if final is not None:
         response.parameters[FINAL].bool_param = final

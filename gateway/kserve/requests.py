@@ -97,7 +97,8 @@ def merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameters_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a request, without those of schedulers. Raises `StatusError` if those say anything."""
+    """The parameters of a request, without those for Triton's scheduler. Raises `StatusError` if the latter are not
+    0."""
     for name in _OF_SCHEDULERS:
         if parameters.get(name):
             instead = "; use the deadline of the call, or x-request-timeout" if name == "timeout" else "; leave it out"
@@ -106,7 +107,7 @@ def parameters_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams: bool | None = None) -> Inference:
-    """What values ask for. `outputs` are the tensors that are requested by name; `streams` holds where the values do
+    """Build an inference from values. `outputs` names the requested tensors; `streams` is the default if the values do
     not say. Raises `StatusError`."""
     rest = dict(values)
     texts = _texts(rest.pop(TEXT_INPUT, None))

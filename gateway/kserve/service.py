@@ -55,16 +55,16 @@ class KserveService(GRPCInferenceServiceServicer):
         return ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: ServerReadyRequest, context: Context) -> ServerReadyResponse:
-        """Whether a model can be asked for."""
+        """Whether a model is ready."""
         return ServerReadyResponse(ready=self._services.models.ready)
 
     async def ServerMetadata(self, request: ServerMetadataRequest, context: Context) -> ServerMetadataResponse:
-        """What this is."""
+        """Metadata of the server."""
         version = importlib.metadata.version("headrace")
         return ServerMetadataResponse(name="headrace", version=version, extensions=EXTENSIONS)
 
     async def ModelReady(self, request: ModelReadyRequest, context: Context) -> ModelReadyResponse:
-        """Whether a model can be asked for."""
+        """Whether the model is ready."""
         try:
             await self._model(request.name, request.version)
         except StatusError:

@@ -1,4 +1,4 @@
-"""Bodies of `infer` over HTTP: JSON, and behind it the bytes of tensors that are not in the JSON (pure)."""
+"""Bodies of `infer` over HTTP: JSON, followed by the binary data of tensors that are not in the JSON. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_ou
 
 
 class KserveInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tensor that is sent. Its elements are in `data`, nested or not, or in the bytes behind the JSON."""
+    """An input tensor. Its elements are in `data`, nested or flat, or in the binary data after the JSON."""
 
     name: str
     datatype: str
@@ -53,7 +53,7 @@ class KserveInfer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class KserveGenerate(msgspec.Struct, kw_only=True):
-    """Body of POST /v2/models/{name}/generate and generate_stream. Parameters may stand beside the text, too."""
+    """Body of POST /v2/models/{name}/generate and generate_stream. Parameters may also be at the top level."""
 
     text_input: str | list[str]
     id: str | None = None

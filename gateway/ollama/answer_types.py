@@ -1,4 +1,4 @@
-"""What answers of Ollama's API look like, for the OpenAPI document. Tests hold real answers to these types."""
+"""Types of Ollama's responses, for the OpenAPI document. Tests compare real responses with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Answer(Shape, kw_only=True):
 
 
 class OllamaAnswerMessage(Shape):
-    """What the model said."""
+    """The message of an answer."""
 
     role: Literal["assistant"]
     content: str
@@ -53,7 +53,7 @@ class OllamaGenerateAnswer(_Answer, kw_only=True):
 
 
 class OllamaDetails(Shape):
-    """What is known of a model's files."""
+    """The known properties of a model's files."""
 
     parent_model: str
     format: str
@@ -97,7 +97,7 @@ class OllamaRunningList(Shape):
 
 
 class OllamaShown(Shape):
-    """What is known of a model."""
+    """The known properties of a model."""
 
     modelfile: str
     parameters: str

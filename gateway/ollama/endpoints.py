@@ -92,7 +92,7 @@ class _Generations:
             await self._answer(exchange, request, plan, answer, [ChatChoice(None)])
 
     async def _prompted(self, exchange: Exchange, request: OllamaGenerate, model: Model) -> None:
-        """Answer a prompt through the model's chat template, behind the tokens of what was said before."""
+        """Answer a prompt through the model's chat template, after the tokens of the given context."""
         effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
         chat_request, names = prompted_chat_of(request, model.name, effort)
         with names.in_callers_terms():

@@ -114,7 +114,7 @@ class _Models:
         return found
 
     async def pull(self, exchange: Exchange) -> None:
-        """Tell whether the model is served: it is pulled already, or it is not for a client to pull."""
+        """Report success if the model is served. Clients cannot pull other models."""
         request = decode_body(await exchange.body(), OllamaPull)
         check_fields(request)
         name = request.model or request.name

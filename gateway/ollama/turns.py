@@ -100,9 +100,9 @@ def completion_of(request: OllamaGenerate, model: str) -> Completion:
 
 
 def effort_of(think: Think | None, template: ChatTemplate, reasons: bool) -> str | None:
-    """The effort of reasoning that `think` asks for of a model; None where the model does by itself what is asked.
+    """The reasoning effort that `think` requests; None if the model's default is the requested behaviour.
 
-    `reasons`: it is known how the model writes reasoning. Raises `StatusError` where it cannot do what is asked.
+    `reasons` is whether the format of the model's reasoning is known. Raises `StatusError` if the model cannot do it.
     """
     if think is None:
         return None

@@ -75,7 +75,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both ways to ask share."""
+    """The common fields of chat and generate requests."""
 
     model: str | None = None
     stream: bool | None = None
@@ -134,7 +134,7 @@ class OllamaShow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
-    """Of a request for what no model offers, only the model matters."""
+    """A request that no model supports. Only its model is read."""
 
     model: str | None = None
 

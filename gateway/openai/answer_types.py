@@ -13,14 +13,14 @@ from headrace.gateway.edge.description import Shape
 
 
 class PromptTokensDetails(Shape):
-    """Of the tokens of the prompts, those that were found in a prefix cache."""
+    """The number of prompt tokens found in a prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Shape):
-    """Of the generated tokens, those of reasoning, and those that were predicted; and the predicted tokens that are not
-    in the answer."""
+    """The number of reasoning tokens among the generated tokens, and the numbers of accepted and rejected draft
+    tokens."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int

@@ -57,7 +57,8 @@ def ending_value(ending: Ending) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Options of an answer besides its text and log-probabilities. Sequences have an entry for each choice."""
+    """Options for parts of an answer in addition to its text and log-probabilities. Sequences have one entry per
+    choice."""
 
     usage: bool = False
     """A stream ends with the usage."""
@@ -154,7 +155,7 @@ def whole_completion(
 def completion_logprobs_value(
     logprobs: CompletionLogprobs, shown: Shown, index: int, part: WholeChoice | Piece, is_first: bool = True
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion, or of a piece of it, with those of the prompt that it begins with."""
+    """The `logprobs` of a completion or of a piece of it, including those of an echoed prompt."""
     if not shown.echoes:
         return logprobs.value(part.logprobs)
     if not is_first:

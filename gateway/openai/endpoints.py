@@ -72,7 +72,7 @@ class _Completions:
 
 
 def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echoes: Sequence[str] = ()) -> Shown:
-    """What an answer to these plans shows. `echoes` are the prompts' texts, if they are echoed."""
+    """The options for the answer to these plans. `echoes` are the texts of the prompts if they are echoed."""
     n = request.n or 1
     options = request.stream_options
     return Shown(

@@ -50,7 +50,8 @@ class _Events:
             self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._close
 
     def tail(self, logprobs: bytes = _NO_LOGPROBS, token_ids: Sequence[int] = ()) -> bytes:
-        """The end of a chunk, after its text. `logprobs` are encoded; `token_ids` are those of the chunk, if shown."""
+        """The end of a chunk, after its text. `logprobs` is encoded JSON; `token_ids` are the chunk's tokens, if
+        requested."""
         if logprobs is _NO_LOGPROBS and not token_ids:
             return self._plain_tail
         shown = b',"token_ids":' + encode(list(token_ids)) if token_ids else b""
@@ -63,7 +64,7 @@ class _Events:
         return event[:-3] + b',"obfuscation":"%b"}\n\n' % padding(num_chars).encode()
 
     def last(self, choice: dict[str, object], ending: Ending) -> bytes:
-        """The chunk that ends a choice; `choice` is what it begins with."""
+        """The last chunk of a choice. `choice` is the beginning of the chunk."""
         whole = {**choice, "logprobs": None, **ending_value(ending)}
         return self.head + encode(whole) + b"]" + self._close
 

@@ -27,7 +27,7 @@ class Health(Shape):
 
 
 class Version(Shape):
-    """Of the gateway."""
+    """The version of the gateway."""
 
     version: str
 

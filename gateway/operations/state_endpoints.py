@@ -1,4 +1,4 @@
-"""Health of the gateway, its version, and its metrics with those of the fleet."""
+"""Health and version of the gateway, and the metrics of the gateway and the fleet."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RedisStates: TypeAlias = Callable[[], Mapping[str, RedisState]]
 
 
 def endpoints(services: Services, redis_states: Sequence[RedisStates]) -> Sequence[Endpoint]:
-    """GET /metrics, /version, and the gateway's state, also under the paths of other servers.
+    """The endpoints GET /metrics and /version, and the health endpoints, also under the paths of other servers.
 
-    `redis_states` give the state of each Redis besides that of the leases, by purpose.
+    `redis_states` returns the state of each Redis by purpose, except the one for leases.
     """
     own = _State(services, redis_states)
     return [

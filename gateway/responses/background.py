@@ -128,7 +128,7 @@ class ResponseRuns:
         return response_id in self._runs or await self.store.get(f"{response_id}:alive") is not None
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait for the runs to end; fail those that take longer."""
+        """Wait for the runs to end, and fail those that exceed the timeout."""
         tasks = {run.task: run for run in self._runs.values() if run.task is not None}
         if not tasks:
             return

@@ -51,7 +51,7 @@ def input_items(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def turns_of(earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The conversation of earlier items and those of the input. Raises `StatusError` for an output without its call."""
+    """The conversation of earlier items and the input. Raises `StatusError` for an output without its call."""
     turns: list[Turn] = []
     calls: set[str] = set()
     places = [*("previous_response_id" for _ in earlier), *(f"input[{i}]" for i in range(len(items)))]

@@ -46,7 +46,7 @@ class OpenResponses(OpenProtocol):
 
 
 def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
-    """Where responses are stored: in a Redis that gateways share, or in this process."""
+    """The store for responses: a Redis that gateways share, or this process's memory."""
     url, ttl_s, tenant_bytes = flags["response_redis_url"], flags["response_ttl_s"], flags["response_tenant_mb"] << 20
     if url is None:
         return MemoryStore(ttl_s, tenant_bytes=tenant_bytes)

@@ -47,7 +47,7 @@ class Store(Protocol):
         """The value; None if it does not exist or has expired."""
 
     async def delete(self, key: str, owner: str | None = None) -> bool:
-        """Delete the value of this owner; returns whether there was one."""
+        """Delete a value of this owner. Returns whether it existed."""
 
     @property
     def redis(self) -> RedisState:
@@ -127,7 +127,7 @@ class MemoryStore:
         return len(self._values)
 
     async def put(self, key: str, value: bytes, ttl_s: float | None = None, owner: str | None = None) -> None:
-        """As `Store.put`; older values give way."""
+        """As `Store.put`. Older values are removed to make room."""
         self._forget(key)
         if len(value) > min(self._max_bytes, self._max_bytes if owner is None else self._tenant_bytes):
             raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
@@ -171,7 +171,7 @@ class MemoryStore:
         return ends_at_s
 
     async def watch(self) -> None:
-        """As `Store.watch`: there is nothing to look at."""
+        """As `Store.watch`, but never changes."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Reads the constraint of an answer from the fields of a request (pure).
+"""Reads the constraint on an answer from the fields of a request. Pure.
 
-`response_format` is OpenAI's; the other fields are those of other servers of open models. All give one Constraint.
-Grammars in GBNF must still be translated (`constraints`). Only the worker, which compiles schemas, expressions and
-grammars, can tell whether they are usable.
+`response_format` is OpenAI's; the other fields are those of other open-model servers. All of them result in one
+Constraint. GBNF grammars still need translation (`constraints`). Only the worker compiles schemas, expressions and
+grammars, so only it can tell whether they are usable.
 """
 
 from __future__ import annotations

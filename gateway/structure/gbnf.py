@@ -59,7 +59,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What the rule of this name derives."""
+    """A reference to the rule of this name."""
 
     name: str
 

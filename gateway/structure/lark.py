@@ -41,7 +41,7 @@ MAX_ANALYSED_RULES = 32
 
 @functools.lru_cache(maxsize=16)
 def lark_of(text: str) -> str:
-    """The grammar in the dialect of Lark that workers take. Raises `GrammarError`."""
+    """Translate the grammar to the dialect of Lark that workers accept. Raises `GrammarError`."""
     if len(text) > MAX_CHARS:
         raise GrammarError(f"it has more than {MAX_CHARS} characters")
     try:
@@ -120,7 +120,7 @@ class _Grammar:
         return node
 
     def _written(self, parts: Mapping[str, Node]) -> str:
-        """Rules of Lark: those of `parts`, and the terminals that they need."""
+        """The Lark rules for `parts`, and the terminals that they need."""
         names = {name: "start" if name == ROOT else f"r{self._numbers[name]}" for name in parts}
         terminals: dict[Term, str] = {}
         lines = [f"{names[name]}: {_lark(part, names, terminals)}" for name, part in parts.items()]

@@ -1,4 +1,4 @@
-"""Tells whether a lexer that takes the longest match splits every text as a grammar of characters does (pure)."""
+"""Decides whether a longest-match lexer splits every text in the same way as a grammar of characters. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Shapes:
         self._known: dict[str, _Shape] = {}
 
     def of(self, node: Node) -> _Shape:
-        """What a regular tree matches."""
+        """The automaton of a regular tree."""
         if isinstance(node, Chars):
             return _Shape(False, node.ranges, (), ())
         if isinstance(node, Ref):

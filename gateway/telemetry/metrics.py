@@ -1,4 +1,4 @@
-"""Metrics in the Prometheus text format: the gateway's own, and those of the fleet from its router."""
+"""Metrics of the gateway, and of the fleet by way of its router, in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Metrics:
         self._retries.labels(reason.name.lower()).inc()
 
     def exposition(self, workers: Iterable[WorkerInfo]) -> bytes:
-        """All metrics, with those of the workers, in the Prometheus text format."""
+        """All metrics, including those of the workers, in the Prometheus text format."""
         fleet = CollectorRegistry()
         fleet.register(_Fleet(list(workers)))
         return generate_latest(self._registry) + generate_latest(fleet)

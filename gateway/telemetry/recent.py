@@ -39,7 +39,7 @@ GIVEN_UP = frozenset({"cancelled", "client_deadline"})
 
 @dataclass(slots=True)
 class Interval:
-    """What happened within `INTERVAL_S`."""
+    """The counts within one `INTERVAL_S`."""
 
     number: int
     num_tokens: int = 0
@@ -86,7 +86,7 @@ class Recent:
         interval.num_first_tokens += 1
 
     def prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Count the tokens of a prompt, and those of them that were found in a prefix cache."""
+        """Count the tokens of a prompt, and how many of them were found in a prefix cache."""
         interval = self._present()
         interval.num_prompt_tokens += num_tokens
         interval.num_cached_tokens += num_cached_tokens

@@ -1,1 +1,1 @@
-"""Models as text: tokenizers, chat templates and stop strings."""
+"""Text processing for models: tokenizers, chat templates and stop strings."""

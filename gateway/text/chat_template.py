@@ -1,9 +1,9 @@
-"""Turns a conversation into one text with the model's own Jinja template, as Hugging Face's chat templates work.
+"""Formats a conversation as text with the model's Jinja template, compatible with Hugging Face's chat templates.
 
 Templates run in an immutable sandbox with `trim_blocks` and `lstrip_blocks`, loop controls, `{% generation %}` blocks,
-`raise_exception(text)`, `strftime_now(format)` and a `tojson` that does not escape HTML. They see the variables
-`messages`, `tools` and `documents` (none), `add_generation_prompt`, the texts of the special tokens, and those that the
-caller passes. (https://huggingface.co/docs/transformers/chat_templating)
+`raise_exception(text)`, `strftime_now(format)` and a `tojson` that does not escape HTML. Their variables are
+`messages`, `tools`, `documents` (none), `add_generation_prompt`, the texts of the special tokens, and the variables
+that the caller passes. (https://huggingface.co/docs/transformers/chat_templating)
 """
 
 from __future__ import annotations

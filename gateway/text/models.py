@@ -138,7 +138,7 @@ class Models:
         await self._refresh()
 
     async def forget(self, name: str) -> None:
-        """List the models now, and no longer know this one if it is not among them. Raises `StatusError`."""
+        """Refresh the list of models, and remove this one if it is no longer listed. Raises `StatusError`."""
         await self.refresh()
         if (entry := self._entries.get(name)) is not None and not entry.live:
             del self._entries[name]

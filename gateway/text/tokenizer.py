@@ -49,10 +49,10 @@ class Tokenizer:
         """Texts of those of `bos_token`, `eos_token` and `pad_token` that the graph names."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Special tokens written out in it become their ids.
+        """The token ids of a text. Special tokens written in it become their ids.
 
-        `add_special_tokens` adds what the model expects around a text, such as a beginning-of-sequence token; a text
-        made by a chat template has them already.
+        `add_special_tokens` adds the tokens that the model expects around a text, such as beginning-of-sequence. The
+        output of a chat template already has them.
         """
         return (self._encoder if add_special_tokens else self._plain_encoder).encode(text)
 

@@ -1,4 +1,4 @@
-"""What answers of Text Generation Inference look like, for the OpenAPI document. Tests hold real answers to these."""
+"""Types of TGI's responses, for the OpenAPI document. Tests compare real responses with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TgiPrefillToken(Shape):
 
 
 class TgiToken(Shape):
-    """A token of the answer. The texts of those that are not special add up to the answer."""
+    """A token of the answer. The texts of all tokens that are not special add up to the answer."""
 
     id: int
     text: str
@@ -62,7 +62,7 @@ class TgiAnswer(Shape):
 
 
 class TgiInfo(Shape):
-    """What is served."""
+    """The served model and the limits of requests."""
 
     model_id: str
     model_sha: str

@@ -39,7 +39,7 @@ TGI_ERRORS = _TgiErrors()
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What an answer shows besides its text."""
+    """Options for parts of an answer in addition to its text."""
 
     token_bytes: Sequence[bytes]
     special_ids: frozenset[int]

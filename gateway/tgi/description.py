@@ -1,4 +1,4 @@
-"""What is served here, for the OpenAPI document (pure)."""
+"""The description of these endpoints for the OpenAPI document. Pure."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {"typical_p": (1, 1.0), "watermark": (Fals
 
 
 class TgiGrammar(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the answer must be: a JSON schema or a regular expression."""
+    """A constraint on the answer: a JSON schema or a regular expression."""
 
     type: Literal["json", "json_schema", "regex"]
     value: str | dict[str, Any]
 
 
 class TgiParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen, and what the answer shows."""
+    """Sampling parameters, and options for the answer."""
 
     adapter_id: str | None = None
     best_of: int | None = None

@@ -1,4 +1,4 @@
-"""Adapters as routers and workers tell of them: as models of their own for clients, and loading and unloading them."""
+"""Adapters of routers and workers: lists them as models for clients, and loads and unloads them."""
 
 from __future__ import annotations
 

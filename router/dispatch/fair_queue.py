@@ -34,7 +34,7 @@ _SLACK = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry(Generic[T]):
-    """What waits. `charge` is its share of work; numbers grow in order of arrival."""
+    """A waiting request. `charge` is its share of work; numbers increase in order of arrival."""
 
     item: T
     tenant: str
@@ -99,7 +99,7 @@ class _Level(Generic[T]):
         return max(self.now, self.tags.get(tenant, 0.0))
 
     def cost_of(self, entry: Entry[T]) -> float:
-        """By how much serving an entry increases its tenant's tag."""
+        """The amount by which serving an entry increases its tenant's tag."""
         return entry.charge / self._weights.get(entry.tenant, DEFAULT_WEIGHT)
 
     def num_ahead(self, tenant: str) -> int:

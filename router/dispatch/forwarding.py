@@ -211,7 +211,7 @@ class Forwarding:
 
     @property
     def _identity(self) -> str:
-        """Identity of the model that the delivered tokens come from, as far as it is known; empty before the first."""
+        """The identity of the model that generated the delivered tokens, if known; empty before the first token."""
         return (
             self._delivery.request.model_identity
             if self._card is None
@@ -269,8 +269,8 @@ class Forwarding:
             await self._fleet.changed(left_s)
 
     def _is_changed(self, card: worker_pb2.ModelCard | None, identity: str) -> bool:
-        """Whether only other model files are served than those that began the answer, and no worker with them may come
-        back. While one may, the answer waits, as for the restart of a lone worker."""
+        """Whether the model is served only with other files than those of the begun answer, and no worker with its
+        files may come back. While one may, the answer waits, as for the restart of a single worker."""
         if card is None or not identity or self._fleet.may_come_back(identity):
             return False
         return self._fleet.is_served(card)

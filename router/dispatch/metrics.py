@@ -39,7 +39,7 @@ class HoldsRequests(Protocol):
 
     @property
     def request_load(self) -> RequestLoad:
-        """As of now."""
+        """The current load."""
         ...
 
 

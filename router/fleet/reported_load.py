@@ -1,4 +1,4 @@
-"""What a worker last reported of its load, and how often it is asked to report (pure)."""
+"""The last reported load of a worker, and the interval of its reports. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How long answers are on average, by model, learned from those that ended here.
+"""The mean length of answers for each model, learned from the answers that ended here.
 
-The mean forgets: an answer's weight halves with every `_HALF_LIFE` that end after it. Until some have ended, the prior
-counts as so many of them. What callers gave up counts with what it had: so long it kept its place in a batch.
+The mean is exponentially weighted: the weight of an answer halves with every `_HALF_LIFE` answers that end after it.
+The prior counts like an initial number of answers. An answer that its caller gave up counts with the tokens that it
+had, because it held its place in a batch for that long.
 
 Pure: no I/O, no clock.
 """
@@ -43,7 +44,7 @@ class AnswerLengths:
         return len(self._means)
 
     def ended(self, model: str, num_tokens: int) -> None:
-        """An answer of so many tokens ended."""
+        """Record an answer that ended after `num_tokens` tokens."""
         mean = self._means.get(model)
         if mean is None:
             mean = self._means[model] = _Mean(self._prior)
@@ -57,6 +58,6 @@ class AnswerLengths:
             self._means.popitem(last=False)
 
     def priors(self, model: str) -> Priors:
-        """What to assume for a request of this model."""
+        """The assumptions for a request of this model."""
         mean = self._means.get(model)
         return self._prior if mean is None else mean.priors

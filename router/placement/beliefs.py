@@ -14,8 +14,8 @@ MAX_GIVEN_BACK = 8
 
 
 def belief_message(watcher_id: int, booking: Booking, num_cached_tokens: int, believed: Belief | None) -> BeliefMessage:
-    """The message of the router `watcher_id` for a placement that expects so many cached tokens. With `believed`, the
-    worker gives the request back if it has more than that; never if there is no other worker."""
+    """The belief of router `watcher_id` about a placement with this many expected cached tokens. With `believed`,
+    the worker gives the request back if it has more work than believed; without, it never does."""
     message = BeliefMessage(
         watcher_id=watcher_id, placement_id=booking.placement_id, num_cached_tokens=num_cached_tokens
     )

@@ -1,10 +1,11 @@
-"""What a router has placed on one worker and the worker's reports do not show yet.
+"""The requests that a router has placed on a worker and that the worker's reports do not include yet.
 
-A placement counts as load of its worker from the moment of the decision. It is pending until the worker's reports show
-the request: when the worker says so by the placement's id, or at the latest when its first token arrives. Workers of
-earlier versions do not say so: then a report counts that is young enough to have been made after the request arrived.
+A placement counts as load of its worker from the moment of the decision. It is pending until the worker's reports
+include the request: until a report names the placement, or at the latest until its first token arrives. Workers of
+earlier versions do not name placements. For them, a report counts if it is young enough to have been made after the
+request arrived.
 
-Pure: no I/O, no clock of its own. Times are seconds of any one monotonic clock.
+Pure: no I/O and no clock. Times are in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Booking:
 class Bookings:
     """The bookings of one worker.
 
-    `num_in_flight` counts those that are not released; `num_pending`, `num_tokens` (uncached) and `num_blocks` (new)
-    are sums over those that are pending.
+    `num_in_flight` counts the bookings that are not released. `num_pending`, `num_tokens` (uncached) and `num_blocks`
+    (new) are totals over the pending ones.
     """
 
     __slots__ = ("_last_id", "_pending", "num_blocks", "num_in_flight", "num_tokens")
@@ -88,13 +89,13 @@ class Bookings:
             self.settle(booking)
 
     def release(self, booking: Booking) -> None:
-        """The request is no longer there. Once for each booking."""
+        """Remove a booking. Must be called exactly once for each."""
         self.settle(booking)
         self.num_in_flight -= 1
         assert self.num_in_flight >= 0, "released more than was booked"
 
     def check(self) -> None:
-        """Assert that the sums are those of the bookings. For tests."""
+        """Assert that the totals match the bookings. For tests."""
         assert len(self._pending) <= self.num_in_flight
         assert self.num_tokens == sum(booking.num_tokens for booking in self._pending.values())
         assert self.num_blocks == sum(booking.num_blocks for booking in self._pending.values())

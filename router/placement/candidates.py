@@ -1,9 +1,9 @@
-"""What placement knows of workers, in columns: one array for each quantity, one place in it for each worker.
+"""The loads and bookings of all workers in columns: one array for each quantity, with one element for each worker.
 
-A request is weighed at all workers of its model at once (see `policy`), so their loads and bookings stand in columns
-that arithmetic goes over as a whole. A report or a booking writes one place.
+The policy evaluates a request at all workers of its model at once, by arithmetic on whole columns. A report or a
+booking changes only the elements of one worker.
 
-Pure. Not safe for threads.
+Pure. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A worker that serves the request's model, as this router sees it.
 
-    `num_booked_requests`, `num_booked_tokens` (uncached) and `num_booked_blocks` are of requests that the numbers of
-    its engine do not show yet: those that have arrived there, and those that this router placed there a moment ago.
+    `num_booked_requests`, `num_booked_tokens` (uncached) and `num_booked_blocks` count the requests that the engine's
+    numbers do not include yet: requests that have arrived at the worker, and requests that this router has just placed
+    there.
     """
 
     worker_id: str

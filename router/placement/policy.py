@@ -1,25 +1,24 @@
-"""Which worker gets a request: the one with the least expected milliseconds.
+"""Chooses the worker with the lowest expected cost for a request.
 
-Everything is counted in milliseconds of expected time, the one unit in which a cached prefix, a queue and a slow host
-can be weighed against each other:
+All costs are in milliseconds of expected time, so that a cached prefix, a queue and a slow host are comparable:
 
-    cost_ms = queue_ms      waiting for a place in the batch
-            + backlog_ms    prompts ahead of this one that are still to be computed there
-            + prefill_ms    the part of this prompt that is not cached there
-            + decode_ms     generating the answer, in a batch that this request makes larger by one, beside what is left
-                            of the prompts there
-            + eviction_ms   cached blocks that must give way, times the chance that somebody wanted them
-            + pressure_ms   blocks that are missing altogether: somebody is preempted and computed again
-            + adapter_ms    reading the request's LoRA adapter into memory there
+    cost_ms = queue_ms      wait for a place in the batch
+            + backlog_ms    computation of earlier prompts at the worker
+            + prefill_ms    computation of the uncached part of this prompt
+            + decode_ms     generation of the answer, in a batch that is larger by this request, together with the
+                            remaining prompts
+            + eviction_ms   cached blocks that must be evicted, times the probability that they are needed again
+            + pressure_ms   missing blocks: another request is preempted and computed again
+            + adapter_ms    time to read the request's LoRA adapter into memory
 
-Decided per request: there is no global switch between affinity and balance. A worker whose rates are not known yet is
-taken to be as fast as the best of the others (it has to be tried to be learned); when nobody's are known, the stated
-priors hold. Costs that differ by less than the noise are a tie, broken at random, so that several routers with the same
-picture do not run in step.
+The trade-off between cache affinity and balance is made for each request; there is no global switch. A worker with
+unknown rates is assumed to be as fast as the best of the others, because it must get requests before its rates can be
+learned. If no rates are known, the priors apply. Costs that differ by less than the noise are a tie, which is broken at
+random, so that several routers with the same view do not all choose the same worker.
 
-Where several routers place on the same workers, each decides without knowing what the others place in the same moment.
-So a placement says what was believed of its worker, and by how much that may be wrong before another worker would have
-been better; a worker that is busier than that gives the request back (docs/decisions/0035).
+If several routers place requests on the same workers, none of them knows the others' latest placements. So a placement
+states what was believed about its worker, and how wrong this may be before another worker would have been better. A
+worker with more work than that gives the request back (docs/decisions/0035).
 
 Pure: the same request, candidates, time and random numbers give the same Placement.
 """
@@ -57,7 +56,7 @@ from headrace.router.placement.candidates import (
 
 
 class Priors(msgspec.Struct, frozen=True, gc=False):
-    """What is assumed where nothing is known yet. Each is stated with its unit."""
+    """Assumptions for unknown values. Each field states its unit."""
 
     prefill_tokens_per_s: float = 1000.0
     decode_step_ms: float = 30.0
@@ -80,9 +79,9 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
 
 
 class Belief(msgspec.Struct, frozen=True, gc=False):
-    """What a placement counted with of its worker: `num_requests` and `num_uncached_tokens` that are there, and what
-    more of each would cost the request. It holds unless more of them cost over `slack_ms`; infinite without another
-    worker."""
+    """The load that a placement assumed at its worker: `num_requests` and `num_uncached_tokens`, and the cost of each
+    further one for the request. The belief holds unless the additional work costs more than `slack_ms`, which is
+    infinite if there is no other worker."""
 
     num_requests: int
     num_uncached_tokens: int
@@ -92,9 +91,9 @@ class Belief(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestFacts(msgspec.Struct, frozen=True, gc=False):
-    """What placement needs to know of a request. `num_prompt_tokens` counts resumed tokens too.
+    """The properties of a request that placement needs. `num_prompt_tokens` includes resumed tokens.
 
-    Workers whose first token is expected within `max_ttft_ms` come before all others.
+    Workers with an expected first token within `max_ttft_ms` are preferred to all others.
     """
 
     num_prompt_tokens: int
@@ -122,7 +121,7 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlacementReason(enum.Enum):
-    """What decided. The value is the label in metrics."""
+    """The reason for a placement. The value is the label in metrics."""
 
     ONLY = "only"  # there was no other worker to choose
     PREFIX = "prefix"  # the cheapest, and none has more of the prompt cached
@@ -135,7 +134,7 @@ _ADAPTER, _TOTAL = 6, 7
 
 
 class Weighed(msgspec.Struct, frozen=True, gc=False):
-    """What a request would cost at a worker, and how many tokens of its prompt are cached there."""
+    """The cost of a request at a worker, and the number of its prompt tokens that are cached there."""
 
     worker_id: str
     num_cached_tokens: int
@@ -143,7 +142,7 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """A decision with its reasons. `cost` and `belief` are those of the chosen worker, `number` is its place among the
+    """A decision with its reasons. `cost` and `belief` belong to the chosen worker; `number` is its index among the
     candidates. `weighed` has the requested number of candidates, cheapest first."""
 
     worker_id: str
@@ -217,7 +216,7 @@ def _belief(
     reason: PlacementReason,
     priors: Priors,
 ) -> Belief:
-    """What is believed of the chosen worker, with its column, and by how much that may be wrong."""
+    """The belief about the chosen worker, given its column, with the slack before another worker would be better."""
     others_ms = min(totals[:chosen].min(initial=math.inf), totals[chosen + 1 :].min(initial=math.inf))
     slack_ms = others_ms - totals[chosen] + (priors.session_slack_ms if reason is PlacementReason.SESSION else 0.0)
     batch = max(worker[RUNNING], 1.0) + priors.batch_for_double_step
@@ -244,7 +243,7 @@ def _weighed(
     now_s: float,
     priors: Priors,
 ) -> Values:
-    """What the request is expected to cost at each candidate, term by term: rows as the fields of CostTerms."""
+    """The expected cost of the request at each candidate, term by term: one row for each field of CostTerms."""
     answer = _answer_tokens(request, priors)
     double = priors.batch_for_double_step
     running, uncached, max_num_seqs = values[RUNNING], values[UNCACHED_TOKENS], values[MAX_NUM_SEQS]
@@ -296,7 +295,7 @@ def _weigh_blocks(
     step_ms: Values,
     priors: Priors,
 ) -> None:
-    """Add what it costs to make room for so many new tokens, of which `answer` are the answer's, in the KV cache."""
+    """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer."""
     queue_ms, eviction_ms, pressure_ms = terms[0], terms[4], terms[5]
     size, blocks = values[BLOCK_SIZE], values[BLOCKS]
     ms_per_block = size * ms_per_token
@@ -334,11 +333,11 @@ def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) ->
 
 
 def believed_rates(values: Values, priors: Priors) -> tuple[Values, Values]:
-    """The rates to count with: of each candidate its prefill tokens a second, and its milliseconds of a decode step.
+    """The assumed rates of each candidate: its prefill tokens per second, and its milliseconds per decode step.
 
-    What a worker has learned says more about the prompts that it happened to have than about its host: among equal
-    hosts it differs fourfold. So on a scale of ratios a tenth of it counts, and nine tenths the median of all; who has
-    learned nothing is taken for the best. (Compared in docs/simulation.md.)
+    Learned rates depend more on a worker's recent prompts than on its host: they differ fourfold among equal hosts. So,
+    on a logarithmic scale, a worker's own rate counts one tenth and the median of all workers nine tenths. A worker
+    without a learned rate gets the best one. docs/simulation.md compares the alternatives.
     """
     prefill = _drawn_to_median(values[PREFILL_RATE])
     if not prefill.all():
@@ -351,7 +350,7 @@ def believed_rates(values: Values, priors: Priors) -> tuple[Values, Values]:
 
 
 def _drawn_to_median(raised: Values) -> Values:
-    """Each rate drawn to the median of those that are known; 0 stays 0. They come raised to OWN_SHARE."""
+    """Move each rate towards the median of the known rates; 0 stays 0. The rates are already raised to OWN_SHARE."""
     ordered = np.sort(raised)
     num_unknown = int(ordered.searchsorted(0.0, side="right"))
     if num_unknown == len(ordered):

@@ -1,19 +1,19 @@
-"""Blocks that are expected at a worker because their prompt was placed there a moment ago.
+"""Predicts blocks at a worker: a prompt that was just placed there will soon be cached.
 
-A prediction is the run of a prompt's chain from the first block that was not at its worker to the end of the prompt. It
-ends with its time to live. Before that, events confirm it from its beginning on, in the order in which the worker
-computes; what is confirmed is expected no longer.
+A prediction is a run of blocks in a prompt's chain: from the first block that the worker lacked to the end of the
+prompt. It expires after its time to live. Before that, the worker's events confirm its blocks in order, as the worker
+computes them, and confirmed blocks leave the prediction.
 
-A hash names a block with all that come before it, so two chains that are equal at a block are equal up to it. Hence a
-run need not be noted under each of its hashes: under its first one and those at every STRIDE-th depth is enough to find
-it from any of its blocks, by looking at fewer than STRIDE blocks before, and how far it goes along with a prompt is
-bisected. Noting hundreds of hashes would cost more than the rest of a placement.
+A hash identifies a block together with all its predecessors, so two chains with an equal block are equal up to that
+block. Therefore a run is stored only under its first hash and the hashes at every STRIDE-th depth. To find it from any
+of its blocks, fewer than STRIDE earlier blocks are checked; a binary search finds how far it matches a prompt. Storing
+hundreds of hashes would cost more than the rest of a placement.
 
     depth     16              32              48
     run               [ x x x x x x x x x x x x x x x x x )
-    noted             ^       ^               ^
+    stored            ^       ^               ^
 
-Pure: no I/O, no clock of its own. Not safe for threads.
+Pure: no I/O and no clock. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ STRIDE = 16
 
 
 class Run:
-    """Blocks of a chain at the worker with this bit until `ends_at`, a time in seconds.
+    """Blocks of a chain that are predicted for the worker with this bit until `ends_at`, a time in seconds.
 
-    `hashes` are those of the depths from `start` up to `end`; those before `first` were confirmed.
+    `hashes` are those of the depths from `start` up to `end`. Blocks before `first` are already confirmed.
     """
 
     __slots__ = ("bit", "end", "ends_at", "first", "hashes", "start")
@@ -54,7 +54,7 @@ class Run:
         return other
 
     def noted_hashes(self) -> list[int]:
-        """What the run is noted under."""
+        """The hashes under which the run is stored."""
         if self.first == self.end:
             return []
         after_first = self.first - self.first % STRIDE + STRIDE
@@ -113,15 +113,15 @@ class Predictions:
             self._end(self._runs.popleft())
 
     def forget(self, bit: int) -> None:
-        """End those of a worker."""
+        """End all predictions of a worker."""
         for run in self._runs:
             if run.bit == bit:
                 self._end(run)
         self._runs = deque(run for run in self._runs if run.bit != bit)
 
     def reach(self, chain: Sequence[int], depth: int, workers: int) -> dict[int, int]:
-        """For those of these workers that are expected to hold the chain's block at this depth: bit -> the depth of the
-        first later block that they are not expected to hold."""
+        """For each of the given workers that is predicted to hold the chain's block at this depth: its bit -> the depth
+        of the first later block that it is not predicted to hold."""
         reached: dict[int, int] = {}
         if not self.noted:
             return reached

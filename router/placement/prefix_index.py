@@ -1,9 +1,9 @@
-"""Which worker holds which blocks of which prompts: block hash -> set of workers, as one int of bits.
+"""Maps block hashes to the workers that hold the blocks, as one int of bits per hash.
 
-Each worker has a slot, and a hash maps to an int with the bits of the workers at which it can be found. What a worker
-holds is closed under prefixes: it holds a block only with all blocks before it in its chain (see KvEvents). So the
-set of workers only shrinks along a chain, and where it is the same at two blocks it is the same between them: one
-bisection finds, for all workers at once, where each of them drops out.
+Each worker has a slot, and a hash maps to an int with the bits of the workers at which it can be found. The blocks of a
+worker are closed under prefixes: it holds a block only together with all earlier blocks of the chain (see KvEvents). So
+the set of workers only shrinks along a chain, and if two blocks have the same set, so have all blocks between them. One
+binary search therefore finds the depth at which each worker drops out:
 
                     block 0   block 1   block 2   block 3
     worker 0 (001)     x         x         x         .        matched 3
@@ -11,18 +11,18 @@ bisection finds, for all workers at once, where each of them drops out.
     worker 2 (100)     .         .         .         .        matched 0
     mask              011       001       001       000
 
-An entry is a pair of hash and worker that the worker itself confirmed. Beside the entries stand predictions: the blocks
-of a prompt count as present where it was placed a moment ago, so that its siblings follow it before the first event
-arrives. They go on where a worker's entries end.
+An entry is a pair of hash and worker that the worker has confirmed. In addition there are predictions: the blocks of a
+prompt count as present at its worker as soon as it is placed there, so that similar prompts follow before the first
+event arrives. Predictions continue where a worker's entries end.
 
-The number of entries is bounded. In a full index a worker that holds its fair share (the bound divided by the number
-of workers) has its further hashes dropped; one that holds less takes room from the newest entries of the worker that
-holds most. Newest gives way rather than oldest because chains are stored from the root on: what remains can still be
-matched, whereas a chain without its root matches nothing. What comes for a worker after something of it was dropped
-may lack the block before it: until it is reset the worker counts as having gaps, and is walked block by block too.
-Predictions have a bound of their own; what finds no room is not predicted.
+The number of entries is bounded. If the index is full, a worker that holds at least its fair share (the bound divided
+by the number of workers) loses its new hashes. A worker that holds less takes room from the newest entries of the
+largest worker. The newest entries go because chains are stored from the root: the remaining ones still match, whereas a
+chain without its root matches nothing. After a drop, later blocks of that worker may lack predecessors. Until it is
+reset, the worker counts as having gaps, and its matches are also searched block by block. Predictions have a separate
+bound; beyond it, nothing is predicted.
 
-Pure: no I/O, no clock of its own. Not safe for threads.
+Pure: no I/O and no clock. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _LOG_SLACK = 64
 
 
 class _Holding:
-    """What one worker holds. The masks say which hashes; `log` has them in order of arrival. It may also name some that
-    left, and one that left and came again twice."""
+    """The hashes of one worker. The masks decide which hashes it holds; `log` lists them in order of arrival. The log
+    may also contain hashes that left, and hashes that left and came again may occur twice."""
 
     __slots__ = ("bit", "count", "digest", "log", "slot", "worker_id")
 
@@ -108,7 +108,8 @@ class PrefixIndex:
         return 0 if holding is None else len(holding)
 
     def digest_of(self, worker_id: str) -> int:
-        """Exclusive or of all hashes of a worker, whatever their order; 0 if it is unknown. Costs nothing to ask."""
+        """The exclusive or of all hashes of a worker, regardless of order; 0 if the worker is unknown. Takes constant
+        time."""
         holding = self._holdings.get(worker_id)
         return 0 if holding is None else holding.digest
 
@@ -118,7 +119,7 @@ class PrefixIndex:
         return self._predictions.max_blocks
 
     def add_worker(self, worker_id: str) -> int:
-        """Make a worker known, with no blocks; its slot. No effect if it is known."""
+        """Add a worker without blocks unless it is known. Returns its slot."""
         if worker_id in self._holdings:
             return self._holdings[worker_id].slot
         if None in self._holding_of_slot:
@@ -147,8 +148,8 @@ class PrefixIndex:
         self._predictions.forget(holding.bit)
 
     def evict(self, worker_id: str, hashes: Iterable[int]) -> None:
-        """A known worker no longer holds these blocks, nor any that follow them. Hashes that it does not have here are
-        skipped."""
+        """Remove these blocks, and all blocks that follow them, from a known worker. Hashes that it does not have here
+        are skipped."""
         holding = self._holdings[worker_id]
         self._take_out(holding, hashes)
         self._compact(holding)
@@ -239,7 +240,7 @@ class PrefixIndex:
                     end, beyond = middle, held
 
     def _extend(self, depths: Depths, hashes: Sequence[int], depth: int, workers: int) -> None:
-        """Go on with what is predicted, for workers whose entries end at this depth."""
+        """Continue with predictions for the workers whose entries end at this depth."""
         for bit, end in self._predictions.reach(hashes, depth, workers).items():
             _note(depths, bit, end)
 
@@ -313,7 +314,7 @@ class PrefixIndex:
         return self._shared_masks.setdefault(mask, mask)
 
     def _compact(self, holding: _Holding) -> None:
-        """Keep the log within a constant factor of what is held."""
+        """Keep the length of the log within a constant factor of the number of entries."""
         if len(holding.log) > 2 * holding.count + _LOG_SLACK:
             masks, bit = self._mask, holding.bit
             newest_first = dict.fromkeys(reversed(holding.log))

@@ -45,7 +45,8 @@ class Prompt:
         return self._tokens
 
     def hashes(self, root: int, block_size: int, behind: Sequence[int] = ()) -> list[int]:
-        """Hashes of the full blocks of the prompt and of the tokens `behind` it. Not to be changed."""
+        """The hashes of the full blocks of the prompt and of the tokens `behind` it. The caller must not change the
+        list."""
         _exhaust(self._hash(root, block_size))
         hashes = self._hashes[root, block_size]
         if not behind:

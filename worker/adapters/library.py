@@ -35,7 +35,7 @@ NO_SLOT = -1
 
 
 class Runner(Protocol):
-    """What the library needs of the model runner."""
+    """The part of the model runner that the library needs."""
 
     adapters: AdapterMemory | None
 
@@ -203,7 +203,7 @@ class AdapterLibrary:
             assert not adapter.is_unloaded
 
     async def _bring(self, adapter: Adapter, timeout_s: float) -> None:
-        """Put an adapter into memory, or wait for whoever does."""
+        """Read an adapter into memory, or wait for a task that already does."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not adapter.is_in_memory:
@@ -279,7 +279,7 @@ class AdapterLibrary:
             raise StatusError(reason, f"the adapter cannot be loaded: {error}", field=field) from None
 
     def _write(self, slot: int, files: AdapterFiles) -> None:
-        """In the thread: write weights into a slot that no request uses. The memory is made anew for a higher rank."""
+        """Thread: write weights into a slot that no request uses. A higher rank needs new memory."""
         memory = self._runner.adapters
         assert memory is not None
         if files.rank > memory.rank:
@@ -320,7 +320,7 @@ class AdapterLibrary:
                 self._slots.waiters.remove(waiter)
 
     def _wake(self) -> None:
-        """Let those that wait for a slot look again, in their order."""
+        """Wake the tasks that wait for a slot, in order."""
         waiters, self._slots.waiters = self._slots.waiters, []
         for waiter in waiters:
             if not waiter.done():

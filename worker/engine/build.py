@@ -80,7 +80,7 @@ def build_scheduler(
 
 
 def _step_line(costs: StepCosts, contexts: Sequence[int]) -> StepLine | None:
-    """What steps of streams with these contexts cost; None while too little is known."""
+    """The cost of decode steps with these contexts; None while too little is known."""
     model, count = costs.decode, len(contexts)
     if not model.is_learned:
         return None

@@ -133,7 +133,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=rank)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request whose caller has gone. Does nothing if it has ended already."""
+        """Drop a request whose caller has disconnected. Does nothing if it has already ended."""
         if request.state is not RequestState.FINISHED:
             self.stats.requests_cancelled += 1
             self._end(request)

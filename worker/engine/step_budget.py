@@ -52,8 +52,8 @@ class Prompt(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a step gives to prompts: tokens, those of them reserved for the first in rank, and the predicted time of
-    the whole step in milliseconds."""
+    """The share of a step for prompts: number of tokens, how many of them are reserved for the first in rank, and the
+    predicted time of the whole step in milliseconds."""
 
     tokens: int
     for_first: int

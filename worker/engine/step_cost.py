@@ -298,7 +298,7 @@ class StepRates:
         return self.decode_step_ms / self.tokens_per_stream
 
     def observe_drafts(self, tokens_per_stream: float) -> None:
-        """Add what a decode step gave to each stream."""
+        """Record the number of tokens that a decode step gave each stream."""
         self.tokens_per_stream += DECODE_WEIGHT * (tokens_per_stream - self.tokens_per_stream)
 
     def observe_decode(self, milliseconds: float) -> None:

@@ -39,7 +39,7 @@ class StepMeter:
 
     @property
     def costs(self) -> StepCosts:
-        """What steps cost, as learned so far."""
+        """The learned costs of steps."""
         return self._scheduler.step_costs
 
     def size(self, output: SchedulerOutput, graph: Graph = Graph.MAIN, *, least: int = 1) -> StepSize:
@@ -56,7 +56,7 @@ class StepMeter:
         return StepSize(shape, num_padding, graph)
 
     def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0) -> None:
-        """Learn from a step that took `step_s` seconds and gave each stream so many tokens, on average."""
+        """Learn from a step that took `step_s` seconds and gave each stream this many tokens on average."""
         # Kernels are built in the first step of each size.
         key = (size.graph, size.shape.tokens)
         is_first = key not in self._seen

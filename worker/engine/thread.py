@@ -74,7 +74,7 @@ class EngineThread(threading.Thread):
                 self._on_failure("the engine failed", error)
 
     def position(self) -> str:
-        """Where in the code the thread is, innermost function first. Called by other threads, for the log."""
+        """The position of the thread in the code, innermost function first. Other threads call it for the log."""
         frame = sys._current_frames().get(self.ident or 0)
         frames = traceback.extract_stack(frame, _TOLD_FRAMES) if frame is not None else []
         return " < ".join(f"{at.filename.rpartition('/')[2]}:{at.lineno} {at.name}" for at in reversed(frames))

@@ -32,7 +32,7 @@ _MOST_BETWEEN_LOOKS_S = 2 * LOOK_INTERVAL_S
 
 
 class Watched(Protocol):
-    """What the watchdog reads from the engine thread."""
+    """The parts of the engine thread that the watchdog reads."""
 
     num_turns: int
     is_idle: bool

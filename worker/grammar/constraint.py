@@ -262,7 +262,7 @@ def _advance_all(steps: Sequence[tuple[Matcher, int]]) -> None:
 
 
 def reason_of(complaint: str) -> str:
-    """The line of an error message that says what is wrong."""
+    """The line of an error message that states the error."""
     lines = [line.strip() for line in complaint.splitlines() if line.strip()] or ["it failed"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines)[0][:MAX_REASON_CHARS]

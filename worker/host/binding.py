@@ -1,7 +1,7 @@
-"""Where threads and memory really are, read from the kernel.
+"""The actual placement of threads and memory, read from the kernel.
 
-Sources: /proc/self/task/*/status (Cpus_allowed_list of every thread, including OpenVINO's), /proc/self/numa_maps
-(the memory policy, and pages by node) and /proc/self/smaps (huge pages); see proc(5).
+Sources: /proc/self/task/*/status (Cpus_allowed_list of every thread, including OpenVINO's), /proc/self/numa_maps (the
+memory policy, and pages by node) and /proc/self/smaps (huge pages); see proc(5).
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ _COMPRESSED = {ov.Type.u4, ov.Type.i4, ov.Type.u8, ov.Type.i8}
 
 
 def exact_rows(core: ov.Core, model: ov.Model, properties: Mapping[str, object]) -> int:
-    """The most tokens of a step, MOST_ROWS at most, among which each has the bits that it has in a step of
-    MIN_PROMPT_STEP. `properties` are those that the model is compiled with. Takes about a tenth of a second for each
-    type of weights."""
+    """The largest number of tokens in a step, at most MOST_ROWS, for which each token has the same bits as in a step of
+    MIN_PROMPT_STEP tokens. `properties` are those with which the model is compiled. Takes about a tenth of a second for
+    each type of weights."""
     return min((_rows_alike(core, kind, properties) for kind in _weight_types(model)), default=MOST_ROWS)
 
 

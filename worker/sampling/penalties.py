@@ -76,7 +76,7 @@ class SeenTokens:
 
     @property
     def penalties(self) -> FloatArray:
-        """What is subtracted from each."""
+        """The amounts to subtract from each."""
         return self._penalties[: len(self._counts)]
 
 

@@ -69,7 +69,7 @@ class LogitsProcessors:
         return Processed(_with_single(logits, single), processed.few, processed.whole)
 
     def begin_look_ahead(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:
-        """Let the matchers follow the chosen tokens in another thread; -1 stands for none."""
+        """Let the matchers advance by the chosen tokens in another thread; -1 stands for no token."""
         if not self._matchers:
             return
         steps = []

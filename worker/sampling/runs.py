@@ -75,7 +75,7 @@ class Runs:
         return self.logits.gather(self.rows[which], runs)
 
     def gather_parts(self, which: IndexArray, runs: IndexArray) -> Iterator[tuple[slice, FloatArray]]:
-        """As `gather`, in parts that fit the second-level cache. The slices are of `which`."""
+        """As `gather`, in parts that fit into the second-level cache. Each slice applies to `which`."""
         at_once = _LOGITS_AT_ONCE // self.length
         for first in range(0, len(which), at_once):
             part = slice(first, first + at_once)

@@ -48,7 +48,7 @@ _ROWS_AT_ONCE = 16
 
 
 class Plan(NamedTuple):
-    """What is known of a step's sampling before there are logits."""
+    """The part of a step's sampling that is prepared before there are logits."""
 
     params: RowParams
     penalties: Penalties | None

@@ -1,4 +1,4 @@
-"""What the worker's services do with adapters: requests hold them, callers load, list and unload them."""
+"""Adapter functions of the worker's services: requests hold adapters, and callers load, list and unload them."""
 
 from __future__ import annotations
 

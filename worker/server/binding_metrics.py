@@ -1,4 +1,4 @@
-"""Where the worker's threads and memory are, as metrics."""
+"""Metrics of the placement of the worker's threads and memory."""
 
 from __future__ import annotations
 

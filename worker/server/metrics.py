@@ -80,7 +80,8 @@ class RequestMetrics:
         self._refusals.labels(reason.name.lower()).inc()
 
     def ended(self, request: Request, now_s: float) -> None:
-        """Observe a request that has ended, as far as it came. The engine may not know yet that its caller has gone."""
+        """Observe a request that has ended, even if early. The engine may not know yet that its caller has
+        disconnected."""
         if not request.scheduled_s:
             return
         self._queue.observe(request.scheduled_s - request.arrival_s)

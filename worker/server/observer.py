@@ -58,7 +58,7 @@ class RequestObserver:
         span.end()
 
     def ended(self, span: Span, request: Request, error: StatusError | None, *, is_whole: bool) -> None:
-        """The request has ended. Without `is_whole` and without an error, its caller has gone."""
+        """The request has ended. Without `is_whole` and without an error, its caller has disconnected."""
         now_s = time.monotonic()
         if self._metrics is not None:
             self._metrics.ended(request, now_s)

@@ -30,7 +30,7 @@ MAX_PLACEMENTS = 65536
 
 
 class _Watcher:
-    """What one watcher has not received yet, in order. A hash that came and went meanwhile is in neither set."""
+    """The unsent changes of one watcher, in order. A hash that was stored and evicted meanwhile is in neither set."""
 
     def __init__(
         self, findable: dict[int, None], heartbeat_s: float = 0.5, interval_s: float = 0.0, watcher_id: int = 0
@@ -171,7 +171,7 @@ class WatchHub:
             watcher.changed.set()
 
     def _take_adapters(self, watcher: _Watcher) -> dict[str, Any]:
-        """What a message has to say of adapters."""
+        """The adapter fields of the next message."""
         has_changed, in_memory = watcher.adapters, watcher.adapters_in_memory
         watcher.adapters = watcher.adapters_in_memory = False
         if has_changed:

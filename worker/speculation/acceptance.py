@@ -1,14 +1,14 @@
-"""Which tokens of the drafts are accepted: those that would have been sampled without a draft.
+"""Accepts the draft tokens that would have been sampled without a draft.
 
-A step samples a token after each token of a draft. A row is valid if all draft tokens before it are the tokens that
-were sampled. Draws depend on seed and position alone, so the answer is that of a run without speculation.
+A step samples a token after each token of a draft. A row is valid if all draft tokens before it equal the sampled
+tokens. Each random draw depends only on seed and position, so the answer is the same as without speculation.
 
     draft           a  b  c
     rows        r0  r1 r2 r3
     sampled     a   b  x  y      a, b and x are the next tokens; y is dropped, because c is not x
 
-Rows that depend on the model's logits only are sampled together. Where penalties, a grammar or bad words also count the
-tokens before, a row is sampled after the rows before it, and only if they were accepted.
+Rows that depend only on the model's logits are sampled together. If penalties, a grammar or bad words also depend on
+earlier tokens, a row is sampled after the rows before it, and only if they were accepted.
 """
 
 from __future__ import annotations

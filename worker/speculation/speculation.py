@@ -1,4 +1,4 @@
-"""Proposes drafts for the streams of a step, and learns from what became of them.
+"""Proposes drafts for the streams of a step, and learns from their acceptance.
 
 scheduler   propose    streams -> drafts: the grammar's forced tokens, else those of `history`
                        -> as many of them as the controller chooses

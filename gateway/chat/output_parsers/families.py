@@ -39,7 +39,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family writes reasoning: between tags, or in messages of their own where there are no tags."""
+    """The format of a family's reasoning: text between tags, or separate messages if there are no tags."""
 
     name: str
     tags: tuple[str, str] | None
@@ -117,7 +117,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The format of a model's answers, as far as it is known."""
+    """The known parts of the format of a model's answers."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -146,7 +146,8 @@ class OutputParser:
     """Parses one answer as its text arrives. Each piece gives the deltas that it decides."""
 
     def __init__(self, form: OutputFormat, tools: Tools, *, inside_reasoning: bool = False) -> None:
-        """Without `tools`, nothing is a call. `inside_reasoning`: the prompt has opened the reasoning."""
+        """Without `tools`, no text is parsed as a call. `inside_reasoning` means that the prompt has already opened the
+        reasoning."""
         self._source = Source()
         self._output = Output()
         self._steps = _answer(self._source, self._output, form, tools, inside_reasoning)
@@ -171,7 +172,7 @@ class OutputParser:
 
     @property
     def reasoning_spans(self) -> list[tuple[int, int]]:
-        """Where reasoning stands in the text, in characters, markup excluded."""
+        """The positions of the reasoning in the text, in characters, without markup."""
         return self._output.spans
 
     def _run(self) -> None:

@@ -73,7 +73,7 @@ class Output:
         self._reasoning_space = ""
 
     def content(self, text: str) -> None:
-        """More content. White space is held back until it is known to stand between words."""
+        """Add content. White space is held back until more content follows it."""
         words = text.rstrip(SPACE)
         if not words:
             self._space += text

@@ -48,7 +48,7 @@ class Source:
         return self._dropped + self.pos
 
     def mark(self) -> None:
-        """Remember what is taken from now on."""
+        """Start to record the text that is taken."""
         self._mark = self.pos
 
     def unmark(self) -> str:
