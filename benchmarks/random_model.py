@@ -1,6 +1,6 @@
 """Models with random weights in the shapes of real ones, quantised and converted as pulled ones are.
 
-    python -m benchmarks.random_model SHAPE DIRECTORY [--layers N]
+    python -m benchmarks.random_model SHAPE DIRECTORY [--layers N] [--kind Q4_0] [--keep-file]
 
 What they compute is noise. What they cost is what the real ones cost: a 7B's 4-bit weights are 4 GB, its vocabulary
 152k. With fewer layers than the real model has, a step's layers cost in proportion, and the head what it costs there.
@@ -14,10 +14,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +44,48 @@ _CONVERT = (
     "import sys; sys.modules['openvino_telemetry'] = None; import openvino_genai; "
     "openvino_genai.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
 )
-# Weights of a block and the type of its one scale, see gguf's constants.
-_BLOCK = 32
+
+
+class _Block(NamedTuple):
+    """A block of a kind of weights: how many, in how many bytes, and the float16 numbers at its begin, in steps of a
+    4-bit weight. They are near those of real files, and centre the weights."""
+
+    weights: int
+    num_bytes: int
+    halves: tuple[float, ...]
+
+
+# Scales of Q4_K are multiplied by integers of 6 bits, 32 on average.
+_BLOCKS = {
+    Kind.Q4_0: _Block(32, 18, (1.0,)),
+    Kind.Q4_1: _Block(32, 20, (1.0, -7.7)),
+    Kind.Q4_K: _Block(256, 144, (1 / 32, 7.7 / 32)),
+    Kind.Q8_0: _Block(32, 34, (1 / 16,)),
+}
 # One step of a 4-bit weight. Wider models have finer steps, so that their products spread alike.
 _STEP, _STEP_HIDDEN = 0.0045, 896
 # Makes the logits spread by about 3, as those of trained models do.
 _LAST_NORM = 4.0
 
 
-def write_random_model(directory: Path, shape: Shape = SHAPES["qwen2.5-0.5b"]) -> Path:
-    """Make a model in a directory, through a GGUF file that is deleted. The smallest takes some 20 s."""
+def write_random_model(
+    directory: Path, shape: Shape = SHAPES["qwen2.5-0.5b"], kind: Kind = Kind.Q4_0, *, keeps_file: bool = False
+) -> Path:
+    """Make a model in a directory, through a GGUF file, random.gguf, which is deleted unless `keeps_file`. `kind` is of
+    the layers' weights. The smallest takes some 20 s."""
     path = directory / "random.gguf"
     writer = GGUFWriter(path, "qwen2")
     _write_metadata(writer, shape)
     _write_tokenizer(writer, shape.vocabulary)
-    _write_tensors(writer, shape, np.random.default_rng(0))
+    _write_tensors(writer, shape, kind, np.random.default_rng(0))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     # The pipeline writes the model before it compiles it, which for these weights it may refuse: we need the file only.
     subprocess.run([sys.executable, "-c", _CONVERT, str(path)], check=False, capture_output=True)
-    path.unlink()
+    if not keeps_file:
+        path.unlink()
     if not (directory / "openvino_model.xml").is_file():
         raise RuntimeError("openvino-genai wrote no model; the benchmark needs headrace[convert]")
     return directory
@@ -93,11 +115,11 @@ def _write_tokenizer(writer: GGUFWriter, vocabulary: int) -> None:
     writer.add_pad_token_id(vocabulary - 1)
 
 
-def _write_tensors(writer: GGUFWriter, shape: Shape, rng: np.random.Generator) -> None:
+def _write_tensors(writer: GGUFWriter, shape: Shape, kind: Kind, rng: np.random.Generator) -> None:
     hidden, intermediate, kv_size = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_size
     step = _STEP * math.sqrt(_STEP_HIDDEN / hidden)
     ones = np.ones(hidden, np.float32)
-    _add_quantised(writer, rng, "token_embd.weight", (shape.vocabulary, hidden), step, GGMLQuantizationType.Q8_0)
+    _add_quantised(writer, rng, "token_embd.weight", (shape.vocabulary, hidden), step, Kind.Q8_0)
     writer.add_tensor("output_norm.weight", _LAST_NORM * ones)
     for layer in range(shape.layers):
         prefix = f"blk.{layer}"
@@ -110,7 +132,7 @@ def _write_tensors(writer: GGUFWriter, shape: Shape, rng: np.random.Generator) -
             ("ffn_up", intermediate, hidden),
             ("ffn_down", hidden, intermediate),
         ):
-            _add_quantised(writer, rng, f"{prefix}.{name}.weight", (rows, columns), step, GGMLQuantizationType.Q4_0)
+            _add_quantised(writer, rng, f"{prefix}.{name}.weight", (rows, columns), step, kind)
         for name, size in (("attn_q", hidden), ("attn_k", kv_size), ("attn_v", kv_size)):
             writer.add_tensor(f"{prefix}.{name}.bias", np.zeros(size, np.float32))
         writer.add_tensor(f"{prefix}.attn_norm.weight", ones)
@@ -123,15 +145,14 @@ def _add_quantised(
     name: str,
     size: tuple[int, int],
     step: float,
-    kind: GGMLQuantizationType,
+    kind: Kind,
 ) -> None:
-    """Blocks of 32 weights: a float16 scale, then 4 or 8 bits a weight, all random."""
+    """Random weights in blocks of equal scales."""
     rows, columns = size
-    is_wide = kind == GGMLQuantizationType.Q8_0
-    num_bytes = _BLOCK if is_wide else _BLOCK // 2
-    blocks: npt.NDArray[np.uint8] = rng.integers(0, 256, (rows, columns // _BLOCK, 2 + num_bytes), np.uint8)
-    # Steps of 8 bits are 16 times finer.
-    blocks[:, :, :2] = np.array([step / 16 if is_wide else step], np.float16).view(np.uint8)
+    block = _BLOCKS[kind]
+    blocks: npt.NDArray[np.uint8] = rng.integers(0, 256, (rows, columns // block.weights, block.num_bytes), np.uint8)
+    halves = np.array([half * step for half in block.halves], np.float16).view(np.uint8)
+    blocks[:, :, : len(halves)] = halves
     writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=kind)
 
 
@@ -141,10 +162,15 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, help="by default as many as the real model has")
+    parser.add_argument(
+        "--kind", choices=[kind.name for kind in _BLOCKS], default="Q4_0", help="of the layers' weights"
+    )
+    parser.add_argument("--keep-file", action="store_true", help="leave the GGUF file, random.gguf, there")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     args.directory.mkdir(parents=True, exist_ok=True)
-    print(write_random_model(args.directory, replace(shape, layers=args.layers or shape.layers)))
+    shape = replace(shape, layers=args.layers or shape.layers)
+    print(write_random_model(args.directory, shape, Kind[args.kind], keeps_file=args.keep_file))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,16 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13
 
-from headrace.cli.gguf.weights import Weights, matrix_of, rows_of, with_rows
+from headrace.cli.gguf.weights import Weights, matrix_of, product_of, rows_of, with_rows
 
 _Array = npt.NDArray[Any]
 _LOWEST = np.float32(-65504.0)
+# Products get the names that exporters give them after their modules, by which adapters find them.
+_MODULES = {
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "attn_output": "self_attn.o_proj",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class GraphBuilder:
         self._positions = _parameter("position_ids", [-1, -1], np.int64)
         self._beams = _parameter("beam_idx", [-1], np.int32)
         self._assigned: list[ov.Node] = []
+        self._sums: dict[tuple[str, int], ov.Output] = {}
         self._batch = opset13.gather(opset13.shape_of(self._tokens), _integers(0), _integers(0))
 
     def build(self) -> ov.Model:
@@ -58,7 +66,7 @@ class GraphBuilder:
             prefix = f"blk.{layer}"
             attended = self._attention(layer, self._norm(hidden, f"{prefix}.attn_norm.weight"), rotations)
             hidden = opset13.add(hidden, attended).output(0)
-            fed = self._feed_forward(prefix, self._norm(hidden, f"{prefix}.ffn_norm.weight"))
+            fed = self._feed_forward(layer, self._norm(hidden, f"{prefix}.ffn_norm.weight"))
             hidden = opset13.add(hidden, fed).output(0)
         head = self._matrices.get("output.weight", self._matrices["token_embd.weight"])
         logits = opset13.matmul(self._norm(hidden, "output_norm.weight"), matrix_of(head), False, True)
@@ -66,14 +74,25 @@ class GraphBuilder:
         inputs = [self._tokens, self._mask, self._positions, self._beams]
         return ov.Model([opset13.result(logits)], self._assigned, inputs, "gguf")
 
-    def _product(self, states: ov.Output, name: str) -> ov.Output:
+    def _product(self, states: ov.Output, layer: int, part: str) -> ov.Output:
         """States times the transposed weights, and the bias if there is one."""
+        name = f"blk.{layer}.{part}"
         weights, bias = self._matrices[f"{name}.weight"], self._vectors.get(f"{name}.bias")
-        if self._shape.has_interleaved_heads and name.endswith(("attn_q", "attn_k")):
+        if self._shape.has_interleaved_heads and part in ("attn_q", "attn_k"):
             order = _halves_of_pairs(weights.shape[0], self._shape.head_size)
             weights, bias = with_rows(weights, order), None if bias is None else bias[order]
-        product = opset13.matmul(states, matrix_of(weights), False, True)
-        return (product if bias is None else opset13.add(product, _floats(bias.reshape(1, 1, -1)))).output(0)
+        product, result = product_of(states, weights, partial(self._sums_of, states))
+        product.set_friendly_name(f"__module.model.layers.{layer}.{_MODULES[part]}/aten::linear/MatMul")
+        return result if bias is None else opset13.add(result, _floats(bias.reshape(1, 1, -1))).output(0)
+
+    def _sums_of(self, states: ov.Output, size: int) -> ov.Output:
+        """The sums of `size` neighbours each. Products of the same states share them."""
+        key = states.get_node().get_friendly_name(), size
+        if key not in self._sums:
+            groups = opset13.reshape(states, _integers(0, 0, -1, size), True)
+            sums = opset13.reduce_sum(groups, _integers(-1), True)
+            self._sums[key] = opset13.reshape(sums, _integers(0, 0, -1), True).output(0)
+        return self._sums[key]
 
     def _norm(self, states: ov.Output, name: str, rank: int = 3) -> ov.Output:
         """Root mean square normalisation of the last dimension."""
@@ -114,7 +133,7 @@ class GraphBuilder:
         found = []
         for part, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
             split = _integers(0, 0, heads, shape.head_size)
-            values = opset13.reshape(self._product(states, f"{prefix}.attn_{part}"), split, True).output(0)
+            values = opset13.reshape(self._product(states, layer, f"attn_{part}"), split, True).output(0)
             if f"{prefix}.attn_{part}_norm.weight" in self._vectors:
                 values = self._norm(values, f"{prefix}.attn_{part}_norm.weight", rank=4)
             found.append(opset13.transpose(values, _integers(0, 2, 1, 3)).output(0))
@@ -126,7 +145,7 @@ class GraphBuilder:
         )
         rows = opset13.transpose(attended, _integers(0, 2, 1, 3))
         joined = opset13.reshape(rows, _integers(0, 0, shape.heads * shape.head_size), True)
-        return self._product(joined.output(0), f"{prefix}.attn_output")
+        return self._product(joined.output(0), layer, "attn_output")
 
     def _kept(self, name: str, values: ov.Output) -> ov.Output:
         """The state of that name with the values behind it: [batch, heads, tokens so far, head size]."""
@@ -160,10 +179,10 @@ class GraphBuilder:
         seen = opset13.logical_and(is_text, is_before)
         return opset13.select(seen, opset13.constant(np.float32(0)), opset13.constant(_LOWEST)).output(0)
 
-    def _feed_forward(self, prefix: str, states: ov.Output) -> ov.Output:
-        gate = opset13.swish(self._product(states, f"{prefix}.ffn_gate"))
-        gated = opset13.multiply(gate, self._product(states, f"{prefix}.ffn_up"))
-        return self._product(gated.output(0), f"{prefix}.ffn_down")
+    def _feed_forward(self, layer: int, states: ov.Output) -> ov.Output:
+        gate = opset13.swish(self._product(states, layer, "ffn_gate"))
+        gated = opset13.multiply(gate, self._product(states, layer, "ffn_up"))
+        return self._product(gated.output(0), layer, "ffn_down")
 
 
 def _halves_of_pairs(rows: int, head_size: int) -> _Array:

@@ -1,8 +1,9 @@
 """The weights of a GGUF file as constants of a graph, with the numbers that the file has.
 
-A quantised weight is `scale * (q - zero_point)`, with a scale and a zero point for 16 or 32 neighbours of a row. The
-integers stay as they are stored. A zero point may lie between two integers: files with a minimum (Q4_1, Q5_1, Q4_K,
-Q5_K) have such ones, and rounding them changes log-probabilities by up to 1 (docs/decisions/0047).
+A quantised weight is `scale * integer`, or `scale * integer + minimum`, with a scale and a minimum for 16 or 32
+neighbours of a row. OpenVINO's products are fast if weights are integers with scales and nothing else: then the states
+are quantised too, and integers multiplied. So a minimum is not made a zero point, which lies between two integers.
+Instead, it multiplies the sum of its neighbours' states in a small product of its own (docs/decisions/0047).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _LARGEST_ZERO_POINT = 60_000.0
 
 
 class Groups(NamedTuple):
-    """Quantised weights of a matrix: `integers` u8 or i8 [rows, groups, size], `scales` f16 or f32 [rows, groups, 1],
-    and `zero_points` f32 of that shape, or one number for all. `is_4_bit`: the integers are below 16."""
+    """Quantised weights of a matrix: `integers` i8 [rows, groups, size], `scales` and, unless they are 0, `minima`
+    [rows, groups, 1], f16 or f32. `is_4_bit`: the integers are from -8 to 7."""
 
     integers: _Array
     scales: _Array
-    zero_points: _Array | float
+    minima: _Array | None = None
     is_4_bit: bool = False
 
 
@@ -56,22 +57,36 @@ def with_rows(weights: Weights, order: _Array) -> Weights:
     if weights.groups is None:
         assert weights.floats is not None
         return weights._replace(floats=weights.floats[order])
-    integers, scales, zero_points, is_4_bit = weights.groups
-    points = zero_points if isinstance(zero_points, float) else zero_points[order]
-    return weights._replace(groups=Groups(integers[order], scales[order], points, is_4_bit))
+    integers, scales, minima, is_4_bit = weights.groups
+    minima = None if minima is None else minima[order]
+    return weights._replace(groups=Groups(integers[order], scales[order], minima, is_4_bit))
+
+
+def product_of(states: ov.Output, weights: Weights, sums: Callable[[int], ov.Output]) -> tuple[ov.Node, ov.Output]:
+    """The product of states [..., columns] with the transposed matrix: the node of the large product, and the result.
+    `sums` gives the sums of so many neighbouring states, [..., groups]."""
+    groups = weights.groups
+    if groups is None or groups.minima is None:
+        product = opset13.matmul(states, matrix_of(weights), False, True)
+        return product, product.output(0)
+    without = weights._replace(groups=groups._replace(minima=None))
+    product = opset13.matmul(states, matrix_of(without), False, True)
+    minima = opset13.constant(np.ascontiguousarray(groups.minima[..., 0]))
+    of_minima = opset13.matmul(sums(groups.integers.shape[2]), opset13.convert(minima, "f32"), False, True)
+    return product, opset13.add(product, of_minima).output(0)
 
 
 def matrix_of(weights: Weights) -> ov.Output:
-    """A node that gives the matrix in f32, for products."""
+    """A node that gives the whole matrix in f32, for products. Minima become zero points in f32."""
     if weights.groups is None:
         return _converted_floats(weights)
-    integers, scales, zero_points, is_4_bit = weights.groups
-    stored = _constant(_packed(integers), integers.shape, ov.Type.u4) if is_4_bit else opset13.constant(integers)
+    integers, scales, minima, is_4_bit = weights.groups
+    if minima is not None:
+        integers, scales, points = _with_zero_points(weights.groups)
+    stored = _constant(_packed(integers), integers.shape, ov.Type.i4) if is_4_bit else opset13.constant(integers)
     values = opset13.convert(stored, "f16" if scales.dtype == np.float16 else "f32")
-    if not isinstance(zero_points, float):
-        values = opset13.subtract(values, opset13.constant(zero_points))
-    elif zero_points:
-        values = opset13.subtract(values, opset13.constant(np.full((1, 1, 1), zero_points, scales.dtype)))
+    if minima is not None:
+        values = opset13.subtract(values, opset13.constant(points))
     values = opset13.multiply(values, opset13.constant(scales))
     matrix = opset13.reshape(values, opset13.constant(np.array(weights.shape)), False)
     return matrix.output(0) if scales.dtype == np.float32 else opset13.convert(matrix, "f32").output(0)
@@ -82,15 +97,24 @@ def rows_of(weights: Weights, indices: ov.Output) -> ov.Output:
     axis = opset13.constant(np.int64(0))
     if weights.groups is None:
         return opset13.gather(_converted_floats(weights), indices, axis).output(0)
-    integers, scales, zero_points, _is_4_bit = weights.groups
+    integers, scales, minima, _is_4_bit = weights.groups
     values = opset13.convert(opset13.gather(opset13.constant(integers), indices, axis), "f32")
-    if isinstance(zero_points, float):
-        values = opset13.subtract(values, opset13.constant(np.float32(zero_points)))
-    else:
-        values = opset13.subtract(values, _gathered(zero_points, indices, axis))
     values = opset13.multiply(values, _gathered(scales, indices, axis))
+    if minima is not None:
+        values = opset13.add(values, _gathered(minima, indices, axis))
     shape = opset13.constant(np.array([0, 0, weights.shape[1]]))
     return opset13.reshape(values, shape, True).output(0)
+
+
+def _with_zero_points(groups: Groups) -> tuple[_Array, _Array, _Array]:
+    """Integers, scales and zero points in f32 of groups with minima. Where the scale is nothing beside the minimum, the
+    group is one number."""
+    scales, minima = groups.scales.astype(np.float32), np.asarray(groups.minima, np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        points = -minima / scales
+    is_flat = ~(np.abs(points) < _LARGEST_ZERO_POINT)
+    integers = np.where(is_flat, np.int8(0), groups.integers)
+    return integers, np.where(is_flat, 1, scales), np.where(is_flat, -minima, points)
 
 
 def _gathered(values: _Array, indices: ov.Output, axis: ov.Node) -> ov.Node:
@@ -115,27 +139,26 @@ def _constant(data: _Array, shape: tuple[int, ...], kind: ov.Type) -> ov.Node:
 
 
 def _packed(integers: _Array) -> _Array:
-    flat = integers.reshape(-1)
-    packed: _Array = flat[0::2] | (flat[1::2] << 4)
+    flat = integers.reshape(-1).view(np.uint8)
+    packed: _Array = (flat[0::2] & 15) | (flat[1::2] << 4)
     return packed
 
 
 def _by_row(groups: Groups, rows: int) -> Groups:
     integers = groups.integers.reshape(rows, -1, groups.integers.shape[-1])
-    scales, points = groups.scales.reshape(rows, -1, 1), groups.zero_points
-    if not isinstance(points, float):
-        scales, points = scales.astype(np.float32), points.reshape(rows, -1, 1).astype(np.float32)
-    return Groups(integers, scales, points, groups.is_4_bit)
+    minima = None if groups.minima is None else groups.minima.reshape(rows, -1, 1)
+    return Groups(integers, groups.scales.reshape(rows, -1, 1), minima, groups.is_4_bit)
+
+
+def _centred(integers: _Array, middle: int) -> _Array:
+    """Integers without a sign as i8, with 0 where `middle` was."""
+    return integers.astype(np.int8) - np.int8(middle)
 
 
 def _with_minimum(integers: _Array, scales: _Array, minima: _Array, *, is_4_bit: bool) -> Groups:
-    """Weights of the form `scale * q + minimum`, with scales and minima f32 [groups, 1]. A group whose scale is
-    negligible compared to its minimum becomes a single number."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        points = -minima / scales
-    is_flat = ~(np.abs(points) < _LARGEST_ZERO_POINT)
-    integers = np.where(is_flat, np.uint8(0), integers)
-    return Groups(integers, np.where(is_flat, 1, scales), np.where(is_flat, -minima, points), is_4_bit)
+    """Weights of the form `scale * q + minimum`, with q without a sign; scales and minima f32 [groups, 1]."""
+    middle = 8 if is_4_bit else 16
+    return Groups(_centred(integers, middle), scales, minima + middle * scales, is_4_bit)
 
 
 def _half(raw: _Array) -> _Array:
@@ -162,7 +185,7 @@ def _stored_half(raw: _Array) -> _Array:
 
 
 def _q4_0(blocks: _Array) -> Groups:
-    return Groups(_nibbles(blocks[:, 2:]), _stored_half(blocks[:, :2]), 8.0, True)
+    return Groups(_centred(_nibbles(blocks[:, 2:]), 8), _stored_half(blocks[:, :2]), is_4_bit=True)
 
 
 def _q4_1(blocks: _Array) -> Groups:
@@ -170,7 +193,8 @@ def _q4_1(blocks: _Array) -> Groups:
 
 
 def _q5_0(blocks: _Array) -> Groups:
-    return Groups(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _stored_half(blocks[:, :2]), 16.0)
+    integers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return Groups(_centred(integers, 16), _stored_half(blocks[:, :2]))
 
 
 def _q5_1(blocks: _Array) -> Groups:
@@ -179,7 +203,7 @@ def _q5_1(blocks: _Array) -> Groups:
 
 
 def _q8_0(blocks: _Array) -> Groups:
-    return Groups(np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _stored_half(blocks[:, :2]), 0.0)
+    return Groups(np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _stored_half(blocks[:, :2]))
 
 
 def _scales_and_minima(blocks: _Array) -> tuple[_Array, _Array]:
@@ -208,9 +232,9 @@ def _q5_k(blocks: _Array) -> Groups:
 def _q6_k(blocks: _Array) -> Groups:
     low = (blocks[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)) & 15
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)) & 3
-    integers = (low.reshape(-1, 256) | (high.reshape(-1, 256) << 4)).astype(np.int8) - 32
+    integers = _centred(low.reshape(-1, 256) | (high.reshape(-1, 256) << 4), 32)
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32) * _half(blocks[:, 208:])
-    return Groups(integers.astype(np.int8).reshape(-1, 16), scales.reshape(-1, 1), 0.0)
+    return Groups(integers.reshape(-1, 16), scales.reshape(-1, 1))
 
 
 def _to_8_bits(kind: Type, data: _Array) -> Groups:
@@ -218,7 +242,7 @@ def _to_8_bits(kind: Type, data: _Array) -> Groups:
     values = dequantize(data, kind).reshape(-1, 32)
     scales = (np.abs(values).max(axis=1, keepdims=True) / 127).astype(np.float32)
     integers = np.rint(values / np.where(scales, scales, 1)).astype(np.int8)
-    return Groups(integers, scales, 0.0)
+    return Groups(integers, scales)
 
 
 _READERS: dict[Type, Callable[[_Array], Groups]] = {

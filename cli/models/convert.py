@@ -34,8 +34,11 @@ _KNOWN_TENSOR = re.compile(
 )
 _UNKNOWN_SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale", "expert_count")
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-# Matrices of these kinds are read by openvino-genai, and its graphs run at the speed that RESULTS.md has.
-_KINDS_OF_GENAI = {"F16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"}
+# openvino-genai reads matrices of these kinds as they are, and rounds the minima of the others (docs/decisions/0047).
+_KINDS_OF_GENAI = {"F16", "Q4_0", "Q8_0", "Q6_K"}
+_KINDS_IT_ROUNDS = {"Q4_1", "Q4_K"}
+# In narrower models, exact minima take 1.1 to 1.35 times the time of a step.
+_WIDTH_FOR_MINIMA = 1024
 _PIECE = re.compile(r"-00001-of-(\d{5})\.gguf$")
 _CONTEXT_KEY = "context_length"
 
@@ -113,13 +116,15 @@ def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
 
 
 def can_genai_read(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-    """Whether openvino-genai makes the graph of such a file: it knows all kinds of matrices, and nothing is scaled."""
+    """Whether openvino-genai makes the graph of such a file: it knows all kinds of matrices, and nothing is scaled. It
+    also rounds the minima of narrow models, for speed."""
     architecture = metadata.get("general.architecture")
     is_plain = (
         metadata.get(f"{architecture}.rope.scaling.type", "none") == "none" and "rope_freqs.weight" not in tensors
     )
     kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
-    return is_plain and kinds <= _KINDS_OF_GENAI
+    is_narrow = metadata.get(f"{architecture}.embedding_length", 0) < _WIDTH_FOR_MINIMA
+    return is_plain and kinds <= _KINDS_OF_GENAI | (_KINDS_IT_ROUNDS if is_narrow else set())
 
 
 def _head_size(metadata: dict[str, Any], part: str = "key") -> int:

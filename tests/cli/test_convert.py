@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headrace.cli.models.convert import (
     ConversionError,
+    can_genai_read,
     check_convertible,
     config_of,
     generation_config_of,
@@ -93,3 +95,23 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"one of 3 pieces, and m-00002-of-00003\.gguf is not beside it"):
         pieces_of(tmp_path / "m-00001-of-00003.gguf")
     assert pieces_of(tmp_path / "other.gguf") == [tmp_path / "other.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("width", "kinds", "extra", "expected"),
+    [
+        (4096, ["Q4_0", "Q6_K"], {}, True),
+        (4096, ["Q4_0"], {"llama.rope.scaling.type": "linear"}, False),
+        (4096, ["Q4_K", "Q6_K"], {}, False),
+        (4096, ["Q4_1"], {}, False),
+        (576, ["Q4_1", "Q8_0"], {}, True),
+        (576, ["Q5_0"], {}, False),
+    ],
+)
+def test_minima_are_rounded_in_narrow_models_only(
+    width: int, kinds: list[str], extra: dict[str, object], expected: bool
+) -> None:
+    tensors = {kind: SimpleNamespace(shape=[1, 1], tensor_type=SimpleNamespace(name=kind)) for kind in kinds}
+    tensors["output_norm.weight"] = SimpleNamespace(shape=[1], tensor_type=SimpleNamespace(name="F32"))
+    assert can_genai_read({**METADATA, "llama.embedding_length": width, **extra}, tensors) is expected
+    assert not can_genai_read({**METADATA, **extra}, {**tensors, "rope_freqs.weight": tensors["output_norm.weight"]})

@@ -9,11 +9,15 @@ import numpy as np
 import openvino as ov
 import pytest
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFReader
+from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from headrace.cli.gguf.weights import Weights, matrix_of, read_weights, rows_of, with_rows
 from headrace.cli.models.convert import _write_model, metadata_of, pieces_of
+from headrace.worker.model.adapted_linears import find_linears
+from headrace.worker.model.fused_projections import is_constant
+from headrace.worker.model.head import replace_head
+from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
 from tests.cli.gguf_reference import log_probabilities
 from tests.gguf_models import TinyModel, write_gguf
@@ -122,13 +126,39 @@ def test_a_converted_model_computes_what_its_file_says(name: str, tmp_path: Path
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
 
 
+def written(model: TinyModel, directory: Path) -> list[ReaderTensor]:
+    """The converted model, in the directory; the tensors of its file."""
+    reader = GGUFReader(write_gguf(model, directory / "m.gguf"))
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _write_model(metadata_of(reader), tensors, directory / "openvino_model.xml")
+    return list(reader.tensors)
+
+
 def test_a_worker_pages_a_converted_model(tmp_path: Path) -> None:
     """All attention layers, query, key and value as one product, and weights that stay compressed."""
-    model = replace(MODELS["qwen3"], types={})
-    path = write_gguf(model, tmp_path / "m.gguf")
-    (reader,) = (GGUFReader(path),)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _write_model(metadata_of(reader), tensors, tmp_path / "openvino_model.xml")
+    tensors = written(replace(MODELS["qwen3"], types={}), tmp_path)
     runner = OpenVINOModelRunner(tmp_path, threads=1, kv_precision="u8", execution_mode="performance")
     assert runner.vocab_size == 263
-    assert (tmp_path / "openvino_model.bin").stat().st_size < 1.45 * sum(tensor.n_bytes for tensor in reader.tensors)
+    assert (tmp_path / "openvino_model.bin").stat().st_size < 1.45 * sum(tensor.n_bytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q4_0, Type.Q5_1], ids=lambda kind: kind.name)
+def test_products_have_integers_and_scales_only(kind: Type, tmp_path: Path) -> None:
+    """With a zero point in float32, OpenVINO does not quantise the states, and takes up to 4.6 times as long."""
+    written(TinyModel(default=kind, types={"output.weight": Type.F16}), tmp_path)
+    model, _ = read_paged(ov.Core(), tmp_path)
+    assert not [node for node in model.get_ops() if node.get_type_name() == "Subtract" and is_constant(node.output(0))]
+    assert len(find_linears(model)) == 2 * 7
+
+
+def test_the_last_layer_is_computed_for_sampled_rows_with_minima_too(tmp_path: Path) -> None:
+    written(TinyModel(default=Type.Q4_1, types={"output.weight": Type.F16}), tmp_path)
+    model, _ = read_paged(ov.Core(), tmp_path)
+    replace_head(model, is_bfloat16=False)
+    nodes = model.get_ordered_ops()
+    names = [node.get_friendly_name() for node in nodes]
+    rows = next(node for node in nodes if "rows" in node.output(0).get_names())
+    first = max(names.index(port.get_node().get_friendly_name()) for port in rows.output(0).get_target_inputs())
+    parts = ("self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    of_layer = {name for name in names[first:] if name.startswith("__module.model.layers.1.")}
+    assert of_layer == {f"__module.model.layers.1.{part}_proj/aten::linear/MatMul" for part in parts}

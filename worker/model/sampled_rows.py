@@ -88,7 +88,17 @@ def _is_row_wise(node: ov.Node) -> bool:
         axes = node.input_value(1).get_node()
         is_known = rank > 1 and axes.get_type_name() == "Constant" and node.get_attributes()["keep_dims"]
         return is_known and all(axis in {-1, rank - 1} for axis in np.asarray(axes.data).reshape(-1).tolist())
+    if kind == "Reshape":
+        return _keeps_rows(node)
     return kind in _ELEMENTWISE
+
+
+def _keeps_rows(reshape: ov.Node) -> bool:
+    """Whether a Reshape copies its first dimension, so that only what is in a row gets another form."""
+    pattern = reshape.input_value(1).get_node()
+    if not reshape.get_attributes()["special_zero"] or pattern.get_type_name() != "Constant":
+        return False
+    return bool(np.asarray(pattern.data).reshape(-1)[:1].tolist() == [0])
 
 
 def _entries(tail: Sequence[ov.Node]) -> list[ov.Input] | None:
@@ -96,9 +106,9 @@ def _entries(tail: Sequence[ov.Node]) -> list[ov.Input] | None:
     names = {node.get_friendly_name() for node in tail}
     entries = []
     for node in tail:
-        rank = _rank(node.output(0))
         for port in node.inputs():
             source = port.get_source_output()
+            rank = _rank(source if node.get_type_name() == "Reshape" else node.output(0))
             if source.get_node().get_friendly_name() in names or is_constant(source):
                 continue
             shape = source.get_partial_shape()
