@@ -291,10 +291,12 @@ def fleet(
     num_routers: int = 1,
     **settings: Any,
 ) -> Iterator[Fleet]:
-    """A fleet that answers, ended with the block; `settings` as of `Fleet`."""
+    """A fleet that answers, ended with the block; `settings` as of `Fleet`. Prints the end of all logs, which pytest
+    shows if the test has failed."""
     made = Fleet(directory, num_workers=num_workers, num_routers=num_routers, **settings)
     try:
         made.start()
         yield made
     finally:
+        print(made.tail())
         made.end()
