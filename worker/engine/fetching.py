@@ -47,23 +47,17 @@ class Fetching:
 
     def begin(self, request: Request) -> bool:
         """Hold a new request if it should wait. Else it is to be scheduled at once."""
-        cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
-        size = cache.block_size
         if request.wants_prompt_logprobs:
             return False
-        first = cache.num_computed_by_now(request) // size
-        end = first
-        last = (request.num_tokens - MIN_TOKENS_LEFT) // size
-        while end < last and self.tier.has(cache.hash_of(request, end)):
-            end += 1
-        end = min(end, first + self._num_spare())
-        if end <= first or not self._is_worth(first, end):
+        cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
+        first = cache.num_computed_by_now(request) // cache.block_size
+        end = self._end_on_disk(request, first)
+        if not self._is_worth(first, end):
             return False
-        gained = cache.reuse(request)
-        prefix = list(request.block_table)
-        pool.hold(prefix)
-        cache.free(request)
-        if gained != first * size:
+        prefix = self._hold_prefix(request)
+        # The held blocks are not spare any more.
+        end = min(end, first + self._num_spare())
+        if len(prefix) != first or not self._is_worth(first, end):
             pool.release(reversed(prefix))
             return False
         wanted = [
@@ -103,15 +97,43 @@ class Fetching:
                 ready.append(held.request)
         return ready
 
+    def _end_on_disk(self, request: Request, first: int) -> int:
+        """The index after the last block of the request that the disk has in one piece from `first` on."""
+        cache = self._scheduler.kv_cache
+        end, last = first, (request.num_tokens - MIN_TOKENS_LEFT) // cache.block_size
+        while end < last and self.tier.has(cache.hash_of(request, end)):
+            end += 1
+        return end
+
+    def _hold_prefix(self, request: Request) -> list[int]:
+        """Hold the cached blocks of a request, so that they stay until the others have come. Returns them."""
+        cache = self._scheduler.kv_cache
+        cache.reuse(request)
+        prefix = list(request.block_table)
+        cache.pool.hold(prefix)
+        cache.free(request)
+        return prefix
+
     def _import(self, fetch: Fetch, prefix: list[int]) -> None:
+        """Make the blocks that came findable, and release them. Where another request has computed the same block
+        meanwhile, its block is the one in the chain. The whole chain is released anew, from its end, so that no block
+        is evicted before its successor."""
         pool = self._scheduler.kv_cache.pool
+        chain, unused = list(prefix), [wanted.block for wanted in fetch.wanted[fetch.num_read :]]
+        is_whole = True
         for block, block_hash, parent_hash, token_bytes, is_first in fetch.wanted[: fetch.num_read]:
-            if not is_first and not pool.is_findable(parent_hash):
-                break
-            if pool.make_findable(block, block_hash, parent_hash, token_bytes, is_first=is_first) is None:
-                break
-        pool.release(wanted.block for wanted in reversed(fetch.wanted))
-        pool.release(reversed(prefix))
+            found = None
+            if is_whole:
+                found = pool.make_findable(block, block_hash, parent_hash, token_bytes, is_first=is_first)
+                is_whole = found is not None
+            if found != block:
+                unused.append(block)
+                if found is not None:
+                    pool.hold([found])
+            if found is not None:
+                chain.append(found)
+        pool.release(unused)
+        pool.release(reversed(chain))
 
     def _num_spare(self) -> int:
         """Blocks that no running request needs, however long its answer becomes."""
@@ -123,7 +145,7 @@ class Fetching:
         return max(0, cache.pool.num_free_blocks - max(0, needed))
 
     def _is_worth(self, first: int, end: int) -> bool:
-        return self.tier.expected_s(end - first) < _WORTH * self._compute_s(first, end)
+        return end > first and self.tier.expected_s(end - first) < _WORTH * self._compute_s(first, end)
 
     def _compute_s(self, first: int, end: int) -> float:
         """How long computing these blocks takes."""

@@ -369,6 +369,53 @@ def test_a_request_that_needs_the_whole_pool_waits_for_what_the_disk_fills(
     assert worker.under_test.tokens[held] == expected_tokens(PROMPT, 2, VOCAB_SIZE)
 
 
+def test_no_more_is_read_than_the_pool_has_room_for_beside_the_cached_beginning(worker: Worker) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    worker.ask(PROMPT[: 3 * BLOCK_SIZE + 2])
+    others = worker.pool.take(NUM_BLOCKS - 5)
+    request = worker.request(PROMPT)
+    worker.under_test.tokens[request] = []
+    assert worker.fetching.begin(request)
+    assert worker.pool.num_free_blocks == 0
+    until(worker.add_ready)
+    worker.pool.release(others)
+    worker.under_test.run()
+    assert request.num_cached_tokens == 5 * BLOCK_SIZE
+    assert worker.under_test.tokens[request] == expected_tokens(PROMPT, 2, VOCAB_SIZE)
+    worker.pool.check()
+
+
+def test_many_requests_at_once_in_a_small_pool_get_the_right_tokens_and_leave_no_block(worker: Worker) -> None:
+    rng = random.Random(6)
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(8)]
+    scheduler, running, num_done = worker.under_test.scheduler, list[Request](), 0
+    while num_done < 300 or running:
+        if num_done < 300 and len(running) < 6 and rng.random() < 0.4:
+            prompt = [*rng.choice(stems)[: rng.randint(4, 60)], rng.randrange(VOCAB_SIZE), 5]
+            request = worker.request(prompt, rng.randint(1, 30))
+            worker.under_test.tokens[request] = []
+            running.append(request)
+            if not worker.fetching.begin(request):
+                scheduler.add(request)
+        elif running and rng.random() < 0.02:
+            request = running.pop(rng.randrange(len(running)))
+            if not worker.fetching.cancel(request):
+                scheduler.cancel(request)
+            num_done += 1
+        worker.add_ready()
+        worker.under_test.step()
+        worker.pool.check()
+        for request in [each for each in running if each.state is RequestState.FINISHED]:
+            running.remove(request)
+            num_done += 1
+            prompt, max_tokens = request.token_ids[: request.num_prompt_tokens], request.sampling.max_tokens
+            assert worker.under_test.tokens[request] == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
+    until(lambda: worker.fetching.take_ready() == [] and scheduler.num_fetching == 0)
+    assert worker.tier.num_read > 50
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+
+
 def test_random_prompts_in_a_small_pool_always_get_the_right_tokens(worker: Worker) -> None:
     rng = random.Random(5)
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(6)]
