@@ -382,3 +382,13 @@ def test_workers_of_a_shared_volume_fetch_nothing(tmp_path: Path) -> None:
     claims = [volume for volume in pod_of(worker)["volumes"] if volume["name"] == "models"]
     assert claims == [{"name": "models", "persistentVolumeClaim": {"claimName": "headrace-models", "readOnly": True}}]
     assert "volumeClaimTemplates" not in worker["spec"]
+
+
+@overlays
+def test_the_kv_cache_of_a_worker_outlives_its_container(overlay: str) -> None:
+    (workload,) = of_kind(rendered(overlay), "StatefulSet")
+    pod = pod_of(workload)
+    (worker,) = pod["containers"]
+    (directory,) = [arg.partition("=")[2] for arg in worker["args"] if arg.startswith("--kv-memory=")]
+    (volume,) = [mount["name"] for mount in worker["volumeMounts"] if mount["mountPath"] == directory]
+    assert {"name": volume, "emptyDir": {"medium": "Memory"}} in pod["volumes"]
