@@ -26,7 +26,7 @@ RUNS: dict[str, list[str]] = {
 
 
 def main() -> int:
-    """Run each in a process of its own; the number of those that failed."""
+    """Run each benchmark in a separate process. Returns the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"all by default: {', '.join(RUNS)}")
     names = parser.parse_args().names or list(RUNS)

@@ -1,9 +1,9 @@
-"""Decode steps on the graph of everything and on the one of small decode steps, in turn (docs/decisions/0029).
+"""Compares decode steps on the general graph with those on the graph for small decode steps (docs/decisions/0029).
 
     python -m benchmarks.decode_graph MODEL_DIR [--rounds 15]
 
-Prints milliseconds of both, and the median of the ratios second/first with their quartiles. On CPUs without AMX the
-worker makes no second graph unless it is told to; here it is always made.
+The graphs alternate. It prints the milliseconds of both, and the median and quartiles of the ratio second/first. On
+CPUs without AMX a worker builds the second graph only on request; this benchmark always builds it.
 """
 
 from __future__ import annotations

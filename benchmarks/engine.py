@@ -65,8 +65,8 @@ class Pair:
 
 
 def pairs_of(peers: Peers, case: str, make: Callable[[np.random.Generator, int], list[Job]], count: int) -> list[Pair]:
-    """`count` pairs after one that is not counted; fresh tokens for each run, so that no earlier one helps. `make` gets
-    the number of the pair too, so that each pair may have a load of its own, the same for both."""
+    """`count` pairs after a warm-up pair. Each run gets fresh tokens, so that it cannot use the cache of an earlier
+    one. `make` also gets the number of the pair, so that each pair may have its own load, the same for both sides."""
     pairs = []
     for number in range(count + 1):
         runs = {}
@@ -97,7 +97,7 @@ def rate(run: tuple[float, list[JobTimes]]) -> float:
 
 
 def p95_ttft(run: tuple[float, list[JobTimes]]) -> float:
-    """In milliseconds."""
+    """The 95th percentile of the time to the first token, in milliseconds."""
     return 1000 * float(np.percentile([times.ttft_s for times in run[1]], 95))
 
 
@@ -139,12 +139,12 @@ def run_closed(
 
 
 def run_sampled(peers: Peers, pairs: int, requests: Sequence[int]) -> None:
-    """As `closed`, with drawn tokens."""
+    """The same load as `closed`, with random sampling."""
     run_closed(peers, pairs, requests, "sampled", temperature=0.8, top_p=0.95)
 
 
 def mixed_jobs(rng: np.random.Generator, count: int, per_s: float | None, load: int = 0) -> list[Job]:
-    """Conversations, all at once or at Poisson times; other lengths and times for each `load`."""
+    """Conversations that arrive all at once or as a Poisson process. Lengths and times depend on `load`."""
     gaps_s = np.zeros(count) if per_s is None else np.random.default_rng([7, load]).exponential(1 / per_s, count)
     arrivals = np.cumsum(gaps_s)
     jobs = []
@@ -160,8 +160,8 @@ def run_mixed(peers: Peers, pairs: int) -> None:
 
 
 def run_poisson(peers: Peers, pairs: int) -> None:
-    """Open loop at 80 % of what the peer can do. Each pair has lengths and times of its own, which make more of a
-    difference than anything else."""
+    """An open loop at 80 % of the peer's capacity. Each pair has its own lengths and times, because these have the
+    largest effect on the result."""
     seconds, times = peers.run("openvino-genai", mixed_jobs(np.random.default_rng(99), 120, None))
     per_s = 0.8 * len(times) / seconds
     print(f"poisson: {per_s:.2f} requests/s")
@@ -171,7 +171,7 @@ def run_poisson(peers: Peers, pairs: int) -> None:
 
 
 def run_behind(peers: Peers, pairs: int) -> None:
-    """Short prompts behind a long one."""
+    """Short prompts after a long one."""
 
     def jobs(rng: np.random.Generator, _: int) -> list[Job]:
         return [Job(0.0, prompt_of(rng, 4000), 8), *(Job(0.0, prompt_of(rng, 50), 8) for _ in range(20))]

@@ -1,7 +1,7 @@
-"""The two engines behind one interface: ours, and openvino-genai's ContinuousBatchingPipeline on the same IR.
+"""A common interface for the two engines: ours, and openvino-genai's ContinuousBatchingPipeline on the same IR.
 
-Each runs in a process of its own and drives its engine's step loop from Python; a workload is a list of jobs with
-arrival times, and the answer has the times of each job's first and last token.
+Each side runs in a separate process and drives its engine's step loop from Python. A workload is a list of jobs with
+arrival times. The result has the times of each job's first and last token.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class JobTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What a side is given. `num_blocks` KV blocks of the compiled model's block size (32 on CPU). Without
-    `split_prompts` the peer computes prompts whole, in steps of their own; we have no such mode. `max_num_mixed_tokens`
-    is ours, None the worker's choice, and so is `decode_graph`, as `wants_decode_graph` takes it. With `stays_exact`
-    our steps are no larger than prompts are exact in on this CPU, as a worker's by default."""
+    """Settings of a side: `num_blocks` KV blocks of the compiled model's block size (32 on CPU). Without
+    `split_prompts`, the peer computes whole prompts in separate steps; our engine has no such mode.
+    `max_num_mixed_tokens` (None for the worker's choice) and `decode_graph` (see `wants_decode_graph`) apply only to
+    our side. With `stays_exact`, our steps are limited to the size for which prompts are exact on this CPU, the
+    worker's default."""
 
     model_dir: Path
     num_blocks: int
@@ -69,8 +70,8 @@ class Side(Protocol):
         ...
 
     def step(self) -> tuple[float, list[Event]]:
-        """One step: what jobs got, and when they did by time.perf_counter: of a side that delivers a step's tokens
-        while the next one runs, those of the step before."""
+        """Run one step. Returns the tokens of jobs, with their times by time.perf_counter. A side that delivers the
+        tokens of a step during the next one returns those of the previous step."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""How long one large request holds the event loops: `python -m benchmarks.fan_out [MODEL_DIR] [--rounds 5]`.
+"""Measures how long one large request blocks the event loops: `python -m benchmarks.fan_out [MODEL_DIR] [--rounds 5]`.
 
-A chat with 128 choices, a prompt of 32,000 tokens and a JSON schema of 200 KB goes through gateway, router and worker,
-each a process of its own (see fan_out_processes; the worker has no kernels). While a loop is held, every other stream
-of its process waits. Printed for each of the three: the longest time in each round, and of the longest of all how much
-its thread computed. Prompt and schema are new in each round, so nothing is found in a cache.
+A chat with 128 choices, a prompt of 32,000 tokens and a JSON schema of 200 KB passes through gateway, router and
+worker, each in a separate process (see fan_out_processes; the worker has no kernels). While a loop is blocked, all
+other streams of its process wait. For each process, it prints the longest time in each round, and the CPU time of its
+thread during the longest one. Prompt and schema are new in each round, so nothing is cached.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Gateway, router and worker that tell how long their event loops are held.
+"""Gateway, router and worker that report how long their event loops are blocked.
 
     python -m benchmarks.fan_out_processes gateway|router FLAGS...
     python -m benchmarks.fan_out_processes worker --model MODEL_DIR FLAGS...
 
-Each is the process that `python -m headrace.ROLE` starts, with a timer in its event loop that is due every millisecond.
-When it is late, a line on standard output says so:
+Each is the same process as `python -m headrace.ROLE`, plus a timer in its event loop that fires every millisecond. When
+the timer is late, it prints a line:
 
     held AT_S HELD_MS CPU_MS
 
-AT_S is the monotonic time at which the loop went on. HELD_MS is how late the timer was, up to a millisecond less than
-the loop was held. CPU_MS is what the loop's thread computed meanwhile; the rest it waited for the GIL or for a core.
+AT_S is the monotonic time at which the loop continued. HELD_MS is how late the timer was, which is up to a millisecond
+less than the loop was blocked. CPU_MS is the CPU time of the loop's thread meanwhile. During the rest it waited for the
+GIL or for a core.
 
-The worker has no kernels: each step takes STEP_S, and all logits are 0. All else of it is as it is, with the vocabulary
-of the model.
+The worker has no kernels: each step takes STEP_S, and all logits are 0. Everything else is real, with the vocabulary of
+the model.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _NUM_BLOCKS = 4000
 
 
 class NoKernels:
-    """In the place of a model runner."""
+    """A model runner without a model."""
 
     vocab_size = _VOCABULARY
     block_size = _BLOCK_SIZE
@@ -93,7 +94,7 @@ async def tell_holds() -> None:
 
 
 def telling(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`uvloop.run`, with the timer beside what it runs."""
+    """`uvloop.run` with the timer."""
 
     def run_both(main: Coroutine[Any, Any, Any]) -> Any:
         async def both() -> Any:

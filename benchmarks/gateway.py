@@ -1,12 +1,11 @@
-"""What a gateway costs: CPU per streamed token, idle streams, open connections.
+"""Measures the cost of a gateway: CPU per streamed token, idle streams, open connections.
 
     python -m benchmarks.gateway [MODEL_DIR] [--streams 64] [--seconds 10] [--idle 1000] [--connections 5000]
 
-The worker behind it is scripted (see gateway_processes): one token for each stream at each tick of 25 ms. CPU is user
-and system time of the gateway's process, from /proc, over a window in which nothing begins or ends. What reading the
-tokens and writing the events cost alone is measured in the same run, by processes that do nothing else; what the
-gateway's own code costs, in this one. The rest is what leads a token from one to the other: generators, timers, the
-event loop.
+A scripted worker (see gateway_processes) sends one token to each stream every 25 ms. CPU is the user and system time of
+the gateway's process, from /proc, over a window in which no stream begins or ends. In the same run, processes that do
+nothing else measure the cost of reading the tokens and of writing the events, and this process measures the gateway's
+own code. The rest is the cost of connecting them: generators, timers, the event loop.
 """
 
 from __future__ import annotations
@@ -58,7 +57,8 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`python -m ARGUMENTS`, ended at the end; those of gateway_processes are ready when it is given."""
+    """Run `python -m ARGUMENTS` until the end of the block. Processes of gateway_processes are ready when the block
+    begins."""
     child = subprocess.Popen([sys.executable, "-m", *arguments], stdout=subprocess.PIPE, text=True)
     try:
         if arguments[0] == "benchmarks.gateway_processes":
@@ -97,7 +97,7 @@ class Streams:
             self.num_events += chunk.count(b"data: ")
 
     async def until(self, num_events: int) -> None:
-        """Until so many events came. RuntimeError if they do not."""
+        """Wait until `count` events have arrived. Raises RuntimeError after a time limit."""
         deadline_s = time.monotonic() + _READY_BOUND_S
         while self.num_events < num_events:
             if time.monotonic() > deadline_s:
@@ -205,7 +205,7 @@ async def idle(pid: int, port: int, num_streams: int, seconds: float) -> tuple[f
 
 
 async def connections(port: int, num: int) -> int:
-    """Of `num` connections that are open at once, how many get two answers with all others open."""
+    """How many of `num` connections get two responses while all others are open."""
     opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     request = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
     num_good = 0

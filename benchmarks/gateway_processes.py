@@ -1,13 +1,13 @@
-"""The processes around a gateway under test, and what a gateway does at the least, each alone.
+"""The processes around a gateway under test, and the minimum work of a gateway in isolation.
 
     python -m benchmarks.gateway_processes upstream ADDRESS MODEL_DIR
     python -m benchmarks.gateway_processes receive ADDRESS
     python -m benchmarks.gateway_processes write PORT
 
-upstream: a worker that computes nothing: at each tick it sends one token to every stream, as an engine does after a
-step. A stream whose request has a `cache_salt` of `idle` gets one token and then nothing.
-receive: reads NUM_STREAMS streams of a worker in a session, as the gateway does, and drops what it reads.
-write: an HTTP server that sends a prepared event to every connection at each tick.
+upstream: a worker that computes nothing. At each tick it sends one token to every stream, as an engine does after a
+step. If a request's `cache_salt` is `idle`, its stream gets one token and then nothing. receive: reads NUM_STREAMS
+streams of a worker in a session, as the gateway does, and discards them. write: an HTTP server that sends a prepared
+event to every connection at each tick.
 
 All run on uvloop, as the gateway does, and end with SIGTERM.
 """
@@ -55,7 +55,7 @@ class Ticker:
             ticked.set()
 
     async def next(self) -> None:
-        """Until the next tick."""
+        """Wait for the next tick."""
         await self._ticked.wait()
 
 
@@ -106,7 +106,7 @@ class Upstream(worker_pb2_grpc.WorkerServicer, inference_pb2_grpc.InferenceServi
 
 
 async def upstream(address: str, model_dir: str) -> None:
-    """Serve until the process is told to end."""
+    """Serve until SIGTERM."""
     ticker = Ticker()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     service = Upstream(read_model_dir(Path(model_dir)), ticker)

@@ -1,8 +1,8 @@
-"""What it gains that a model's graph is made anew (docs/decisions/0027): `python -m benchmarks.graph MODEL_DIR`.
+"""Measures the gain from rewriting a model's graph (docs/decisions/0027): `python -m benchmarks.graph MODEL_DIR`.
 
-Steps on the graph as it is, with query, key and value as one product, and with the last layer for sampled rows only as
-well, in turn in one process. Prints milliseconds of the first and, for the others, the median of the ratios to it and
-their quartiles.
+Three graphs alternate in one process: the original one, one with query, key and value fused into one product, and one
+that also computes the last layer only for sampled rows. It prints the milliseconds of the first, and for the others the
+median and quartiles of the ratio to the first.
 """
 
 from __future__ import annotations

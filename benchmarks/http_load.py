@@ -1,6 +1,6 @@
-"""A load generator that costs little: raw HTTP/1.1 over asyncio, server-sent events counted, not parsed one by one.
+"""A cheap load generator: raw HTTP/1.1 over asyncio that counts server-sent events without parsing each.
 
-It shares the machine with what it measures, so every microsecond it takes is one that the server does not get.
+It shares the machine with the server under test, so its own CPU time would reduce the server's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""headrace over HTTP against the plain loop around the same kernels, alternating, in one run.
+"""Compares headrace over HTTP with the plain loop around the same kernels, alternating in one run.
 
     python -m benchmarks.http_throughput MODEL_DIR [--concurrency 32] [--pairs 5]
 
-Each side gets the same number of requests of random tokens, 128 in and 64 out, greedy, end tokens ignored. The plain
-loop has them all at once and talks to nobody; headrace gets them over HTTP as streams. Both processes stay up for the
-whole run; the one that is not measured is idle.
+Each side gets the same number of requests with random tokens, 128 in and 64 out, greedy, ignoring end tokens. The plain
+loop gets all of them at once; headrace gets them as HTTP streams. Both processes run all the time, but only one works.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def prompts_of(seed: int, vocab_size: int, requests: int, prompt: int) -> list[l
 
 
 class Serving:
-    """`headrace serve` in a process of its own, until `stop`."""
+    """A `headrace serve` process that runs until `stop`."""
 
     def __init__(self, model_dir: Path, arguments: list[str]) -> None:
         command = [sys.executable, "-m", "headrace.cli", "serve", str(model_dir), "--port", "0", *arguments]

@@ -35,7 +35,7 @@ MEASURED_STEPS = 30
 
 
 def measure(model_dir: Path, threads: int, *, huge_pages: bool) -> dict[str, float]:
-    """Milliseconds of steps, by what they do, and MiB of the cache."""
+    """Milliseconds of each kind of step, and MiB of the cache."""
     runner = OpenVINOModelRunner(model_dir, threads=threads, kv_precision="u8", execution_mode="performance")
     arena = runner.allocate(NUM_BLOCKS, huge_pages=huge_pages)
     for _ in range(WARM_UP_STEPS):
@@ -68,7 +68,7 @@ def _timed(runner: OpenVINOModelRunner, batch: Batch) -> float:
 
 
 def _prompt(table: npt.NDArray[np.int64], start: int, block_size: int) -> Batch:
-    """One sequence's next CHUNK tokens behind `start` of them."""
+    """A step with the next CHUNK tokens of one sequence after its first `start` tokens."""
     num_blocks = -(-(start + CHUNK) // block_size)
     return Batch(
         input_ids=np.arange(CHUNK, dtype=np.int64),
@@ -86,7 +86,7 @@ def _prompt(table: npt.NDArray[np.int64], start: int, block_size: int) -> Batch:
 
 
 def _decode(tables: npt.NDArray[np.int64], past: int, block_size: int) -> Batch:
-    """One more token for every sequence behind `past` of them."""
+    """A step with one more token for every sequence after `past` tokens."""
     num_seqs = len(tables)
     num_blocks = past // block_size + 1
     return Batch(

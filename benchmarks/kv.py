@@ -1,14 +1,14 @@
-"""What a cached prefix is worth after its worker died: `python -m benchmarks.kv [MODEL_DIR...] [--rounds 5]`.
+"""Measures the value of a cached prefix after its worker died: `python -m benchmarks.kv [MODEL_DIR...] [--rounds 5]`.
 
-One worker, asked over its socket. A prefix is computed once, with a tail (cold). Then in each round:
+It sends requests to one worker over its socket. A prefix is computed once, with a tail (cold). Then each round has:
 
-    restarted   the worker is killed with SIGKILL and started again, then the prefix and another tail, first of all
-    warm        the prefix and another tail
-    from disk   with --disk DIR: the same after another prompt has driven out the prefix. Give a --kv-cache-gb that
+    restarted   the worker is killed with SIGKILL and restarted; the first request is the prefix with another tail
+    warm        the prefix with another tail
+    from disk   with --disk DIR: the same, after another prompt has evicted the prefix. Choose a --kv-cache-gb that
                 holds the prefix once
 
-Printed are milliseconds to the first token, the median over the rounds with the smallest and the largest, and the
-ratios of the same round. The tails have 24 tokens. Run it on a quiet machine.
+It prints the milliseconds to the first token (median, minimum and maximum over the rounds), and the ratios within a
+round. The tails have 24 tokens. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ async def measure(model: Path, args: argparse.Namespace, flags: Sequence[str]) -
 
 
 def main() -> None:
-    """Parse and measure. What is not known here goes to the workers."""
+    """Parse the flags and measure. Unknown flags are passed to the workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="*", default=[model_directory(DEFAULT_MODEL)])
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,15 +1,15 @@
-"""Streams of a model of 7 billion parameters on few cores: `python -m benchmarks.large_model [--rates 0.05 0.08]`.
+"""Simulates streams of a 7B model on few cores: `python -m benchmarks.large_model [--rates 0.05 0.08]`.
 
-In virtual time, with the step cost that sim/step_cost_7b.json has by arithmetic, and one worker's own scheduler. Three
-ways to size the steps that streams and prompts share (docs/decisions/0032):
+It runs one worker's real scheduler in virtual time, with the calculated step cost in sim/step_cost_7b.json. It compares
+three ways to limit the steps that streams and prompts share (docs/decisions/0032):
 
-    256 tokens             whatever they take
-    in milliseconds        as a worker does by default: 150 ms, or 1.9 times what the step takes without prompts
-    three times            the same with three times
+    256 tokens             regardless of their time
+    in milliseconds        the worker's default: 150 ms, or 1.9 times the time of the step without prompts
+    three times            the same with a factor of three
 
-Printed are means over the loads: p99 of the time between two tokens of an answer and the longest; mean time per token;
-p50 and p95 of the time to the first token; and the part of requests that are good, with the first token within 10 s and
-300 ms a token. Loads differ by their seeds and are the same for each way.
+It prints means over the loads: the p99 and the maximum of the time between two tokens of an answer; the mean time per
+token; p50 and p95 of the time to the first token; and the share of good requests, whose first token comes within 10 s
+and whose tokens take 300 ms each. Loads differ by their seeds and are the same for each way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Way(NamedTuple):
     target_step_ms: float | None = None
 
     def settings(self, cost: StepCost) -> WorkerSettings:
-        """Of a worker that does so."""
+        """The worker's settings for this way."""
         return WorkerSettings(
             cost,
             kv_tokens=KV_TOKENS,
@@ -70,7 +70,7 @@ WAYS = {
 
 
 class Figures(NamedTuple):
-    """What came of a load."""
+    """The results of a load."""
 
     gap_p99_ms: float
     longest_gap_ms: float
@@ -97,7 +97,7 @@ def gaps_ms(token_s: list[list[float]]) -> list[float]:
 
 
 def goodput(jobs: list[Job], token_s: list[list[float]], tpot_s: float) -> float:
-    """The part of requests that kept both bounds: TTFT_S, and so many seconds a token."""
+    """The share of requests within both limits: TTFT_S, and the given seconds per token."""
     good = [
         at[0] - job.arrival_s <= TTFT_S and (at[-1] - at[0]) / (len(at) - 1) <= tpot_s
         for job, at in zip(jobs, token_s, strict=True)

@@ -1,12 +1,13 @@
-"""What the engine does outside the kernels, as a part of the step: greedy, and with everything that sampling offers.
+"""Measures the engine's time outside the kernels as a share of the step, for greedy decoding and for all sampling
+options.
 
     python -m benchmarks.overhead MODEL_DIR [--batch 64] [--steps 60] [--text] [--model own|widened|random]...
 
-Three models: the one given; the same with its last layer repeated to 152k tokens, so that the kernels do that work too;
-and one of the shape of Qwen2.5-0.5B, the smallest on the market with such a vocabulary, whose weights are random. Steps
-are made as the worker's thread makes them; time outside is all of a step in which the kernels do not run. There is no
-peer here: the figure is a share of our own step. Prompts are random tokens, whose distributions are flat, or pieces of
-our documentation (`--text`), as people write; random weights answer everything with flat distributions.
+It uses three models: the given one; the same with its last layer repeated to 152k tokens, so that the kernels also do
+that work; and one with random weights and the shape of Qwen2.5-0.5B, the smallest common model with such a vocabulary.
+Steps run as in the worker's thread. The time outside is all time of a step in which no kernel runs. There is no
+comparison with another engine. Prompts are random tokens, which give flat distributions, or pieces of our documentation
+(`--text`). Random weights always give flat distributions.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def widened(model_dir: Path, out: Path) -> Path:
 
 
 def directory_of(model: str, model_dir: Path, folder: Path) -> Path:
-    """Where one of the three models is; made if need be."""
+    """The directory of one of the three models. Creates the model if necessary."""
     if model == "own":
         return model_dir
     if model == "widened":
@@ -102,7 +103,7 @@ def text_prompts(model_dir: Path, batch: int) -> list[list[int]]:
 
 
 def step(engine: Engine) -> None:
-    """As the worker's thread does it."""
+    """Run a step as the worker's thread does."""
     engine.advance(lambda _: None)
 
 

@@ -1,7 +1,7 @@
-"""The yardstick: the least Python that keeps OpenVINO's paged kernels busy.
+"""The baseline: a minimal Python loop around OpenVINO's paged kernels.
 
-FIFO, greedy, chunked prefill, no cache reuse, no streaming, no cancellation, nobody to talk to: what a batch of
-requests costs when there is nothing but the kernels. It shares no code with the worker.
+FIFO, greedy decoding and chunked prefill, without cache reuse, streaming, cancellation or communication. It shows the
+cost of a batch of requests with nothing but the kernels, and shares no code with the worker.
 
     python -m benchmarks.plain_loop MODEL_DIR [--requests 32] [--prompt 128] [--output 64] [--budget 256]
 """

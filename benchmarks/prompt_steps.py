@@ -1,11 +1,11 @@
-"""What the order of prompts (docs/decisions/0028) and larger steps of prompts alone (0030) gain:
+"""Measures the gain from the order of prompts (docs/decisions/0028) and from larger steps of prompts alone (0030):
 `python -m benchmarks.prompt_steps MODEL_DIR`.
 
-The engine on the Poisson load of benchmarks.engine, in three ways in turn, on fresh tokens each time: prompts in the
-order of arrival; by what remains to compute; with that and larger steps. Prints p95 TTFT, the
-mean time per output token, and the medians of the ratios to the first; the load is another one in each round. Before
-that the same in virtual time, the scheduler with the simulator's step cost or that of a file, at several rates, means
-over many loads: there, only loads differ.
+The engine runs the Poisson load of benchmarks.engine in three ways in turn, with fresh tokens each time: prompts in
+order of arrival; prompts in order of their remaining tokens; and the latter with larger steps. It prints p95 TTFT, the
+mean time per output token, and the medians of the ratios to the first way. Each round has another load. Before that, it
+simulates the scheduler in virtual time, with the simulator's step cost or one from a file, at several rates, and prints
+means over many loads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ VIRTUAL_LOADS = 24
 
 
 def in_virtual_time(jobs: Sequence[Job], cost: StepCost, way: Way) -> tuple[tuple[float, list[JobTimes]], list[float]]:
-    """What `run_jobs` gives, and the milliseconds between each answer's tokens. No two prompts share a block."""
+    """The result of `run_jobs`, and the milliseconds between the tokens of each answer. No two prompts share a
+    block."""
     settings = WorkerSettings(
         cost,
         kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
@@ -90,7 +91,7 @@ def compare_in_virtual_time(cost: StepCost, rates_per_s: Sequence[float]) -> Non
 
 
 def compare_on_the_engine(model_dir: Path, rounds: int, per_s: float) -> None:
-    """All ways in turn, and the medians of their ratios to the first."""
+    """Run all ways in turn, and compute the medians of their ratios to the first."""
     side = HeadraceSide(EngineSettings(model_dir, NUM_BLOCKS, max_num_batched_tokens=AS_IT_IS.max_num_batched_tokens))
     run_jobs(side, mixed_jobs(np.random.default_rng(5), 40, None))
     figures = np.empty((rounds, len(WAYS), 2))

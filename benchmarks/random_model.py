@@ -1,9 +1,9 @@
-"""Models with random weights in the shapes of real ones, quantised and converted as pulled ones are.
+"""Creates models with random weights in the shapes of real ones, quantised and converted like pulled models.
 
     python -m benchmarks.random_model SHAPE DIRECTORY [--layers N] [--kind Q4_0] [--keep-file]
 
-What they compute is noise. What they cost is what the real ones cost: a 7B's 4-bit weights are 4 GB, its vocabulary
-152k. With fewer layers than the real model has, a step's layers cost in proportion, and the head what it costs there.
+Their output is noise, but their cost is that of the real models: a 7B model has 4 GB of 4-bit weights and a vocabulary
+of 152k. With a smaller number of layers, the cost of the layers is proportional, and the head costs the same.
 """
 
 from __future__ import annotations

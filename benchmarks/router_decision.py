@@ -1,11 +1,11 @@
-"""Time of one placement, beside a Rust selector's: `python -m benchmarks.router_decision [--decisions 1000]`.
+"""Compares the time of one placement with a Rust selector's: `python -m benchmarks.router_decision [--decisions 1000]`.
 
-Workload: 64 workers, an index of a million entries, prompts of 512 blocks of 32 tokens of which a random part is cached
-at one to four workers. Timed on our side: the match of the prompt against all workers, the weighing of all workers, the
-prediction of the blocks that are new at the chosen one, and the booking. Timed on the peer's: `select_and_reserve` of
-ai-dynamo-runtime's SelectionService with the hashes of the prompt given (extra `bench`; left out when it is not
-installed). Both have the same chains at the same workers, and are asked in turn about the same prompts. The hashing of
-a prompt is timed beside it, since it is done once per request and grows with the prompt, not with the fleet.
+Workload: 64 workers, an index of a million entries, and prompts of 512 blocks of 32 tokens, a random part of which is
+cached at one to four workers. Our time includes the match of the prompt and the cost at all workers, the prediction of
+the new blocks, and the booking. The peer's time is `select_and_reserve` of ai-dynamo-runtime's SelectionService with
+precomputed hashes (extra `bench`; skipped if not installed). Both sides have the same chains at the same workers and
+get the same prompts in turn. The time to hash a prompt is measured separately, because it occurs once per request and
+depends on the prompt, not on the fleet.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ async def started_peer(chains: list[Chain]) -> DynamoSelection | None:
 
 
 async def compare(num_decisions: int) -> None:
-    """Fill both sides, ask them in turn, print."""
+    """Fill both sides, query them in turn, and print the results."""
     rng = random.Random(1)
     ours = Headrace(rng)
     chains = made_chains(rng)

@@ -1,11 +1,11 @@
-"""What a router spends by the number of its workers: `python -m benchmarks.router_fleet [--workers 64 512 4096]`.
+"""Measures a router's cost by the number of its workers: `python -m benchmarks.router_fleet [--workers 64 512 4096]`.
 
-Processor time of one decision of `Fleet.place` for a prompt of 2,000 tokens, its hashing included; of one load report
-of a worker, while nobody waits and while one request waits and all workers are full; and resident memory of the prefix
-index for each entry, with chains of up to 512 blocks at one to four workers each. Links are made and never connected.
+It measures the CPU time of one `Fleet.place` for a prompt of 2,000 tokens, including hashing; of one load report, while
+no request waits, and while one request waits and all workers are full; and the resident memory of the prefix index per
+entry, with chains of up to 512 blocks at one to four workers each. The links are never connected.
 
-Last, what a message of a worker's Watch costs with all that gRPC does for it, by what is in it: load and blocks
-together, and either of them alone. Another process sends the messages as fast as they are read.
+It also measures the cost of a message of a worker's Watch, including gRPC, for messages with load and blocks, and with
+either alone. Another process sends the messages as fast as they are read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CARD = worker_pb2.ModelCard(name="m", fingerprint="a" * 64, max_context_tokens=3
 
 
 def load(num_running: int) -> worker_pb2.Load:
-    """A report of a worker with so many running requests of 64 that it takes."""
+    """A load report with this many running requests of at most 64."""
     return worker_pb2.Load(
         num_running=num_running,
         num_blocks=30_000,
@@ -61,7 +61,7 @@ def load(num_running: int) -> worker_pb2.Load:
 
 
 def cpu_us(action: Callable[[], None], times: int) -> float:
-    """Microseconds of this process's time for one of so many calls."""
+    """The mean CPU time of a call in this process, in microseconds."""
     began = time.process_time()
     for _ in range(times):
         action()
@@ -81,7 +81,7 @@ def ready_fleet(num_workers: int) -> Fleet:
 
 
 def made_request(rng: random.Random) -> RoutedRequest:
-    """A prompt that nobody has."""
+    """A request whose prompt is cached nowhere."""
     tokens = array("I", (rng.randrange(900) for _ in range(PROMPT_TOKENS)))
     return RoutedRequest(inference_pb2.GenerateRequest(model="m"), Prompt(tokens))
 
@@ -117,7 +117,7 @@ async def measure(num_workers: int) -> None:
 
 
 def messages_of(kind: str, number: int) -> worker_pb2.WatchResponse:
-    """The message of this number in a watch that tells `kind`."""
+    """The message with this number in a watch of the given kind."""
     first = number * EVENT_BLOCKS + 1
     message = worker_pb2.WatchResponse(epoch=1, sequence=number)
     message.kv_events.reset = number == 0
@@ -161,7 +161,7 @@ def send(kind: str, port: multiprocessing.connection.Connection) -> None:
 
 
 async def measure_messages(kind: str, port: int) -> None:
-    """Print what a message costs whoever reads it."""
+    """Print the cost of reading a message."""
     num_read, reached = 0, asyncio.Event()
 
     def count(_: WorkerLink) -> None:
@@ -182,7 +182,7 @@ async def measure_messages(kind: str, port: int) -> None:
 
 
 async def measure_watch() -> None:
-    """Print what each kind of message costs."""
+    """Print the cost of each kind of message."""
     for kind in ("load and blocks", "blocks", "load"):
         ours, theirs = multiprocessing.Pipe()
         sender = multiprocessing.get_context("spawn").Process(target=send, args=(kind, theirs), daemon=True)
@@ -193,7 +193,7 @@ async def measure_watch() -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Resident memory of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096
 
@@ -219,7 +219,7 @@ def measure_index(num_workers: int) -> None:
 
 
 def main() -> None:
-    """Parse and run, each size in a process of its own."""
+    """Parse the flags and run each size in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--only", choices=["time", "memory", "watch"], help=argparse.SUPPRESS)

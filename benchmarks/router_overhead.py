@@ -1,10 +1,10 @@
-"""What a router costs a stream: `python -m benchmarks.router_overhead [--streams 64] [--rounds 8]`.
+"""Measures the cost of a router for a stream: `python -m benchmarks.router_overhead [--streams 64] [--rounds 8]`.
 
-Streams of 40 tokens from a scripted worker (a process of its own, see router_processes) are read in three ways by
-turns: straight from the worker and through `python -m headrace.router`, both in one session as a gateway reads, and as
-calls of their own through a bare grpc.aio pass-through. So many streams are open all the time; each is followed by
-another. Reported: TTFT and what it is more than straight, and the processor time of the process in between for each
-message, from /proc/PID/stat.
+It reads streams of 40 tokens from a scripted worker in a separate process (see router_processes) in three ways in turn:
+directly from the worker and through `python -m headrace.router`, both in one session as a gateway does, and as separate
+calls through a bare grpc.aio pass-through. The number of open streams is constant: each is followed by another. It
+prints TTFT and its difference from the direct way, and the CPU time per message of the process in between, from
+/proc/PID/stat.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MESSAGES_OF_A_STREAM = NUM_TOKENS + 1
 
 
 def free_address() -> str:
-    """A local address that nobody listens on."""
+    """A free local address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -82,7 +82,7 @@ class Way:
                     await asyncio.sleep(0.1)
 
     async def round(self, streams: int, number: int) -> None:
-        """So many streams at a time; notes the median TTFT and the processor time of a message."""
+        """Run this many streams at a time; record the median TTFT and the CPU time per message."""
         began_s = 0.0 if self.pid is None else cpu_s(self.pid)
         rows = await asyncio.gather(*(self._row(number * streams + place) for place in range(streams)))
         if self.pid is not None:
@@ -136,7 +136,7 @@ def report(ways: dict[str, Way], streams: int) -> None:
 
 
 async def measure(addresses: dict[str, str], pids: dict[str, int | None], streams: int, rounds: int) -> None:
-    """All rounds, the ways in turn."""
+    """Run all rounds, with the ways in turn."""
     ways = {name: Way(addresses[name], pids[name], in_session=name != "pass-through") for name in WAYS}
     for way in ways.values():
         await way.until_ready()

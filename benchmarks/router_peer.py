@@ -66,7 +66,7 @@ class DynamoSelection:
         await asyncio.sleep(1.0)  # what is published before a subscription is made is lost
 
     def store(self, worker: int, hashes: Sequence[int], tokens: Tokens) -> None:
-        """A worker holds these blocks, a chain from its root."""
+        """Record that a worker holds these blocks, a chain from its root."""
         names = [value & (1 << 63) - 1 for value in hashes]
         event = ["BlockStored", names, None, tokens.tolist(), self._block_size, None]
         batch = msgspec.msgpack.encode([time.time(), [event], 0])
@@ -95,7 +95,8 @@ class DynamoSelection:
         return PeerPrompt(tokens, [_signed(value) for value in blocks], answer["sequence_hashes"])
 
     async def decide(self, prompt: PeerPrompt) -> tuple[float, dict[str, Any]]:
-        """Seconds of one selection with its booking, and the answer; the booking is taken back."""
+        """Select a worker, and cancel the booking afterwards. Returns the seconds of the selection with its booking,
+        and the result."""
         selection = self._name()
         request = {
             "model_name": _MODEL,

@@ -48,7 +48,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._ticked = asyncio.Event()
 
     async def tick(self) -> None:
-        """Let all streams go on, for ever."""
+        """Let all streams advance, until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             ticked, self._ticked = self._ticked, asyncio.Event()
@@ -62,7 +62,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.GetModelCardResponse(card=card, worker_id="scripted", epoch=1)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
-        """See worker.proto; the load never changes, but is told as often as a busy worker tells it."""
+        """See worker.proto. The load never changes, but is reported as often as a busy worker's."""
         load = worker_pb2.Load(
             num_blocks=10_000, num_free_blocks=10_000, prefill_tokens_per_s=1e6, decode_step_ms=1.0, max_num_seqs=256
         )

@@ -1,9 +1,9 @@
-"""What drawing adds to a decode step: sampled steps against greedy ones of the same engine.
+"""Measures the cost of random sampling in a decode step: sampled steps compared with greedy ones of the same engine.
 
     python -m benchmarks.sampled MODEL_DIR [--batch 1 8] [--rounds 8] [--steps 24] [--model own|widened|random]...
 
-Every round runs each kind of sampling once, in a changing order, and compares the median step with that of the round's
-greedy run: wall time, and CPU time of all threads. The models are those of benchmarks.overhead.
+Every round runs each kind of sampling once, in a changing order, and compares its median step with the round's greedy
+run, in wall time and in CPU time of all threads. The models are those of benchmarks.overhead.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def step_times(
 
 
 def compare(runner: OpenVINOModelRunner, name: str, prompts: list[list[int]], steps: int, rounds: int) -> None:
-    """Print each kind of sampling beside greedy."""
+    """Print each kind of sampling in comparison with greedy decoding."""
     sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
     kinds = list(KINDS)
     found = {kind: np.zeros((rounds, 2)) for kind in kinds}

@@ -27,7 +27,7 @@ TRACE = Generated(num_system_prompts=4, system_prompt_tokens=512, output_mean=40
 
 
 def real_job(job: SimulatedJob, salt: int) -> Job:
-    """The job with real tokens: segments stay equal where they are equal, and differ from those of another salt."""
+    """The job with real tokens. Equal segments stay equal, and segments with another salt differ."""
     tokens: list[int] = []
     for segment, length in job.segments:
         source = random.Random(segment * 1000 + salt)
@@ -44,7 +44,7 @@ def simulated(jobs: list[SimulatedJob], cost: step_cost.StepCost) -> list[JobTim
 
 
 def figures(times: list[JobTimes]) -> dict[str, float]:
-    """What is compared, in milliseconds."""
+    """The compared figures, in milliseconds."""
     ttfts = sorted(1000 * t.ttft_s for t in times)
     tpots = [1000 * (t.total_s - t.ttft_s) / (t.num_tokens - 1) for t in times if t.num_tokens > 1]
     return {

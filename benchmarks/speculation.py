@@ -1,12 +1,12 @@
-"""The worker's engine with speculative decoding beside itself without, and beside openvino-genai's prompt lookup.
+"""Compares the worker's engine with speculative decoding to itself without, and to openvino-genai's prompt lookup.
 
     python -m benchmarks.speculation MODEL_DIR [--rounds 5] [--tokens 128] [--case NAME]... [--streams 8 64]
         [--no-peer]
 
-Cases of one stream, greedy, each with its source in the prompt: `edit` (a file that is written again), `quote` (a
-document that is quoted) and `json` (records that are written again). `free` draws tokens at temperature 1 from nothing
-that is to be repeated. With many streams all cases are mixed. Every round runs each side once, in a changing order; a
-ratio is the median of the rounds' (min to max).
+The cases have one greedy stream each, which repeats parts of its prompt: `edit` (a file is rewritten), `quote` (a
+document is quoted) and `json` (records are rewritten). `free` samples at temperature 1, with nothing to repeat. With
+many streams, all cases are mixed. Every round runs each side once, in a changing order. A ratio is the median over the
+rounds (min to max).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = ("edit", "quote", "json", "free")
 
 
 class Task(NamedTuple):
-    """A prompt, and the temperature of its answer."""
+    """A prompt and the temperature of its answer."""
 
     prompt: Sequence[int]
     temperature: float
@@ -84,7 +84,7 @@ _tokenizer = None
 
 
 class Headrace:
-    """The worker's engine, with speculation or without. It keeps what it learns from run to run, as a worker does."""
+    """The worker's engine, with or without speculation. Like a worker, it keeps what it has learned from run to run."""
 
     def __init__(self, runner: OpenVINOModelRunner, speculation: str) -> None:
         sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
@@ -135,7 +135,8 @@ class Genai:
 
 
 def compare(name: str, sides: dict[str, Side], tasks: Sequence[Sequence[Task]], max_tokens: int) -> None:
-    """Print the ratios of the first side to the others; `tasks` has those of each round; the first warms up."""
+    """Print the ratios of the first side to the others. `tasks` has the tasks of each round; the first round is a
+    warm-up."""
     found: dict[str, list[float]] = {side: [] for side in sides}
     order = list(sides)
     for number, of_round in enumerate(tasks):
@@ -155,7 +156,7 @@ def compare(name: str, sides: dict[str, Side], tasks: Sequence[Sequence[Task]], 
 
 
 def main() -> None:
-    """Compare in each case."""
+    """Compare the sides in each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,10 +1,10 @@
-"""What a step of the worker costs, measured and fitted: `python -m benchmarks.step_cost MODEL_DIR [--out FILE]`.
+"""Measures and fits the cost of a worker's step: `python -m benchmarks.step_cost MODEL_DIR [--out FILE]`.
 
-Steps of many shapes (decode batches, prompt chunks behind a context, both mixed) are run on the worker's own model
-runner and sampler in random order, each twice in a row: the first time after another number of tokens, the second after
-the same. Of several rounds the median of each counts. The coefficients of headrace.sim.step_cost are fitted by least
-squares on relative errors, over three quarters of the shapes; the error is stated over the rest, which the fit has not
-seen. `--out` writes what `headrace sim` reads.
+The worker's model runner and sampler run steps of many shapes (decode batches, prompt chunks after a context, and
+mixtures) in random order. Each shape runs twice in a row: once after a step with another number of tokens, and once
+after the same. The median of several rounds counts. The coefficients of headrace.sim.step_cost are fitted by least
+squares on relative errors over three quarters of the shapes. The stated error is measured on the rest. `--out` writes
+the file for `headrace sim`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def steps() -> list[Step]:
 
 
 def requests_of(step: Step, rng: random.Random, block_size: int) -> list[Scheduled]:
-    """Requests in the middle of their lives, each with blocks of its own."""
+    """Requests in progress, each with its own blocks."""
     blocks = iter(rng.sample(range(NUM_BLOCKS), NUM_BLOCKS))
     scheduled = []
     for number, (past, tokens) in enumerate(step):
@@ -114,7 +114,7 @@ def measured(model_dir: Path, rounds: int, threads: int) -> list[Sample]:
 
 
 def features(shape: StepShape) -> list[float]:
-    """What the coefficients multiply: those of `base`, then the others in the order of StepCost."""
+    """The factors of the coefficients: those of `base`, then the others in the order of StepCost."""
     base = [0.0] * len(KNOTS)
     left, share = place_among(KNOTS, shape.tokens)
     base[left], base[left + 1] = 1.0 - share, share
@@ -145,7 +145,7 @@ def errors_of(cost: StepCost, samples: Sequence[Sample]) -> list[float]:
 
 
 def machine() -> str:
-    """Processor and number of threads, for people."""
+    """The name of the processor and the number of threads."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{model or platform.machine()}, {len(usable_cpus())} threads"

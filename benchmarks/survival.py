@@ -1,13 +1,17 @@
-"""What a client sees of a worker's death: `python -m benchmarks.survival MODEL_DIR [--rounds 4] [--seed 1] [--hang]`.
+"""Measures the effect of a worker's death on clients: `python -m benchmarks.survival MODEL_DIR [--rounds 4] [--seed 1]
+[--hang]`.
 
-Two workers of one thread each behind a router. In each round 32 greedy streams are read; behind some tokens one worker
-is killed with SIGKILL (or stopped with SIGSTOP), the one and the other in turn. A stream that was on it has a pause:
-the time between its last token before and its first one after. What has to be computed again takes its time whoever
-asks for it, so each round has a control on the surviving worker alone: the streams that it had are run to where they
-were, then what was resumed is asked for as fresh requests, prompt and delivered tokens together, all at once and with
-another cache salt; the control is their time to the first token. Reported: pause, control, and the excess of each
-stream's pause over its control; when the router noticed; and the processor time that the surviving worker took until
-the last of them had its token, which tells a slow machine from a slow system.
+Two workers with one thread each run behind a router. In each round, 32 greedy streams are read. After some tokens, one
+of the workers (in turn) is killed with SIGKILL, or stopped with SIGSTOP. The pause of a stream on that worker is the
+time between its last token before the death and its first one after.
+
+The lost tokens must be computed again in any case, so each round has a control on the surviving worker. Its own streams
+are run to the same point as in the experiment. Then the resumed streams are sent as fresh requests, with prompt and
+delivered tokens together, all at once and with another cache salt. The control is their time to the first token.
+
+It prints pause, control, and the excess of each stream's pause over its control; the time at which the router noticed;
+and the CPU time of the surviving worker until the last of these streams had its token, which separates a slow machine
+from a slow system.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """The id of the running process."""
         assert self._popen is not None
         return self._popen.pid
 
@@ -71,7 +75,7 @@ class Process:
         os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Make sure that it is gone."""
+        """Kill the process if it is still running."""
         if self._popen is not None and self._popen.poll() is None:
             self._popen.kill()
             self._popen.wait(BOUND_S)
@@ -86,8 +90,8 @@ class Process:
 
 @dataclass
 class Stream:
-    """What came of one request. Times are of time.perf_counter. `resumed_at` is the index in `token_ids` of the first
-    token that came from a second worker."""
+    """The result of one request. Times are from time.perf_counter. `resumed_at` is the index in `token_ids` of the
+    first token from a second worker."""
 
     prompt: Sequence[int]
     asked_s: float = 0.0
@@ -98,17 +102,17 @@ class Stream:
 
     @property
     def pause_s(self) -> float:
-        """Of a stream that was resumed."""
+        """The pause of a resumed stream."""
         assert self.resumed_at
         return self.arrivals_s[self.resumed_at] - self.arrivals_s[self.resumed_at - 1]
 
     @property
     def ttft_s(self) -> float:
-        """Of a stream that has a token."""
+        """The time to the first token of a stream that has one."""
         return self.arrivals_s[0] - self.asked_s
 
     async def run(self, client: SessionClient, salt: str, max_tokens: int) -> None:
-        """Ask, and take what comes."""
+        """Send the request and read the answer."""
         request = inference_pb2.GenerateRequest(token_ids=self.prompt, cache_salt=salt)
         request.sampling.temperature = 0.0
         request.sampling.max_tokens = max_tokens
@@ -162,7 +166,7 @@ class Fleet:
         self._addresses = workers
 
     def straight(self, index: int) -> tuple[grpc.aio.Channel, SessionClient]:
-        """To one worker."""
+        """Send a request directly to one worker."""
         channel = grpc.aio.insecure_channel(self._addresses[index], options=CHANNEL_OPTIONS)
         return channel, SessionClient(channel)
 
@@ -234,8 +238,8 @@ async def play(fleet: Fleet, number: int, rng: random.Random, how: signal.Signal
 async def control(
     fleet: Fleet, survivor: int, rest: Sequence[tuple[Stream, int]], resumed: Sequence[Stream], salt: str
 ) -> tuple[list[float], float]:
-    """Milliseconds to the first token of what was resumed, asked for anew beside the streams that went on; and the
-    seconds of the worker's processor time until all had theirs."""
+    """Milliseconds to the first token of the resumed streams when sent as fresh requests next to the surviving streams,
+    and the worker's CPU seconds until all of them had it."""
     channel, client = fleet.straight(survivor)
     async with channel:
         beside = [Stream(stream.prompt) for stream, _ in rest]
@@ -294,7 +298,7 @@ async def measure(model: Path, args: argparse.Namespace, worker_flags: Sequence[
 
 
 def main() -> None:
-    """Parse and measure. What is not known here goes to the workers."""
+    """Parse the flags and measure. Unknown flags are passed to the workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=4)
