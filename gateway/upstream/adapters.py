@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
-import grpc
-
 from headrace.gateway.upstream.address import Address
 from headrace.protos.router_pb2 import (
     ListModelsRequest,
@@ -14,7 +12,6 @@ from headrace.protos.router_pb2 import (
     RouterUnloadAdapterRequest,
     ServedAdapter,
 )
-from headrace.protos.status import details_of
 from headrace.protos.worker_pb2 import (
     GetModelCardRequest,
     GetModelCardResponse,
@@ -54,41 +51,32 @@ def served_by_worker(answer: GetModelCardResponse) -> Sequence[ServedAdapter]:
 
 async def list_adapters(endpoint: Address) -> list[ServedAdapter]:
     """The adapters that a router, or a worker, knows. Raises grpc.aio.AioRpcError, as the functions below."""
-    if not endpoint.is_worker:
-        try:
-            answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=_LIST_TIMEOUT_S)
-            return list(answer.adapters)
-        except grpc.aio.AioRpcError as error:
-            _check_is_worker(endpoint, error)
-    card = await endpoint.worker.GetModelCard(GetModelCardRequest(), timeout=_LIST_TIMEOUT_S)
-    return list(served_by_worker(card))
+
+    async def by_router() -> list[ServedAdapter]:
+        answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=_LIST_TIMEOUT_S)
+        return list(answer.adapters)
+
+    async def by_worker() -> list[ServedAdapter]:
+        card = await endpoint.worker.GetModelCard(GetModelCardRequest(), timeout=_LIST_TIMEOUT_S)
+        return list(served_by_worker(card))
+
+    return await endpoint.call(by_router, by_worker)
 
 
 async def load_adapter(endpoint: Address, request: RouterLoadAdapterRequest) -> None:
     """Load an adapter through a router, or at a worker."""
-    if not endpoint.is_worker:
-        try:
-            await endpoint.router.LoadAdapter(request, timeout=_LOAD_TIMEOUT_S)
-            return
-        except grpc.aio.AioRpcError as error:
-            _check_is_worker(endpoint, error)
     direct = LoadAdapterRequest(name=request.name, path=request.path, in_place=request.in_place)
-    await endpoint.worker.LoadAdapter(direct, timeout=_LOAD_TIMEOUT_S)
+    await endpoint.call(
+        lambda: endpoint.router.LoadAdapter(request, timeout=_LOAD_TIMEOUT_S),
+        lambda: endpoint.worker.LoadAdapter(direct, timeout=_LOAD_TIMEOUT_S),
+        may_be_unsupported=True,
+    )
 
 
 async def unload_adapter(endpoint: Address, name: str) -> None:
     """Unload an adapter through a router, or at a worker."""
-    if not endpoint.is_worker:
-        try:
-            await endpoint.router.UnloadAdapter(RouterUnloadAdapterRequest(name=name), timeout=_LOAD_TIMEOUT_S)
-            return
-        except grpc.aio.AioRpcError as error:
-            _check_is_worker(endpoint, error)
-    await endpoint.worker.UnloadAdapter(UnloadAdapterRequest(name=name), timeout=_LOAD_TIMEOUT_S)
-
-
-def _check_is_worker(endpoint: Address, error: grpc.aio.AioRpcError) -> None:
-    """Note that an endpoint is a worker if it knows no router's methods; else raise the error."""
-    if error.code() is not grpc.StatusCode.UNIMPLEMENTED or details_of(error) is not None:
-        raise error
-    endpoint.is_worker = True
+    await endpoint.call(
+        lambda: endpoint.router.UnloadAdapter(RouterUnloadAdapterRequest(name=name), timeout=_LOAD_TIMEOUT_S),
+        lambda: endpoint.worker.UnloadAdapter(UnloadAdapterRequest(name=name), timeout=_LOAD_TIMEOUT_S),
+        may_be_unsupported=True,
+    )

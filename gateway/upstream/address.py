@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -12,6 +13,7 @@ from headrace.common.transport.channels import CHANNEL_OPTIONS, Options, Transpo
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.silence import Silences
 from headrace.protos.router_pb2_grpc import RouterStub
+from headrace.protos.status import details_of
 from headrace.protos.worker_pb2_grpc import WorkerStub
 
 _CHANNEL_OPTIONS: Options = (
@@ -23,6 +25,8 @@ _CHANNEL_OPTIONS: Options = (
 )
 # Sessions with the routers of one name.
 NAMED_SESSIONS = 4
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -42,6 +46,28 @@ class Address:
         """Whether there is a connection. If not, reading this starts one."""
         is_ready = self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
         return is_ready and not self.sessions.is_silent
+
+    async def call(
+        self,
+        router: Callable[[], Awaitable[_Result]],
+        worker: Callable[[], Awaitable[_Result]],
+        *,
+        may_be_unsupported: bool = False,
+    ) -> _Result:
+        """Make the call `router`, or the call `worker` if the address has no Router service. Raises AioRpcError.
+
+        With `may_be_unsupported`, a router may have the method and still refuse the call as UNIMPLEMENTED. Such a
+        refusal has details and is raised.
+        """
+        if not self.is_worker:
+            try:
+                return await router()
+            except grpc.aio.AioRpcError as error:
+                is_refusal = may_be_unsupported and details_of(error) is not None
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED or is_refusal:
+                    raise
+                self.is_worker = True
+        return await worker()
 
 
 def connect(address: str, transport: Transport, silences: Silences, *, plain_grpc: bool) -> Address:

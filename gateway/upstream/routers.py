@@ -150,18 +150,17 @@ class Upstream:
     async def list_models(self) -> list[ModelCard]:
         """Cards of the models that are served now. Raises `StatusError`."""
 
-        async def ask(endpoint: Address) -> list[ModelCard]:
-            if not endpoint.is_worker:
-                try:
-                    answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S)
-                    self.redis = answer.redis
-                    return [*answer.models, *adapter_cards(answer.models, answer.adapters)]
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                        raise
-                    endpoint.is_worker = True
+        async def by_router(endpoint: Address) -> list[ModelCard]:
+            answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S)
+            self.redis = answer.redis
+            return [*answer.models, *adapter_cards(answer.models, answer.adapters)]
+
+        async def by_worker(endpoint: Address) -> list[ModelCard]:
             answer = await endpoint.worker.GetModelCard(GetModelCardRequest(), timeout=LIST_TIMEOUT_S)
             return [answer.card, *adapter_cards([answer.card], served_by_worker(answer))]
+
+        async def ask(endpoint: Address) -> list[ModelCard]:
+            return await endpoint.call(lambda: by_router(endpoint), lambda: by_worker(endpoint))
 
         return await self._first_that_works(ask)
 
@@ -194,17 +193,13 @@ class Upstream:
     async def get_tokenizer(self, sha256: str) -> bytes:
         """The tokenizer bundle with this hash. Raises `StatusError`, or `BundleError` if its bytes have another."""
 
+        request, direct = RouterGetTokenizerRequest(sha256=sha256), GetTokenizerRequest(sha256=sha256)
+
         async def ask(endpoint: Address) -> bytes:
-            if not endpoint.is_worker:
-                try:
-                    request = RouterGetTokenizerRequest(sha256=sha256)
-                    return await _joined(endpoint.router.GetTokenizer(request, timeout=TOKENIZER_TIMEOUT_S))
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                        raise
-                    endpoint.is_worker = True
-            direct = GetTokenizerRequest(sha256=sha256)
-            return await _joined(endpoint.worker.GetTokenizer(direct, timeout=TOKENIZER_TIMEOUT_S))
+            return await endpoint.call(
+                lambda: _joined(endpoint.router.GetTokenizer(request, timeout=TOKENIZER_TIMEOUT_S)),
+                lambda: _joined(endpoint.worker.GetTokenizer(direct, timeout=TOKENIZER_TIMEOUT_S)),
+            )
 
         raw = await self._first_that_works(ask)
         if hashlib.sha256(raw).hexdigest() != sha256:
