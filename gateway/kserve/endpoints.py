@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 
-from headrace.gateway.chat.choice import WholeChoice
 from headrace.gateway.checks import unsupported
 from headrace.gateway.edge.endpoint import Endpoint, Handler
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
+from headrace.gateway.kserve.answering import answer_whole, find_model
 from headrace.gateway.kserve.answers import (
     EXTENSIONS,
     KSERVE_ERRORS,
@@ -17,10 +17,8 @@ from headrace.gateway.kserve.answers import (
     Parts,
     generated,
     model_metadata,
-    whole,
 )
-from headrace.gateway.kserve.requests import NAMES, Inference, check_version
-from headrace.gateway.kserve.tensors import Tensor
+from headrace.gateway.kserve.requests import NAMES
 from headrace.gateway.kserve.wire import LENGTH_HEADER, answer_of, generate_of, infer_of
 from headrace.gateway.services import Services
 from headrace.gateway.text.models import Model
@@ -73,7 +71,9 @@ class _Inferences:
         if request.inference.streams:
             raise unsupported("stream", "stream: infer answers as a whole; use generate_stream, or gRPC")
         model = await self._model(exchange)
-        body, json_size = answer_of(model.name, request, await self._whole(exchange, model, request.inference))
+        body, json_size = answer_of(
+            model.name, request, await answer_whole(self._services, model, request.inference, exchange.caller)
+        )
         if json_size is None:
             await exchange.respond(body)
         else:
@@ -86,7 +86,7 @@ class _Inferences:
         if inference.streams:
             raise unsupported("stream", "stream: generate answers as a whole; use generate_stream")
         model = await self._model(exchange)
-        tensors = await self._whole(exchange, model, inference)
+        tensors = await answer_whole(self._services, model, inference, exchange.caller)
         await exchange.respond(encode(generated(model.name, request_id, tensors)))
 
     async def generate_stream(self, exchange: Exchange) -> None:
@@ -94,7 +94,9 @@ class _Inferences:
         inference, request_id = generate_of(await exchange.body(), streams=True)
         model = await self._model(exchange)
         if not inference.streams:
-            value = generated(model.name, request_id, await self._whole(exchange, model, inference))
+            value = generated(
+                model.name, request_id, await answer_whole(self._services, model, inference, exchange.caller)
+            )
             await exchange.write(b"data: " + encode(value) + b"\n\n", last=True)
             return
         with NAMES.in_callers_terms():
@@ -105,12 +107,4 @@ class _Inferences:
 
     async def _model(self, exchange: Exchange) -> Model:
         path = exchange.scope["path_params"]
-        check_version(path["name"], path.get("version", ""))
-        return await self._services.models.find(path["name"])
-
-    async def _whole(self, exchange: Exchange, model: Model, inference: Inference) -> list[Tensor]:
-        with NAMES.in_callers_terms():
-            completion = await self._services.chats.plan_completion(inference.completion(model.name))
-            choices = [WholeChoice() for _ in completion.plans]
-            await self._services.answering.gather(exchange.caller, completion.plans, choices)
-            return whole(inference, choices, [len(plan.job.token_ids) for plan in completion.plans])
+        return await find_model(self._services, path["name"], path.get("version", ""))

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from headrace.gateway.access.caller import Caller
-from headrace.gateway.chat.choice import WholeChoice
 from headrace.gateway.checks import unsupported
 from headrace.gateway.edge.failures import spread
 from headrace.gateway.edge.grpc_call import Context, GrpcCalls, caller_of
 from headrace.gateway.edge.grpc_edge import admission_var
-from headrace.gateway.kserve.answers import EXTENSIONS, Parts, model_metadata, whole
+from headrace.gateway.kserve.answering import answer_whole, find_model
+from headrace.gateway.kserve.answers import EXTENSIONS, Parts, model_metadata
 from headrace.gateway.kserve.messages import inference_of_message, response_of, wants_final
-from headrace.gateway.kserve.requests import NAMES, Inference, check_version
+from headrace.gateway.kserve.requests import NAMES, Inference
 from headrace.gateway.kserve.tensors import Tensor
 from headrace.gateway.services import Services
 from headrace.gateway.text.models import Model
@@ -66,7 +66,7 @@ class KserveService(GRPCInferenceServiceServicer):
     async def ModelReady(self, request: ModelReadyRequest, context: Context) -> ModelReadyResponse:
         """Whether the model is ready."""
         try:
-            await self._model(request.name, request.version)
+            await find_model(self._services, request.name, request.version)
         except StatusError:
             return ModelReadyResponse(ready=False)
         return ModelReadyResponse(ready=True)
@@ -75,7 +75,9 @@ class KserveService(GRPCInferenceServiceServicer):
         """The tensors of a model."""
 
         async def metadata() -> ModelMetadataResponse:
-            return ModelMetadataResponse(**model_metadata((await self._model(request.name, request.version)).name))
+            return ModelMetadataResponse(
+                **model_metadata((await find_model(self._services, request.name, request.version)).name)
+            )
 
         return await self.calls.answered(metadata, "grpc_kserve_models", "ModelMetadata", context)
 
@@ -86,8 +88,8 @@ class KserveService(GRPCInferenceServiceServicer):
             inference = inference_of_message(request)
             if inference.streams:
                 raise unsupported("stream", "stream: ModelInfer answers as a whole; use ModelStreamInfer")
-            model = await self._model(request.model_name, request.model_version)
-            tensors = await self._whole(model, inference, caller_of(context))
+            model = await find_model(self._services, request.model_name, request.model_version)
+            tensors = await answer_whole(self._services, model, inference, caller_of(context))
             return response_of(model.name, request.id, tensors)
 
         return await self.calls.answered(infer, "grpc_kserve_infer", "ModelInfer", context)
@@ -142,7 +144,7 @@ class KserveService(GRPCInferenceServiceServicer):
 
     async def _streamed(self, request: ModelInferRequest, caller: Caller) -> AsyncGenerator[ModelInferResponse, None]:
         inference = inference_of_message(request)
-        model = await self._model(request.model_name, request.model_version)
+        model = await find_model(self._services, request.model_name, request.model_version)
         has_final = wants_final(request)
         told = False if has_final else None
         if inference.streams:
@@ -150,7 +152,9 @@ class KserveService(GRPCInferenceServiceServicer):
                 async for tensors in parts:
                     yield response_of(model.name, request.id, tensors, told)
         else:
-            yield response_of(model.name, request.id, await self._whole(model, inference, caller), told)
+            yield response_of(
+                model.name, request.id, await answer_whole(self._services, model, inference, caller), told
+            )
         if has_final:
             yield response_of(model.name, request.id, (), final=True)
 
@@ -162,14 +166,3 @@ class KserveService(GRPCInferenceServiceServicer):
                 async for _, piece in pieces:
                     if tensors := parts.push(piece):
                         yield tensors
-
-    async def _whole(self, model: Model, inference: Inference, caller: Caller) -> list[Tensor]:
-        with NAMES.in_callers_terms():
-            completion = await self._services.chats.plan_completion(inference.completion(model.name))
-            choices = [WholeChoice() for _ in completion.plans]
-            await self._services.answering.gather(caller, completion.plans, choices)
-            return whole(inference, choices, [len(plan.job.token_ids) for plan in completion.plans])
-
-    async def _model(self, name: str, version: str) -> Model:
-        check_version(name, version)
-        return await self._services.models.find(name)
