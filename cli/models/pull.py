@@ -11,7 +11,6 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from headrace.cli.models.reference import HubReference, parse_reference
 from headrace.cli.models.requirements import Requirements, check_disk, check_weights_fit
 from headrace.cli.models.selection import HubChoice, HubListing, choose_files
 from headrace.cli.models.shape import shape_of
+from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
 
@@ -314,7 +314,7 @@ def _run(what: str, *module: str) -> None:
 def _finish(directory: Path, source: Source, record: dict[str, str]) -> None:
     check_model_directory(directory)
     _check_servable(source.name, directory)
-    write_manifest(directory, source.name, record, version("headrace"))
+    write_manifest(directory, source.name, record, headrace_version())
 
 
 @click.command()

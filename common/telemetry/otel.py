@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from importlib.metadata import version
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
@@ -19,6 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from headrace.common.telemetry.span import TRACEPARENT_KEY, Attributes, Span, SpanKind
+from headrace.common.version import headrace_version
 
 _KINDS = {
     SpanKind.SERVER: trace.SpanKind.SERVER,
@@ -34,13 +34,13 @@ class OtelTracer:
     def __init__(self, role: str, endpoint: str | None) -> None:
         """`role` names the service unless the environment does. Raises ValueError for an unknown protocol or an invalid
         endpoint."""
-        attributes = {"service.namespace": "headrace", "service.version": version("headrace")}
+        attributes = {"service.namespace": "headrace", "service.version": headrace_version()}
         if not os.environ.get("OTEL_SERVICE_NAME"):
             attributes["service.name"] = f"headrace-{role}"
         # Not at exit: that would wait for a receiver that does not answer. See stop_tracing.
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
-        self._tracer = self._provider.get_tracer("headrace", version("headrace"))
+        self._tracer = self._provider.get_tracer("headrace", headrace_version())
 
     def serving_span(self, name: str, traceparent: str, attributes: Attributes | None) -> Span:
         """See Tracer."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
-import importlib.metadata
 import secrets
 import socket
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from headrace.common.version import headrace_version
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
@@ -131,7 +131,7 @@ class _Figures:
         self._recent = recent
         self._models = models
         self._instance = secrets.token_hex(8)
-        self._version = importlib.metadata.version("headrace")
+        self._version = headrace_version()
 
     async def answer(self, exchange: Exchange) -> None:
         since = _since(exchange)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 
+from headrace.common.version import headrace_version
 from headrace.gateway.checks import unsupported
 from headrace.gateway.edge.endpoint import Endpoint, Handler
 from headrace.gateway.edge.exchange import Exchange
@@ -53,7 +53,7 @@ class _Inferences:
 
     async def server(self, exchange: Exchange) -> None:
         """GET /v2."""
-        version = importlib.metadata.version("headrace")
+        version = headrace_version()
         await exchange.respond(encode({"name": "headrace", "version": version, "extensions": EXTENSIONS}))
 
     async def ready(self, exchange: Exchange) -> None:

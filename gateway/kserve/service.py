@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from headrace.common.version import headrace_version
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.checks import unsupported
 from headrace.gateway.edge.failures import spread
@@ -60,7 +60,7 @@ class KserveService(GRPCInferenceServiceServicer):
 
     async def ServerMetadata(self, request: ServerMetadataRequest, context: Context) -> ServerMetadataResponse:
         """Metadata of the server."""
-        version = importlib.metadata.version("headrace")
+        version = headrace_version()
         return ServerMetadataResponse(name="headrace", version=version, extensions=EXTENSIONS)
 
     async def ModelReady(self, request: ModelReadyRequest, context: Context) -> ModelReadyResponse:

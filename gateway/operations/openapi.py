@@ -6,12 +6,12 @@ Each protocol describes its operations in its `description`.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from headrace.common.version import headrace_version
 from headrace.gateway.chat import request, sampling
 from headrace.gateway.edge.description import EVENTS, Operation
 from headrace.gateway.edge.exchange import TIMEOUT_HEADER
@@ -173,7 +173,7 @@ def document(operations: Iterable[Operation]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "headrace",
-            "version": importlib.metadata.version("headrace"),
+            "version": headrace_version(),
             "description": "The OpenAI protocol, served by OpenVINO workers.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },

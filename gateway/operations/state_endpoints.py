@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from headrace.common.stores.redis_link import word_for
+from headrace.common.version import headrace_version
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
@@ -52,7 +52,7 @@ class _State:
         await exchange.respond(self._services.metrics.exposition(workers), content_type=CONTENT_TYPE.encode())
 
     async def version(self, exchange: Exchange) -> None:
-        await exchange.respond(encode({"version": importlib.metadata.version("headrace")}))
+        await exchange.respond(encode({"version": headrace_version()}))
 
     def _redis_states(self) -> dict[str, str]:
         """The state of each Redis in use, by purpose."""

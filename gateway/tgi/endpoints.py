@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from urllib.parse import parse_qs
 
+from headrace.common.version import headrace_version
 from headrace.gateway.chat.choice import best_of
 from headrace.gateway.chat.generation import Plan
 from headrace.gateway.chat.planning import CompletionPlan
@@ -72,7 +72,7 @@ class _Generations:
             "max_total_tokens": model.card.max_context_tokens,
             "max_client_batch_size": 1,
             "router": "headrace",
-            "version": importlib.metadata.version("headrace"),
+            "version": headrace_version(),
         }
         await exchange.respond(encode(value))
 
