@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.models.selection import PIECE
+
 _NEEDED = "converting a GGUF file needs openvino-genai and gguf; install them with: pip install 'headrace[convert]'"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _REMEDY = "take an OpenVINO version of the model (optimum-cli export openvino makes one of the original)"
@@ -39,7 +41,6 @@ _KINDS_OF_GENAI = {"F16", "Q4_0", "Q8_0", "Q6_K"}
 _KINDS_IT_ROUNDS = {"Q4_1", "Q4_K"}
 # In narrower models, exact minima take 1.1 to 1.35 times the time of a step.
 _WIDTH_FOR_MINIMA = 1024
-_PIECE = re.compile(r"-00001-of-(\d{5})\.gguf$")
 _CONTEXT_KEY = "context_length"
 
 
@@ -57,7 +58,7 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
     config = config_of(metadata)
     is_for_genai = len(paths) == 1 and can_genai_read(metadata, tensors)
     if not is_for_genai:
-        _write_model(metadata, tensors, out_directory / "openvino_model.xml")
+        _write_model(metadata, config, tensors, out_directory / "openvino_model.xml")
     with tempfile.TemporaryDirectory(dir=out_directory, prefix=".convert.") as folder:
         # The converter writes next to its input file: give it links in a directory of our own.
         for path in paths:
@@ -74,10 +75,10 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
 
 def pieces_of(gguf_path: Path) -> list[Path]:
     """All files of a model in pieces, of which the first is given. Raises ConversionError if one is missing."""
-    matched = _PIECE.search(gguf_path.name)
-    if matched is None:
+    matched = PIECE.search(gguf_path.stem)
+    if gguf_path.suffix != ".gguf" or matched is None or int(matched[1]) != 1:
         return [gguf_path]
-    stem, total = gguf_path.name[: matched.start()], matched[1]
+    stem, total = gguf_path.stem[: matched.start()], matched[2]
     paths = [gguf_path.with_name(f"{stem}-{number:05}-of-{total}.gguf") for number in range(1, int(total) + 1)]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
@@ -200,14 +201,13 @@ def metadata_of(reader: Any) -> dict[str, Any]:
     return metadata
 
 
-def _write_model(metadata: dict[str, Any], tensors: Mapping[str, Any], path: Path) -> None:
+def _write_model(metadata: dict[str, Any], config: dict[str, Any], tensors: Mapping[str, Any], path: Path) -> None:
     import openvino
 
     from headrace.cli.gguf.graph import GraphBuilder, Shape
     from headrace.cli.gguf.tensors import Matrices, vectors_of
 
     architecture = metadata["general.architecture"]
-    config = config_of(metadata)
     linear = metadata.get(f"{architecture}.rope.scaling.type") == "linear"
     shape = Shape(
         layers=config["num_hidden_layers"],

@@ -15,7 +15,8 @@ _QUANTISATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d+(?:_[0-9A-Z]+)*|TQ\d_\d|BF16|F(?:P)?16|F(?:P)?32|MXFP4(?:_MOE)?))(?=$|[-._/])",
     re.IGNORECASE,
 )
-_PIECE = re.compile(r"-(\d{5})-of-(\d{5})$")
+PIECE = re.compile(r"-(\d{5})-of-(\d{5})$")
+"""Number and total of a piece, at the end of a GGUF file's name without .gguf."""
 # GGUF files beside the model: projectors of images, statistics of the quantisation, vocabularies.
 _NOT_THE_MODEL = ("mmproj", "imatrix", "ggml-vocab")
 _MOST_NAMED = 12
@@ -84,7 +85,7 @@ def _variants(listing: HubListing) -> list[HubChoice]:
         stem, dot, suffix = file.path.rpartition(".")
         basename = stem.rpartition("/")[2].lower()
         if suffix == "gguf" and dot and not any(word in basename for word in _NOT_THE_MODEL):
-            by_stem.setdefault(_PIECE.sub("", stem), []).append(file)
+            by_stem.setdefault(PIECE.sub("", stem), []).append(file)
     found = [HubChoice(tuple(files), True, _quantisation_of(stem)) for stem, files in by_stem.items()]
     return sorted(found, key=lambda variant: variant.num_bytes)
 
@@ -123,7 +124,7 @@ def _most_wanted(repository: str, variants: Sequence[HubChoice]) -> HubChoice:
 
 def _stem(variant: HubChoice) -> str:
     """The name of the file without its folder, its number and .gguf."""
-    return _PIECE.sub("", variant.files[0].path.rpartition("/")[2].removesuffix(".gguf"))
+    return PIECE.sub("", variant.files[0].path.rpartition("/")[2].removesuffix(".gguf"))
 
 
 def _listed(variants: Iterable[HubChoice]) -> str:
@@ -132,7 +133,7 @@ def _listed(variants: Iterable[HubChoice]) -> str:
 
 
 def _with_all_pieces(repository: str, variant: HubChoice) -> HubChoice:
-    numbers = [_PIECE.search(file.path.removesuffix(".gguf")) for file in variant.files]
+    numbers = [PIECE.search(file.path.removesuffix(".gguf")) for file in variant.files]
     present = {int(number[1]) for number in numbers if number}
     total = max((int(number[2]) for number in numbers if number), default=0)
     missing = sorted(set(range(1, total + 1)) - present)

@@ -13,7 +13,7 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from headrace.cli.gguf.weights import Weights, matrix_of, read_weights, rows_of, with_rows
-from headrace.cli.models.convert import _write_model, metadata_of, pieces_of
+from headrace.cli.models.convert import _write_model, config_of, metadata_of, pieces_of
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.fused_projections import is_constant
 from headrace.worker.model.head import replace_head
@@ -102,7 +102,7 @@ def test_a_converted_model_computes_what_its_file_says(name: str, tmp_path: Path
     readers = [GGUFReader(path) for path in pieces_of(write_gguf(model, tmp_path / "m.gguf"))]
     assert len(readers) == model.pieces
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-    _write_model(metadata_of(readers[0]), tensors, tmp_path / "openvino_model.xml")
+    _write_model(metadata_of(readers[0]), config_of(metadata_of(readers[0])), tensors, tmp_path / "openvino_model.xml")
     weights = {key: dequantize(tensor.data, tensor.tensor_type) for key, tensor in tensors.items()}
     tokens = np.random.default_rng(1).integers(0, 250, 40).tolist()
     expected = log_probabilities(model, weights, tokens)
@@ -130,7 +130,7 @@ def written(model: TinyModel, directory: Path) -> list[ReaderTensor]:
     """The converted model, in the directory; the tensors of its file."""
     reader = GGUFReader(write_gguf(model, directory / "m.gguf"))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _write_model(metadata_of(reader), tensors, directory / "openvino_model.xml")
+    _write_model(metadata_of(reader), config_of(metadata_of(reader)), tensors, directory / "openvino_model.xml")
     return list(reader.tensors)
 
 
