@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 from gguf import GGMLQuantizationType as Type
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import Q4_K, dequantize
 from openvino import opset13
 
@@ -47,7 +48,8 @@ def read_weights(kind: Type, data: _Array) -> Weights:
     if kind in _FLOATS or kind == Type.BF16:
         floats = data.view(np.uint16) if kind == Type.BF16 else data
         return Weights((rows, floats.shape[1]), floats=floats)
-    groups = _READERS[kind](data.reshape(-1, _BLOCK_BYTES[kind])) if kind in _READERS else _to_8_bits(kind, data)
+    block_bytes = GGML_QUANT_SIZES[kind][1]
+    groups = _READERS[kind](data.reshape(-1, block_bytes)) if kind in _READERS else _to_8_bits(kind, data)
     groups = _by_row(groups, rows)
     return Weights((rows, groups.integers.shape[1] * groups.integers.shape[2]), groups)
 
@@ -254,14 +256,4 @@ _READERS: dict[Type, Callable[[_Array], Groups]] = {
     Type.Q4_K: _q4_k,
     Type.Q5_K: _q5_k,
     Type.Q6_K: _q6_k,
-}
-_BLOCK_BYTES = {
-    Type.Q4_0: 18,
-    Type.Q4_1: 20,
-    Type.Q5_0: 22,
-    Type.Q5_1: 24,
-    Type.Q8_0: 34,
-    Type.Q4_K: 144,
-    Type.Q5_K: 176,
-    Type.Q6_K: 210,
 }

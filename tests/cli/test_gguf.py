@@ -10,6 +10,7 @@ import openvino as ov
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, ReaderTensor
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from headrace.cli.gguf.weights import Weights, matrix_of, read_weights, rows_of, with_rows
@@ -22,25 +23,25 @@ from headrace.worker.model.runner import OpenVINOModelRunner
 from tests.cli.gguf_reference import log_probabilities
 from tests.gguf_models import TinyModel, write_gguf
 
-BLOCK_BYTES = {
-    Type.Q4_0: 18,
-    Type.Q4_1: 20,
-    Type.Q5_0: 22,
-    Type.Q5_1: 24,
-    Type.Q8_0: 34,
-    Type.Q4_K: 144,
-    Type.Q5_K: 176,
-    Type.Q6_K: 210,
-    Type.Q3_K: 110,
-    Type.IQ4_NL: 18,
-}
-IN_BLOCK = {kind: 256 if kind.name.endswith("_K") else 32 for kind in BLOCK_BYTES}
+KINDS = (
+    Type.Q4_0,
+    Type.Q4_1,
+    Type.Q5_0,
+    Type.Q5_1,
+    Type.Q8_0,
+    Type.Q4_K,
+    Type.Q5_K,
+    Type.Q6_K,
+    Type.Q3_K,
+    Type.IQ4_NL,
+)
 
 
 def random_blocks(kind: Type, rows: int = 6, columns: int = 512) -> np.ndarray:
     """Bytes of a matrix whose scales and minima are as those of real ones."""
     random = np.random.default_rng(3)
-    blocks = random.integers(0, 256, (rows * columns // IN_BLOCK[kind], BLOCK_BYTES[kind]), dtype=np.uint8)
+    weights_in_block, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (rows * columns // weights_in_block, block_bytes), dtype=np.uint8)
     scales = {Type.Q6_K: [208], Type.Q3_K: [108]}.get(kind, [0, 2] if kind.name[-1] in "1K" else [0])
     for at in scales:
         halves = random.uniform(0.001, 0.01, len(blocks)).astype(np.float16)
@@ -62,7 +63,7 @@ def product_with_unit_matrix(weights: Weights) -> np.ndarray:
     return computed(product.output(0), states, values=(np.eye(weights.shape[1], dtype=np.float32),)).T
 
 
-@pytest.mark.parametrize("kind", BLOCK_BYTES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_weights_are_those_of_the_file(kind: Type) -> None:
     data = random_blocks(kind)
     expected = dequantize(data, kind)
