@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from tests.http_server import http_server, respond
 
 _LARGE = (".bin", ".gguf", ".safetensors")
 
@@ -67,6 +68,9 @@ class Hub:
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer one request."""
+        if handler.path.startswith("/large/"):
+            self._answer_large(handler, handler.path.removeprefix("/large/"))
+            return
         path = unquote(urlsplit(handler.path).path)
         self.seen.append((path, handler.headers.get("Range")))
         if listed := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", path):
@@ -74,7 +78,7 @@ class Hub:
         elif resolved := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._answer_file(handler, resolved[1], resolved[2], resolved[3])
         else:
-            _send(handler, 404, b"")
+            respond(handler, 404, b"")
 
     def _refusal(self, handler: BaseHTTPRequestHandler, name: str, *, of_files: bool) -> tuple[int, str] | None:
         given = handler.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -89,33 +93,33 @@ class Hub:
 
     def _answer_list(self, handler: BaseHTTPRequestHandler, name: str, revision: str) -> None:
         if refusal := self._refusal(handler, name, of_files=False):
-            _send(handler, refusal[0], b"{}", {"X-Error-Code": refusal[1]})
+            respond(handler, refusal[0], b"{}", {"X-Error-Code": refusal[1]})
             return
         repository = self.repositories[name]
         files = repository.files(revision)
         if files is None:
-            _send(handler, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            respond(handler, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return
         siblings = [_sibling(path, raw) for path, raw in files.items()]
         answer = {"id": name, "sha": repository.commit(revision), "gated": repository.gated and "auto"}
-        _send(handler, 200, json.dumps({**answer, "siblings": siblings}).encode())
+        respond(handler, 200, json.dumps({**answer, "siblings": siblings}).encode())
 
     def _answer_file(self, handler: BaseHTTPRequestHandler, name: str, revision: str, path: str) -> None:
         if refusal := self._refusal(handler, name, of_files=True):
-            _send(handler, refusal[0], b"", {"X-Error-Code": refusal[1]})
+            respond(handler, refusal[0], b"", {"X-Error-Code": refusal[1]})
             return
         raw = (self.repositories[name].files(revision) or {}).get(path)
         if raw is None:
-            _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
+            respond(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
         elif path.endswith(_LARGE):
             port = self.url.rpartition(":")[2]
             # Another host name for the same server: the client has to take it for another origin.
             location = f"http://localhost:{port}/large/{sha256(raw).hexdigest()}"
-            _send(handler, 302, b"", {"Location": location})
+            respond(handler, 302, b"", {"Location": location})
         else:
-            _send(handler, 200, raw)
+            respond(handler, 200, raw)
 
-    def answer_large(self, handler: BaseHTTPRequestHandler, digest: str) -> None:
+    def _answer_large(self, handler: BaseHTTPRequestHandler, digest: str) -> None:
         """The file with that SHA-256, or what a Range header asks for of it."""
         assert "Authorization" not in handler.headers, "the token went to another origin"
         everything = (
@@ -130,7 +134,7 @@ class Hub:
         start = int(wanted[1]) if wanted else 0
         headers = {"Content-Range": f"bytes {start}-{len(raw) - 1}/{len(raw)}"} if wanted else {}
         cut = self.cut_after.pop(0) if self.cut_after else None
-        _send(handler, 206 if wanted else 200, raw[start:], headers, cut)
+        respond(handler, 206 if wanted else 200, raw[start:], headers, cut)
 
 
 def _sibling(path: str, raw: bytes) -> dict[str, object]:
@@ -140,45 +144,9 @@ def _sibling(path: str, raw: bytes) -> dict[str, object]:
     return {**plain, "lfs": {"sha256": sha256(raw).hexdigest(), "size": len(raw), "pointerSize": 134}}
 
 
-def _send(
-    handler: BaseHTTPRequestHandler,
-    status: int,
-    body: bytes,
-    headers: dict[str, str] | None = None,
-    cut: int | None = None,
-) -> None:
-    handler.send_response(status)
-    for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-        handler.send_header(name, value)
-    handler.end_headers()
-    handler.wfile.write(body if cut is None else body[:cut])
-    if cut is not None:
-        handler.close_connection = True
-
-
 @contextmanager
 def running_hub() -> Iterator[Hub]:
     """A hub without models, on loopback."""
     hub = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path.startswith("/large/"):
-                hub.answer_large(self, self.path.removeprefix("/large/"))
-            else:
-                hub.answer(self)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with http_server(hub.answer) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
+
+from tests.http_server import body_of, http_server, respond
 
 
 @dataclass(frozen=True)
@@ -110,26 +112,11 @@ def http_receiver() -> Iterator[Receiver]:
     """A receiver that speaks OTLP over HTTP, with protobuf bodies."""
     receiver = Receiver()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            found = self.path == "/v1/traces"
-            if found:
-                receiver.take(trace_service_pb2.ExportTraceServiceRequest.FromString(body))
-            self.send_response(200 if found else 404)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def take(handler: BaseHTTPRequestHandler) -> None:
+        found = handler.path == "/v1/traces"
+        if found:
+            receiver.take(trace_service_pb2.ExportTraceServiceRequest.FromString(body_of(handler)))
+        respond(handler, 200 if found else 404)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    receiver.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with http_server(post=take) as receiver.url:
         yield receiver
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from headrace.cli.models import pull
+from tests.http_server import http_server, respond
 from tests.hub import Hub, running_hub
 
 
@@ -53,39 +53,18 @@ class FileServer:
                     status, body = 416, b""
         assert body is not None
         rest = body[start:] if status == 206 else body
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(len(rest)))
-        handler.send_header("Content-Type", "text/html" if path.endswith("/") else "application/octet-stream")
+        headers = {"Content-Type": "text/html" if path.endswith("/") else "application/octet-stream"}
         if status == 206:
-            handler.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        handler.end_headers()
-        if status in (200, 206) and self.cut_after:
-            handler.wfile.write(rest[: self.cut_after.pop(0)])
-            handler.close_connection = True
-        else:
-            handler.wfile.write(rest)
+            headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+        cut = self.cut_after.pop(0) if status in (200, 206) and self.cut_after else None
+        respond(handler, status, rest, headers, cut)
 
 
 @pytest.fixture
 def file_server() -> Iterator[FileServer]:
     state = FileServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            state.answer(self)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with http_server(state.answer) as state.url:
+        yield state
 
 
 @pytest.fixture

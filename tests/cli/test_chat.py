@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from headrace.cli.fleet.chat import ChatClient, Chunk, Conversation, statistics
 from headrace.cli.main import cli
+from tests.http_server import body_of, http_server, respond
 
 
 class Server:
@@ -42,38 +42,22 @@ class Server:
 def server(cache: Path) -> Iterator[Server]:
     state = Server()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._send(200, json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode())
+    def list_models(handler: BaseHTTPRequestHandler) -> None:
+        respond(handler, 200, json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode())
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state.asked.append(body)
-            if state.refusal is not None:
-                status, message = state.refusal
-                self._send(status, json.dumps({"error": {"message": message}}).encode())
-                return
-            lines = [f"data: {json.dumps(event)}\n\n" for event in state.events(body)]
-            end = "" if state.break_off else "data: [DONE]\n\n"
-            self._send(200, (": keep-alive\n\n" + "".join(lines) + end).encode())
-
-        def _send(self, status: int, raw: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        def log_message(self, format: str, *args: object) -> None:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(body_of(handler))
+        state.asked.append(body)
+        if state.refusal is not None:
+            status, message = state.refusal
+            respond(handler, status, json.dumps({"error": {"message": message}}).encode())
             return
+        lines = [f"data: {json.dumps(event)}\n\n" for event in state.events(body)]
+        end = "" if state.break_off else "data: [DONE]\n\n"
+        respond(handler, 200, (": keep-alive\n\n" + "".join(lines) + end).encode())
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{http.server_address[1]}"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield state
-    http.shutdown()
-    http.server_close()
-    thread.join()
+    with http_server(list_models, answer) as state.url:
+        yield state
 
 
 def chat(server: Server, lines: str, *args: str) -> Result:
