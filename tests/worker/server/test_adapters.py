@@ -11,26 +11,20 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos import worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse, SamplingParams
 from headrace.protos.model_identity import identity_of
 from headrace.protos.status import Reason, error_of
 from headrace.worker.adapters.library import AdapterLibrary
-from headrace.worker.engine.mailbox import Mailbox
-from headrace.worker.engine.thread import EngineThread
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
 from headrace.worker.server.adapters import AdapterDesk
-from headrace.worker.server.admission import ModelLimits
-from headrace.worker.server.service import InferenceService, WorkerService
-from headrace.worker.server.watch import WatchHub
 from tests.worker.adapters.files import LINEARS, write_adapter
-from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, make_engine
-from tests.worker.vocabulary import EOS, grammars
+from tests.worker.conftest import BLOCK_SIZE
+from tests.worker.server.running import FINGERPRINT, MODEL, TOKENIZER, RunningWorker, running_worker, small_engine
 
-FINGERPRINT, TOKENIZER = "f" * 64, "7" * 64
 PROMPT = list(range(12))
-NUM_BLOCKS, NUM_SLOTS = 64, 2
+NUM_SLOTS = 2
 
 
 class Memory:
@@ -43,14 +37,10 @@ class Memory:
 
 
 @dataclass
-class Worker:
-    """A worker that serves, and stubs to call it with."""
+class Worker(RunningWorker):
+    """A worker with adapters."""
 
-    under_test: EngineUnderTest
     library: AdapterLibrary
-    hub: WatchHub
-    inference: Any
-    worker: Any
 
     def call(self, adapter: str, max_tokens: int = 3, **fields: Any) -> Any:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -58,49 +48,27 @@ class Worker:
             GenerateRequest(token_ids=PROMPT, adapter=adapter, sampling=sampling, **fields), timeout=20
         )
 
-    async def generate(self, adapter: str, **fields: Any) -> list[GenerateResponse]:
+    async def answer(self, adapter: str, **fields: Any) -> list[GenerateResponse]:
         return [response async for response in self.call(adapter, **fields)]
 
     async def load(self, name: str, path: Path, **fields: Any) -> worker_pb2.Adapter:
         request = worker_pb2.LoadAdapterRequest(name=name, path=str(path), **fields)
-        return (await self.worker.LoadAdapter(request)).adapter
+        adapter: worker_pb2.Adapter = (await self.worker.LoadAdapter(request)).adapter
+        return adapter
 
 
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
-    under_test = make_engine(num_blocks=NUM_BLOCKS, max_num_seqs=4)
-    hub = WatchHub(epoch=7, max_num_seqs=4, block_size=BLOCK_SIZE)
-    mailbox = Mailbox(6, hub.publish)
-    limits = ModelLimits(
-        "fake", FINGERPRINT, VOCAB_SIZE, NUM_BLOCKS * BLOCK_SIZE, frozenset({EOS}), "identity", TOKENIZER
-    )
     library = AdapterLibrary(Memory())
-    desk = AdapterDesk(library, hub, "fake")
-    server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(
-        InferenceService(mailbox, hub, limits, grammars(), adapters=desk), server
-    )
-    described = worker_pb2.GetModelCardResponse(card=worker_pb2.ModelCard(name="fake"), worker_id="w", epoch=7)
-    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(described, b"", mailbox, hub, desk), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    thread = EngineThread(under_test.engine, mailbox, max_wait_s=60.0)
-    thread.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stubs = inference_pb2_grpc.InferenceStub(channel), worker_pb2_grpc.WorkerStub(channel)
-            yield Worker(under_test, library, hub, *stubs)
-    finally:
-        await server.stop(None)
-        mailbox.stop()
-        await asyncio.to_thread(thread.join, 20)
-        library.check()
-        assert all(not adapter.num_requests for adapter in library.adapters()), "a request kept its adapter"
+    async with running_worker(small_engine(), adapters=lambda hub: AdapterDesk(library, hub, MODEL)) as running:
+        yield Worker(**vars(running), library=library)
+    library.check()
+    assert all(not adapter.num_requests for adapter in library.adapters()), "a request kept its adapter"
 
 
 async def test_blocks_and_identity_are_those_of_the_adapters_files(worker: Worker, tmp_path: Path) -> None:
     sql = await worker.load("sql", write_adapter(tmp_path / "sql"))
-    base, first, again = [(await worker.generate(name))[0] for name in ("", "sql", "sql")]
+    base, first, again = [(await worker.answer(name))[0] for name in ("", "sql", "sql")]
     assert base.model_identity == "identity"
     assert first.model_identity == identity_of(FINGERPRINT, TOKENIZER, sql.sha256)
     assert (base.num_cached_tokens, first.num_cached_tokens) == (0, 0), "the model's blocks are none of the adapter's"
@@ -111,18 +79,18 @@ async def test_blocks_and_identity_are_those_of_the_adapters_files(worker: Worke
 
 async def test_replacing_an_adapter_leaves_its_cached_prefixes_behind(worker: Worker, tmp_path: Path) -> None:
     await worker.load("sql", write_adapter(tmp_path / "old"))
-    began = (await worker.generate("sql"))[0].model_identity
+    began = (await worker.answer("sql"))[0].model_identity
     await worker.load("sql", write_adapter(tmp_path / "new", seed=1), in_place=True)
-    assert (await worker.generate("sql"))[0].num_cached_tokens == 0
+    assert (await worker.answer("sql"))[0].num_cached_tokens == 0
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await worker.generate("sql", resume_token_ids=[5], model_identity=began)
+        await worker.answer("sql", resume_token_ids=[5], model_identity=began)
     assert error_of(caught.value).reason is Reason.MODEL_CHANGED
 
 
 async def test_unknown_adapters_are_unknown_models(worker: Worker, tmp_path: Path) -> None:
     await worker.load("sql", write_adapter(tmp_path / "sql"))
     await worker.worker.UnloadAdapter(worker_pb2.UnloadAdapterRequest(name="sql"))
-    for call in (worker.generate("sql"), worker.worker.UnloadAdapter(worker_pb2.UnloadAdapterRequest(name="sql"))):
+    for call in (worker.answer("sql"), worker.worker.UnloadAdapter(worker_pb2.UnloadAdapterRequest(name="sql"))):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert error_of(caught.value).reason is Reason.MODEL_NOT_FOUND
@@ -135,9 +103,9 @@ async def test_a_request_waits_for_a_slot(worker: Worker, tmp_path: Path) -> Non
     for adapter in held:
         await worker.library.acquire(adapter, 1.0)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await worker.generate("2", max_wait_ms=50)
+        await worker.answer("2", max_wait_ms=50)
     assert error_of(caught.value).reason is Reason.QUEUE_FULL
-    waiting = asyncio.create_task(worker.generate("2"))
+    waiting = asyncio.create_task(worker.answer("2"))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     worker.library.release(held[0])
@@ -167,7 +135,7 @@ async def test_watchers_learn_of_adapters_and_of_those_in_memory(worker: Worker,
             message = await watch.read()
             if message.HasField("adapters"):
                 known = {adapter.name: adapter.is_in_memory for adapter in message.adapters.adapters}
-        await worker.generate("0")
+        await worker.answer("0")
         while sum(known.values()) != 2 or not known["0"]:
             message = await watch.read()
             assert not message.HasField("adapters"), "the list itself has not changed"

@@ -6,30 +6,22 @@ import asyncio
 import hashlib
 import re
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from headrace.common.transport.introspection import add_introspection, set_serving
-from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.inference_pb2 import Belief, Constraint, GenerateRequest, GenerateResponse, SamplingParams
 from headrace.protos.status import Reason, StatusError, detail_of, error_of
-from headrace.worker.engine.mailbox import Mailbox
-from headrace.worker.engine.thread import EngineThread
-from headrace.worker.server.admission import ModelLimits
-from headrace.worker.server.service import SERVICE_NAMES, InferenceService, WorkerService
-from headrace.worker.server.watch import WatchHub
-from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, KnownCosts, make_engine
+from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, KnownCosts
 from tests.worker.fake_runner import expected_tokens
-from tests.worker.vocabulary import EOS, grammars, text_of
+from tests.worker.server.running import MODEL, NUM_BLOCKS, RunningWorker, running_worker, small_engine
+from tests.worker.vocabulary import EOS, text_of
 
-MODEL = "fake"
-NUM_BLOCKS = 64
 BUNDLE = bytes(range(256)) * 10_000
 GREEDY = {"temperature": 0.0}
 
@@ -55,59 +47,23 @@ class GatedRunner:
 
 
 @dataclass
-class RunningWorker:
-    """A worker that serves, its parts, and stubs to call it with."""
+class GatedWorker(RunningWorker):
+    """A worker whose steps wait for `gate`."""
 
-    under_test: EngineUnderTest
     gate: threading.Event
-    hub: WatchHub
-    mailbox: Mailbox
-    inference: inference_pb2_grpc.InferenceStub
-    worker: worker_pb2_grpc.WorkerStub
-    health: Any
-
-    async def generate(self, **fields: object) -> list[GenerateResponse]:
-        return [response async for response in self.inference.Generate(GenerateRequest(**fields))]  # type: ignore[arg-type]
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.002)
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[RunningWorker]:
-    under_test = make_engine(num_blocks=NUM_BLOCKS, max_num_seqs=4)
+async def worker() -> AsyncIterator[GatedWorker]:
+    under_test = small_engine()
     gated = GatedRunner(under_test.runner)
     under_test.engine.runner = gated  # type: ignore[assignment]
-    hub = WatchHub(epoch=7, max_num_seqs=4, block_size=4)
-    mailbox = Mailbox(4 + 2, hub.publish)
-    limits = ModelLimits(MODEL, "f" * 64, VOCAB_SIZE, NUM_BLOCKS * BLOCK_SIZE, frozenset({EOS}), "identity", "7" * 64)
-    card = worker_pb2.ModelCard(name=MODEL, tokenizer_sha256=hashlib.sha256(BUNDLE).hexdigest())
-    described = worker_pb2.GetModelCardResponse(card=card, worker_id="w", epoch=7)
-    server = grpc.aio.server()
-    inference = InferenceService(mailbox, hub, limits, grammars())
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
-    service = WorkerService(described, BUNDLE, mailbox, hub)
-    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
-    service.health = add_introspection(server, SERVICE_NAMES)
-    await set_serving(service.health, SERVICE_NAMES, True)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    thread = EngineThread(under_test.engine, mailbox, max_wait_s=60.0)
-    thread.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stubs = inference_pb2_grpc.InferenceStub(channel), worker_pb2_grpc.WorkerStub(channel)
-            health = health_pb2_grpc.HealthStub(channel)
-            yield RunningWorker(under_test, gated.gate, hub, mailbox, *stubs, health)
-    finally:
-        gated.gate.set()
-        await server.stop(None)
-        mailbox.stop()
-        await asyncio.to_thread(thread.join, 20)
-        assert not thread.is_alive()
-        under_test.scheduler.check()
+    digest = hashlib.sha256(BUNDLE).hexdigest()
+    async with running_worker(under_test, bundle=BUNDLE, tokenizer_sha256=digest) as running:
+        try:
+            yield GatedWorker(**vars(running), gate=gated.gate)
+        finally:
+            gated.gate.set()
 
 
 def tokens_of(responses: list[GenerateResponse]) -> list[int]:
@@ -125,7 +81,7 @@ async def error_from(call: object) -> StatusError:
     return error_of(caught.value)
 
 
-async def test_generate_streams_the_tokens_and_one_finish_with_the_account(worker: RunningWorker) -> None:
+async def test_generate_streams_the_tokens_and_one_finish_with_the_account(worker: GatedWorker) -> None:
     sampling = SamplingParams(max_tokens=6, **GREEDY)
     responses = await worker.generate(model=MODEL, token_ids=[1, 2, 3], sampling=sampling)
     assert tokens_of(responses) == expected_tokens([1, 2, 3], 6, VOCAB_SIZE)
@@ -137,7 +93,7 @@ async def test_generate_streams_the_tokens_and_one_finish_with_the_account(worke
     assert (finish.num_prompt_tokens, finish.num_cached_tokens, finish.num_generated_tokens) == (3, 0, 6)
 
 
-async def test_many_streams_at_once_each_get_their_own_tokens(worker: RunningWorker) -> None:
+async def test_many_streams_at_once_each_get_their_own_tokens(worker: GatedWorker) -> None:
     prompts = [[i, i + 1, 2 * i] for i in range(6)]
     sampling = [SamplingParams(max_tokens=3 + i, **GREEDY) for i in range(6)]
     answers = await asyncio.gather(
@@ -147,7 +103,7 @@ async def test_many_streams_at_once_each_get_their_own_tokens(worker: RunningWor
         assert tokens_of(answer) == expected_tokens(prompt, params.max_tokens, VOCAB_SIZE)
 
 
-async def test_a_model_end_token_stops_unless_it_is_ignored(worker: RunningWorker) -> None:
+async def test_a_model_end_token_stops_unless_it_is_ignored(worker: GatedWorker) -> None:
     prompt = next([i] for i in range(10_000) if EOS in expected_tokens([i % VOCAB_SIZE], 20, VOCAB_SIZE))
     whole = expected_tokens(prompt, 20, VOCAB_SIZE)
     stopped = await worker.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=20, **GREEDY))
@@ -158,7 +114,7 @@ async def test_a_model_end_token_stops_unless_it_is_ignored(worker: RunningWorke
     assert tokens_of(ignored) == whole
 
 
-async def test_a_resumed_stream_goes_on_behind_what_was_delivered(worker: RunningWorker) -> None:
+async def test_a_resumed_stream_goes_on_behind_what_was_delivered(worker: GatedWorker) -> None:
     whole = expected_tokens([4, 5], 9, VOCAB_SIZE)
     sampling = SamplingParams(max_tokens=9, **GREEDY)
     responses = await worker.generate(token_ids=[4, 5], resume_token_ids=whole[:4], sampling=sampling, attempt=1)
@@ -167,7 +123,7 @@ async def test_a_resumed_stream_goes_on_behind_what_was_delivered(worker: Runnin
     assert responses[-1].finish.num_generated_tokens == 9
 
 
-async def test_an_answer_names_its_model_first_and_other_models_do_not_continue_it(worker: RunningWorker) -> None:
+async def test_an_answer_names_its_model_first_and_other_models_do_not_continue_it(worker: GatedWorker) -> None:
     sampling = SamplingParams(max_tokens=6, **GREEDY)
     responses = await worker.generate(token_ids=[4, 5], sampling=sampling)
     assert [response.model_identity for response in responses] == ["identity"] + [""] * (len(responses) - 1)
@@ -183,7 +139,7 @@ async def test_an_answer_names_its_model_first_and_other_models_do_not_continue_
 
 @pytest.mark.parametrize(("resumed", "reason"), [(9, "LENGTH"), (3, "STOP")])
 async def test_a_resumption_that_needs_nothing_more_gets_its_finish_at_once(
-    worker: RunningWorker, resumed: int, reason: str
+    worker: GatedWorker, resumed: int, reason: str
 ) -> None:
     whole = expected_tokens([4, 5], 9, VOCAB_SIZE)
     stop = [whole[2]] if reason == "STOP" else []
@@ -194,7 +150,7 @@ async def test_a_resumption_that_needs_nothing_more_gets_its_finish_at_once(
     assert responses[0].finish.reason == inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason}")
 
 
-async def test_logprobs_come_with_every_token(worker: RunningWorker) -> None:
+async def test_logprobs_come_with_every_token(worker: GatedWorker) -> None:
     responses = await worker.generate(token_ids=[1], sampling=SamplingParams(max_tokens=3, logprobs=2, **GREEDY))
     entries = [entry for response in responses for entry in response.logprobs]
     assert len(entries) == 3
@@ -203,7 +159,7 @@ async def test_logprobs_come_with_every_token(worker: RunningWorker) -> None:
         assert entry.top_logprobs[0] == entry.logprob > entry.top_logprobs[1]
 
 
-async def test_logprobs_of_the_prompt_come_with_the_first_message(worker: RunningWorker) -> None:
+async def test_logprobs_of_the_prompt_come_with_the_first_message(worker: GatedWorker) -> None:
     sampling = SamplingParams(max_tokens=3, prompt_logprobs=2, **GREEDY)
     responses = await worker.generate(token_ids=[1, 2, 3, 4], sampling=sampling)
     assert [len(response.prompt_logprobs) for response in responses] == [3] + [0] * (len(responses) - 1)
@@ -211,7 +167,7 @@ async def test_logprobs_of_the_prompt_come_with_the_first_message(worker: Runnin
 
 
 async def test_more_log_probabilities_of_a_prompt_than_are_kept_are_refused(
-    worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
+    worker: GatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.worker.server.admission.MAX_PROMPT_LOGPROBS", 60)
     for num_tokens, num_top in ((21, 2), (61, 0)):
@@ -223,7 +179,7 @@ async def test_more_log_probabilities_of_a_prompt_than_are_kept_are_refused(
 
 
 async def test_log_probabilities_of_a_long_prompt_come_whole(
-    worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
+    worker: GatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.worker.server.service.PROMPT_LOGPROBS_AT_ONCE", 7)
     sampling = SamplingParams(max_tokens=2, prompt_logprobs=2, **GREEDY)
@@ -233,7 +189,7 @@ async def test_log_probabilities_of_a_long_prompt_come_whole(
     assert [entry.top_token_ids[0] for entry in entries[2:]] == prompt[3:]
 
 
-async def test_a_cancelled_stream_frees_its_blocks_at_the_next_step(worker: RunningWorker) -> None:
+async def test_a_cancelled_stream_frees_its_blocks_at_the_next_step(worker: GatedWorker) -> None:
     worker.gate.clear()
     call = worker.inference.Generate(GenerateRequest(token_ids=list(range(20)), sampling=SamplingParams(**GREEDY)))
     scheduler = worker.under_test.scheduler
@@ -246,7 +202,7 @@ async def test_a_cancelled_stream_frees_its_blocks_at_the_next_step(worker: Runn
     assert worker.hub.report.counters["steps"] == 1
 
 
-async def test_a_deadline_ends_a_request_and_frees_it(worker: RunningWorker) -> None:
+async def test_a_deadline_ends_a_request_and_frees_it(worker: GatedWorker) -> None:
     worker.gate.clear()
     sampling = SamplingParams(max_tokens=200, ignore_eos=True, **GREEDY)
     call = worker.inference.Generate(GenerateRequest(token_ids=[1, 2], sampling=sampling), timeout=0.2)
@@ -256,7 +212,7 @@ async def test_a_deadline_ends_a_request_and_frees_it(worker: RunningWorker) -> 
     assert worker.hub.report.num_free_blocks == NUM_BLOCKS
 
 
-async def test_more_requests_than_the_bound_are_refused_with_a_time_to_come_back(worker: RunningWorker) -> None:
+async def test_more_requests_than_the_bound_are_refused_with_a_time_to_come_back(worker: GatedWorker) -> None:
     worker.gate.clear()
     sampling = SamplingParams(max_tokens=2, **GREEDY)
     calls = [worker.inference.Generate(GenerateRequest(token_ids=[i], sampling=sampling)) for i in range(6)]
@@ -269,7 +225,7 @@ async def test_more_requests_than_the_bound_are_refused_with_a_time_to_come_back
         assert [response async for response in call][-1].HasField("finish")
 
 
-async def test_a_resumed_request_is_taken_in_beyond_the_bound(worker: RunningWorker) -> None:
+async def test_a_resumed_request_is_taken_in_beyond_the_bound(worker: GatedWorker) -> None:
     worker.gate.clear()
     sampling = SamplingParams(max_tokens=4, **GREEDY)
     calls = [worker.inference.Generate(GenerateRequest(token_ids=[i], sampling=sampling)) for i in range(6)]
@@ -283,7 +239,7 @@ async def test_a_resumed_request_is_taken_in_beyond_the_bound(worker: RunningWor
         assert [response async for response in call][-1].HasField("finish")
 
 
-async def test_a_request_that_would_wait_for_too_long_is_refused_before_it_is_queued(worker: RunningWorker) -> None:
+async def test_a_request_that_would_wait_for_too_long_is_refused_before_it_is_queued(worker: GatedWorker) -> None:
     sampling = SamplingParams(max_tokens=2, **GREEDY)
     refusals: list[Reason] = []
     worker.gate.clear()
@@ -312,7 +268,7 @@ async def test_a_request_that_would_wait_for_too_long_is_refused_before_it_is_qu
     assert worker.hub.report.counters["requests_failed"] == 0
 
 
-async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_on(worker: RunningWorker) -> None:
+async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_on(worker: GatedWorker) -> None:
     worker.under_test.runner.fail_next = RuntimeError("kernel")
     sampling = SamplingParams(max_tokens=4, **GREEDY)
     error = await error_from(worker.generate(token_ids=[1], sampling=sampling))
@@ -323,7 +279,7 @@ async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_
     assert tokens_of(responses) == expected_tokens([1], 4, VOCAB_SIZE)
 
 
-async def test_a_step_that_fails_in_the_middle_of_answers_is_reported_too(worker: RunningWorker) -> None:
+async def test_a_step_that_fails_in_the_middle_of_answers_is_reported_too(worker: GatedWorker) -> None:
     sampling = SamplingParams(max_tokens=9, logprobs=1, **GREEDY)
     worker.gate.clear()
     call = worker.inference.Generate(GenerateRequest(token_ids=[1], sampling=sampling))
@@ -393,7 +349,7 @@ async def test_a_step_that_fails_in_the_middle_of_answers_is_reported_too(worker
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(
-    worker: RunningWorker, fields: dict[str, object], reason: Reason, field: str
+    worker: GatedWorker, fields: dict[str, object], reason: Reason, field: str
 ) -> None:
     error = await error_from(worker.generate(**{"token_ids": [1], **fields}))
     assert (error.reason, error.field) == (reason, field)
@@ -404,7 +360,7 @@ WORDS = Constraint(regex="([a-z]{2,4} ){3}[a-z]{2,4}[.]")
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-async def test_a_constrained_answer_is_of_its_language_and_ends(worker: RunningWorker, ignore_eos: bool) -> None:
+async def test_a_constrained_answer_is_of_its_language_and_ends(worker: GatedWorker, ignore_eos: bool) -> None:
     sampling = SamplingParams(max_tokens=60, seed=3, constraint=WORDS, ignore_eos=ignore_eos)
     responses = await worker.generate(token_ids=[1, 2, 3], sampling=sampling)
     assert re.fullmatch(WORDS.regex, text_of(tokens_of(responses)).decode())
@@ -412,7 +368,7 @@ async def test_a_constrained_answer_is_of_its_language_and_ends(worker: RunningW
     assert responses[-1].finish.stop_token_id == EOS
 
 
-async def test_a_constrained_answer_can_be_resumed_anywhere(worker: RunningWorker) -> None:
+async def test_a_constrained_answer_can_be_resumed_anywhere(worker: GatedWorker) -> None:
     sampling = SamplingParams(max_tokens=60, seed=3, constraint=WORDS, min_tokens=50)
     whole = tokens_of(await worker.generate(token_ids=[1, 2, 3], sampling=sampling))
     for cut in range(1, len(whole) + 1):
@@ -423,7 +379,7 @@ async def test_a_constrained_answer_can_be_resumed_anywhere(worker: RunningWorke
         assert responses[-1].finish.reason == inference_pb2.FINISH_REASON_STOP
 
 
-async def test_constrained_streams_and_others_share_steps(worker: RunningWorker) -> None:
+async def test_constrained_streams_and_others_share_steps(worker: GatedWorker) -> None:
     constrained = SamplingParams(max_tokens=60, seed=3, constraint=WORDS)
     plain = SamplingParams(max_tokens=20, ignore_eos=True, **GREEDY)
     alone = tokens_of(await worker.generate(token_ids=[1, 2, 3], sampling=constrained))
@@ -434,14 +390,14 @@ async def test_constrained_streams_and_others_share_steps(worker: RunningWorker)
         assert tokens_of(answer) == (alone if i % 2 else expected_tokens([1, 2, 3], 20, VOCAB_SIZE))
 
 
-async def test_max_tokens_is_capped_by_the_context(worker: RunningWorker) -> None:
+async def test_max_tokens_is_capped_by_the_context(worker: GatedWorker) -> None:
     sampling = SamplingParams(ignore_eos=True, **GREEDY)
     responses = await worker.generate(token_ids=[1] * 250, sampling=sampling)
     assert len(tokens_of(responses)) == NUM_BLOCKS * BLOCK_SIZE - 250
     assert responses[-1].finish.reason == inference_pb2.FINISH_REASON_LENGTH
 
 
-async def test_the_tokenizer_bundle_comes_in_pieces_by_its_hash(worker: RunningWorker) -> None:
+async def test_the_tokenizer_bundle_comes_in_pieces_by_its_hash(worker: GatedWorker) -> None:
     card = (await worker.worker.GetModelCard(worker_pb2.GetModelCardRequest())).card
     request = worker_pb2.GetTokenizerRequest(sha256=card.tokenizer_sha256)
     chunks = [response.chunk async for response in worker.worker.GetTokenizer(request)]
@@ -453,7 +409,7 @@ async def test_the_tokenizer_bundle_comes_in_pieces_by_its_hash(worker: RunningW
 
 @pytest.mark.parametrize(("watcher_id", "reason"), [(0, Reason.INVALID_FIELD), (6, Reason.NOT_FOUND), (5, None)])
 async def test_only_a_running_watch_can_be_adjusted(
-    worker: RunningWorker, watcher_id: int, reason: Reason | None
+    worker: GatedWorker, watcher_id: int, reason: Reason | None
 ) -> None:
     watch = worker.worker.Watch(worker_pb2.WatchRequest(watcher_id=5))
     await watch.read()
@@ -466,7 +422,7 @@ async def test_only_a_running_watch_can_be_adjusted(
     watch.cancel()
 
 
-async def test_watch_starts_with_a_snapshot_and_goes_on_with_what_changes(worker: RunningWorker) -> None:
+async def test_watch_starts_with_a_snapshot_and_goes_on_with_what_changes(worker: GatedWorker) -> None:
     prompt = list(range(12))
     sampling = SamplingParams(max_tokens=1, **GREEDY)
     await worker.generate(token_ids=prompt, sampling=sampling)
@@ -489,7 +445,7 @@ async def test_watch_starts_with_a_snapshot_and_goes_on_with_what_changes(worker
     call.cancel()
 
 
-async def test_watchers_are_told_of_a_request_while_a_step_runs(worker: RunningWorker) -> None:
+async def test_watchers_are_told_of_a_request_while_a_step_runs(worker: GatedWorker) -> None:
     mine = worker.worker.Watch(worker_pb2.WatchRequest(watcher_id=5))
     others = worker.worker.Watch(worker_pb2.WatchRequest(watcher_id=6))
     assert (await mine.read()).load.num_arrived == 0
@@ -517,7 +473,7 @@ async def test_watchers_are_told_of_a_request_while_a_step_runs(worker: RunningW
 
 
 async def test_a_request_is_given_back_before_any_work_if_there_is_more_than_was_believed(
-    worker: RunningWorker,
+    worker: GatedWorker,
 ) -> None:
     watch = worker.worker.Watch(worker_pb2.WatchRequest(watcher_id=5))
     await watch.read()
@@ -544,7 +500,7 @@ async def test_a_request_is_given_back_before_any_work_if_there_is_more_than_was
     watch.cancel()
 
 
-async def test_watch_sends_heartbeats_and_refuses_too_fast_ones(worker: RunningWorker) -> None:
+async def test_watch_sends_heartbeats_and_refuses_too_fast_ones(worker: GatedWorker) -> None:
     call = worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=50))
     assert [(await call.read()).sequence for _ in range(4)] == [0, 1, 2, 3]
     call.cancel()
@@ -552,7 +508,7 @@ async def test_watch_sends_heartbeats_and_refuses_too_fast_ones(worker: RunningW
     assert (error.reason, error.field) == (Reason.INVALID_FIELD, "heartbeat_ms")
 
 
-async def test_drain_refuses_new_requests_and_waits_for_the_running_ones(worker: RunningWorker) -> None:
+async def test_drain_refuses_new_requests_and_waits_for_the_running_ones(worker: GatedWorker) -> None:
     worker.gate.clear()
     sampling = SamplingParams(max_tokens=3, **GREEDY)
     running = asyncio.create_task(worker.generate(token_ids=[1], sampling=sampling))
@@ -566,11 +522,11 @@ async def test_drain_refuses_new_requests_and_waits_for_the_running_ones(worker:
     assert tokens_of(await running) == expected_tokens([1], 3, VOCAB_SIZE)
 
 
-async def _drain(worker: RunningWorker) -> worker_pb2.DrainResponse:
+async def _drain(worker: GatedWorker) -> worker_pb2.DrainResponse:
     return await worker.worker.Drain(worker_pb2.DrainRequest())
 
 
-async def test_a_drain_can_be_undone_and_shows_in_health_and_reports(worker: RunningWorker) -> None:
+async def test_a_drain_can_be_undone_and_shows_in_health_and_reports(worker: GatedWorker) -> None:
     sampling = SamplingParams(max_tokens=6, **GREEDY)
     worker.gate.clear()
     running = asyncio.create_task(worker.generate(token_ids=[4, 5], sampling=sampling))
@@ -597,7 +553,7 @@ async def test_a_drain_can_be_undone_and_shows_in_health_and_reports(worker: Run
     assert await worker.generate(token_ids=[1], sampling=sampling)
 
 
-async def test_a_worker_that_stops_takes_no_requests_again(worker: RunningWorker) -> None:
+async def test_a_worker_that_stops_takes_no_requests_again(worker: GatedWorker) -> None:
     worker.hub.stop()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await worker.worker.Drain(worker_pb2.DrainRequest(undo=True))
