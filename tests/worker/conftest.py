@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,11 +16,13 @@ from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
-from headrace.worker.request.request import FinishReason, Request
+from headrace.worker.request.request import FinishReason, Request, RequestState
 from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.worker.fake_runner import FakeRunner
 
+# Steps of a random load. The tests have twenty seeds: 6,000 steps in all, or 100,000 as a soak.
+RANDOM_STEPS = 5000 if os.environ.get("HEADRACE_SOAK") else 300
 VOCAB_SIZE = 997
 BLOCK_SIZE = 4
 
@@ -117,6 +121,24 @@ def make_engine(
     runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, speculation=speculation)
     return EngineUnderTest(engine, runner)
+
+
+def run_random_load(engine: EngineUnderTest, rng: random.Random, arrive: Callable[[], Request]) -> set[Request]:
+    """Run steps in which requests from `arrive` come and some are cancelled, then run until none is left. Returns the
+    requests that were cancelled before they finished."""
+    alive: list[Request] = []
+    cancelled = set()
+    for _ in range(RANDOM_STEPS):
+        if rng.random() < 0.3:
+            alive.append(arrive())
+        if alive and rng.random() < 0.05:
+            request = alive.pop(rng.randrange(len(alive)))
+            if request.state is not RequestState.FINISHED:
+                cancelled.add(request)
+            engine.scheduler.cancel(request)
+        engine.step()
+    engine.run()
+    return cancelled
 
 
 @pytest.fixture

@@ -96,13 +96,22 @@ async def test_grpc_translates_in_another_thread(gateway: Any, router: Any, tran
     assert threading.current_thread() not in translation.threads
 
 
-async def test_others_are_answered_while_a_grammar_is_translated(gateway: Any, translation: Translation) -> None:
+COMPLETIONS = "/v1/completions"
+WITH_GRAMMAR = {"model": "tiny", "grammar": GBNF, **BODIES[COMPLETIONS]}
+
+
+async def held_in_translation(gateway: Any, translation: Translation) -> asyncio.Task[Any]:
+    """A request whose grammar is translated until `translation.let_go` is set."""
     translation.let_go.clear()
-    path = "/v1/completions"
-    body = {"model": "tiny", **BODIES[path]}
-    held = asyncio.create_task(gateway.http.post(path, json={**body, "grammar": GBNF}))
+    held = asyncio.create_task(gateway.http.post(COMPLETIONS, json=WITH_GRAMMAR))
     assert await asyncio.to_thread(translation.begun.wait, PATIENCE_S)
-    assert (await gateway.http.post(path, json=body)).status_code == 200
+    return held
+
+
+async def test_others_are_answered_while_a_grammar_is_translated(gateway: Any, translation: Translation) -> None:
+    held = await held_in_translation(gateway, translation)
+    plain = {"model": "tiny", **BODIES[COMPLETIONS]}
+    assert (await gateway.http.post(COMPLETIONS, json=plain)).status_code == 200
     assert not held.done()
     translation.let_go.set()
     assert (await held).status_code == 200
@@ -112,34 +121,26 @@ async def test_more_grammars_than_may_wait_are_refused(
     gateway: Any, translation: Translation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constraints, "MAX_PENDING", 1)
-    translation.let_go.clear()
-    path = "/v1/completions"
-    body = {"model": "tiny", "grammar": GBNF, **BODIES[path]}
-    held = asyncio.create_task(gateway.http.post(path, json=body))
-    assert await asyncio.to_thread(translation.begun.wait, PATIENCE_S)
-    response = await gateway.http.post(path, json=body)
+    held = await held_in_translation(gateway, translation)
+    response = await gateway.http.post(COMPLETIONS, json=WITH_GRAMMAR)
     assert response.status_code == 429
     assert int(response.headers["retry-after"]) >= 1
     assert "grammars" in response.json()["error"]["message"]
     translation.let_go.set()
     assert (await held).status_code == 200
-    assert (await gateway.http.post(path, json=body)).status_code == 200
+    assert (await gateway.http.post(COMPLETIONS, json=WITH_GRAMMAR)).status_code == 200
 
 
 async def test_a_client_that_leaves_makes_room(
     gateway: Any, translation: Translation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constraints, "MAX_PENDING", 1)
-    translation.let_go.clear()
-    path = "/v1/completions"
-    body = {"model": "tiny", "grammar": GBNF, **BODIES[path]}
-    held = asyncio.create_task(gateway.http.post(path, json=body))
-    assert await asyncio.to_thread(translation.begun.wait, PATIENCE_S)
+    held = await held_in_translation(gateway, translation)
     held.cancel()
     with suppress(asyncio.CancelledError):
         await held
     translation.let_go.set()
     async with asyncio.timeout(PATIENCE_S):
-        while (response := await gateway.http.post(path, json=body)).status_code == 429:
+        while (response := await gateway.http.post(COMPLETIONS, json=WITH_GRAMMAR)).status_code == 429:
             await asyncio.sleep(0.01)
     assert response.status_code == 200

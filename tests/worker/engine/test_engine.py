@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from zlib import crc32
 
@@ -17,12 +16,9 @@ from headrace.worker.kv import manager as kv_cache
 from headrace.worker.model.batch import Batch
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.params import SamplingParams
-from headrace.worker.request.request import FinishReason, Request, RequestState
-from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
+from headrace.worker.request.request import FinishReason, Request
+from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine, run_random_load
 from tests.worker.fake_runner import expected_tokens, next_token
-
-# Steps of each of the twenty seeds of random load: 6,000 in all, or 100,000 as a soak.
-RANDOM_STEPS = 5000 if os.environ.get("HEADRACE_SOAK") else 300
 
 
 def right(request: Request, count: int) -> list[int]:
@@ -472,22 +468,15 @@ def test_random_load_with_cancels_and_preemptions_keeps_every_promise(seed: int)
     )
     engine.is_pipelined = seed % 2 == 1
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
-    alive: list[Request] = []
-    cancelled = set()
-    for _ in range(RANDOM_STEPS):
-        if rng.random() < 0.3:
-            prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
-            options = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
-            options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
-            priority = rng.choice([0, 0, 0, 1])
-            alive.append(engine.request(prompt, max_tokens=rng.randint(1, 20), priority=priority, **options))
-        if alive and rng.random() < 0.05:
-            request = alive.pop(rng.randrange(len(alive)))
-            if request.state is not RequestState.FINISHED:
-                cancelled.add(request)
-            engine.scheduler.cancel(request)
-        engine.step()
-    engine.run()
+
+    def arrive() -> Request:
+        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
+        options = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+        options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
+        priority = rng.choice([0, 0, 0, 1])
+        return engine.request(prompt, max_tokens=rng.randint(1, 20), priority=priority, **options)
+
+    cancelled = run_random_load(engine, rng, arrive)
     for request, tokens in engine.tokens.items():
         if request in cancelled:
             assert tokens == right(request, len(tokens))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 
-from headrace.worker.request.request import FinishReason, Request, RequestState
+from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.request.step import RequestOutput
-from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
+from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine, run_random_load
 from tests.worker.fake_runner import expected_tokens
 
-# Steps of each of the twenty seeds of random load: 6,000 in all, or 100,000 as a soak.
-RANDOM_STEPS = 5000 if os.environ.get("HEADRACE_SOAK") else 300
 SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"num_logprobs": 2},
@@ -151,31 +148,22 @@ def test_random_load_with_drafts_cancels_and_preemptions_keeps_every_promise(see
     )
     engine.is_pipelined = seed % 2 == 1
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
-    alive: list[Request] = []
-    cancelled = set()
     right: dict[Request, list[int]] = {}
-    for _ in range(RANDOM_STEPS):
-        if rng.random() < 0.3:
-            prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
-            count = rng.randint(1, 20)
-            tokens = expected_tokens(prompt, count, VOCAB_SIZE)
-            resumed = tokens[: rng.randrange(count)] if rng.random() < 0.2 else []
-            options: dict[str, Any] = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
-            options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
-            options |= {"logit_bias": ((0, -1.0),)} if rng.random() < 0.3 else {}
-            options |= {"prediction": prediction_of(rng, tokens, rng.choice([0.0, 0.1, 0.5]))}
-            request = engine.request(
-                prompt, count, priority=rng.choice([0, 0, 0, 1]), resume_token_ids=resumed, **options
-            )
-            right[request] = tokens
-            alive.append(request)
-        if alive and rng.random() < 0.05:
-            request = alive.pop(rng.randrange(len(alive)))
-            if request.state is not RequestState.FINISHED:
-                cancelled.add(request)
-            engine.scheduler.cancel(request)
-        engine.step()
-    engine.run()
+
+    def arrive() -> Request:
+        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
+        count = rng.randint(1, 20)
+        tokens = expected_tokens(prompt, count, VOCAB_SIZE)
+        resumed = tokens[: rng.randrange(count)] if rng.random() < 0.2 else []
+        options: dict[str, Any] = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+        options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
+        options |= {"logit_bias": ((0, -1.0),)} if rng.random() < 0.3 else {}
+        options |= {"prediction": prediction_of(rng, tokens, rng.choice([0.0, 0.1, 0.5]))}
+        request = engine.request(prompt, count, priority=rng.choice([0, 0, 0, 1]), resume_token_ids=resumed, **options)
+        right[request] = tokens
+        return request
+
+    cancelled = run_random_load(engine, rng, arrive)
     for request, tokens in engine.tokens.items():
         if request in cancelled:
             assert tokens == right[request][: len(tokens)]
