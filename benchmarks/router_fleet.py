@@ -199,7 +199,7 @@ def resident_bytes() -> int:
 
 
 def measure_index(num_workers: int) -> None:
-    """Print the memory of an index that a fleet of this size filled."""
+    """Print the memory of an index filled by a fleet of this size."""
     rng = random.Random(1)
     index = PrefixIndex(2 * NUM_ENTRIES, 1000, 30.0)
     workers = [f"10.0.{number >> 8}.{number & 255}:50061" for number in range(num_workers)]

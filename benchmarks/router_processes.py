@@ -95,7 +95,7 @@ async def serve_worker(address: str) -> None:
 
 
 async def serve_pass(address: str, worker_address: str) -> None:
-    """The pass-through on this address."""
+    """Serve the pass-through at this address."""
     channel = grpc.aio.insecure_channel(worker_address)
     upstream = channel.unary_stream(GENERATE)
 

@@ -48,7 +48,7 @@ def chromium() -> tuple[str, str]:
 
 
 class Browser:
-    """One tab. Scripts are bodies of functions; what they return comes back as JSON."""
+    """A browser with one tab. Scripts are function bodies; their results are returned as JSON."""
 
     def __init__(self, driver: httpx.Client, session: str) -> None:
         self._driver = driver
@@ -72,11 +72,11 @@ class Browser:
         self.call("POST", "/url", {"url": url})
 
     def run(self, script: str, *args: Any) -> Any:
-        """What the function returns, awaited."""
+        """The awaited result of the function."""
         return self.call("POST", "/execute/sync", {"script": script, "args": list(args)})
 
     def until(self, script: str, *args: Any, bound_s: float = BOUND_S) -> Any:
-        """What the function returns as soon as that is true."""
+        """Wait until the function returns a true value, and return it."""
         deadline_s = time.monotonic() + bound_s
         while not (value := self.run(script, *args)):
             assert time.monotonic() < deadline_s, f"not within {bound_s:.0f} s: {script}"
@@ -113,16 +113,16 @@ class Browser:
         self.cdp("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, path: Path) -> None:
-        """Write what is shown as a PNG."""
+        """Write a screenshot of the page as PNG."""
         path.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 
     def complaints(self) -> list[str]:
-        """What came on the console since this was asked before: warnings and errors, refused policies included."""
+        """Console messages since the last call: warnings and errors, including violations of policies."""
         entries = self.call("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
 
     def requests(self) -> list[str]:
-        """URLs that were asked for over a network since this was asked before."""
+        """URLs requested over the network since the last call."""
         found = []
         for entry in self.call("POST", "/se/log", {"type": "performance"}):
             message = json.loads(entry["message"])["message"]

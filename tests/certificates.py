@@ -10,7 +10,7 @@ from headrace.cli.main import cli
 
 
 def make_certificates(directory: Path, *, ca: Path | None = None, hosts: tuple[str, ...] = ()) -> Path:
-    """`headrace certs create`: an authority of its own, or a certificate of another one; again, it renews."""
+    """Run `headrace certs create` with a new authority or another one's. A second call renews the certificates."""
     flags = [flag for host in hosts for flag in ("--host", host)]
     done = CliRunner().invoke(cli, ["certs", "create", str(directory), *flags, *(["--ca", str(ca)] if ca else [])])
     assert done.exit_code == 0, done.output

@@ -34,7 +34,7 @@ repeated, its variable has several values, separated by spaces.
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """The words of each command behind `headrace`, and the command that has its options."""
+    """Yield the words of each command after `headrace`, and the command with its options."""
     context = click.Context(cli)
     for name in cli.list_commands(context):
         command = DELEGATES.get(name) or cli.get_command(context, name)

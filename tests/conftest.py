@@ -15,7 +15,7 @@ _WITH_SYSTEMS = ("tests/architectures/", "tests/e2e/", "tests/infra/", "tests/te
 
 
 class _BySystems(LoadScopeScheduling):
-    """One process runs all tests that start systems; other tests go to any, those of a file to the same."""
+    """Runs all tests that start systems in one worker process, and each other file in any one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "systems" if nodeid.startswith(_WITH_SYSTEMS) else nodeid.partition("::")[0]

@@ -51,14 +51,14 @@ text { font-size: 9.5px; fill: #6e7681 }
 
 
 class Line(NamedTuple):
-    """A series: what the legend calls it, and its values by time; NaN where it has none."""
+    """A series: its name in the legend, and its values by time; NaN for missing ones."""
 
     name: str
     values: dict[float, float]
 
 
 def expression_of(target: dict[str, Any]) -> str:
-    """As Grafana would send it with all workers chosen."""
+    """The expression as Grafana sends it with all workers selected."""
     return str(target["expr"]).replace("$__rate_interval", RATE_INTERVAL).replace("$worker", ".+")
 
 

@@ -18,8 +18,8 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """`types` has the quantisation of tensors by a part of their name, `default` that of all other matrices.
-    `rope_factors` divide the rotary frequencies, as those of Llama 3.1 are divided."""
+    """A small model. `types` maps parts of tensor names to quantisations; `default` is the quantisation of all other
+    matrices. `rope_factors` divide the rotary frequencies, as in Llama 3.1."""
 
     architecture: str = "llama"
     default: GGMLQuantizationType = GGMLQuantizationType.Q8_0

@@ -1,7 +1,7 @@
-"""A stand-in for a hub of models: the two requests of the Hugging Face API that headrace uses, as the real one answers
-them. Large files are redirected to another address, which must not see the token.
+"""A fake hub with the two requests of the Hugging Face API that headrace uses. Large files are redirected to another
+address, which must not get the token.
 
-Gated repositories show their list of files to everybody, and their files to accounts with access only.
+Everyone can list the files of gated repositories, but only accounts with access can download them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Repository:
 
 @dataclass
 class Hub:
-    """`tokens` maps each token that is known to the gated and private repositories that it may read. `cut_after` ends
-    the next answers with large files after so many bytes."""
+    """`tokens` maps each known token to the gated and private repositories that it may read. `cut_after` cuts each of
+    the next responses with large files after that many bytes."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Hub:
         self.add(name, {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()})
 
     def fetched(self, name: str) -> list[str]:
-        """Paths of the files of a repository that were asked for."""
+        """The requested paths of files in a repository."""
         found = (re.fullmatch(rf"/{re.escape(name)}/resolve/[^/]+/(.+)", path) for path, _range in self.seen)
         return [matched[1] for matched in found if matched]
 
@@ -120,7 +120,7 @@ class Hub:
             respond(handler, 200, raw)
 
     def _answer_large(self, handler: BaseHTTPRequestHandler, digest: str) -> None:
-        """The file with that SHA-256, or what a Range header asks for of it."""
+        """Send the file with this SHA-256, or the part in the Range header."""
         assert "Authorization" not in handler.headers, "the token went to another origin"
         everything = (
             raw

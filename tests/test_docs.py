@@ -1,6 +1,6 @@
-"""What the documents say of files, commands and flags is true: links resolve, and commands take what is written.
+"""The documents match files, commands and flags: links resolve, and the commands accept the documented arguments.
 
-tests/test_readme.py runs the examples. Commands that cannot be run in a test are parsed here by the real commands.
+tests/test_readme.py runs the examples. Commands that cannot run in a test are parsed here by the real commands.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_the_reference_of_the_command_line_is_up_to_date() -> None:
 
 
 def shell_lines(markdown: str) -> Iterator[str]:
-    """Command lines of a document's shell blocks; of a console block those behind the prompt."""
+    """The command lines in a document's shell blocks; in console blocks, those after the prompt."""
     for language, code in _FENCE.findall(markdown):
         if language in ("bash", "sh", "console"):
             lines = code.replace("\\\n", " ").splitlines()
@@ -216,7 +216,7 @@ def test_the_modules_of_the_architecture_are_those_that_there_are() -> None:
 
 
 def literals() -> str:
-    """Every text in the product's source; what is filled in is a NUL."""
+    """Every string in the product's source, with NUL in place of inserted values."""
     found = []
     for path in (
         path

@@ -68,7 +68,7 @@ class Span:
         """Mark it as failed, for a reason of a small set such as `queue_full`."""
 
     def end(self, *, end_s: float | None = None) -> None:
-        """End the span. Later changes are lost."""
+        """End the span. Later changes are ignored."""
 
     def onto(self, metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
         """The metadata for a call made under this span."""

@@ -256,8 +256,8 @@ def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:
 
 
 def _of_call(failure: grpc.aio.AioRpcError | None) -> grpc.aio.AioRpcError:
-    """The error of a session for its calls: the server's own answer, such as for a missing join token, or a lost
-    transport, with any status of gRPC."""
+    """Convert a session's error to an error of its calls: the server's own status, for example for a missing join
+    token, or a lost transport, which may have any gRPC status."""
     if failure is None:
         return call_error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did")
     details = details_of(failure)

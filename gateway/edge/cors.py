@@ -1,4 +1,4 @@
-"""Whether pages of other origins may use the API from a browser. By default, none may."""
+"""Decides whether web pages of other origins may use the API. By default, they may not."""
 
 from __future__ import annotations
 

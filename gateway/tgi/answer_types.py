@@ -17,7 +17,7 @@ class TgiError(Shape):
 
 
 class TgiPrefillToken(Shape):
-    """A token of the prompt; nothing is known of the first one's probability."""
+    """A token of the prompt. The first one has no log-probability."""
 
     id: int
     text: str

@@ -58,14 +58,15 @@ def _deviation(name: str, length: int) -> float:
 
 
 def log_probabilities(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
-    """Behind each of the tokens: f32 [tokens, vocabulary]."""
+    """Log-probabilities after each token: f32 [tokens, vocabulary]."""
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
     return torch.log_softmax(logits, -1).float().numpy()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer as Llama 2 has one: pieces of words, bytes for what has no piece, and a piece in angle brackets."""
+    """A tokenizer like Llama 2's: pieces of words, bytes for characters without a piece, and a piece in angle
+    brackets."""
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "<code>"]
     pieces += [chr(code) for code in range(33, 127)]
@@ -101,7 +102,7 @@ def export(name: str, directory: Path) -> None:
 
 
 def main() -> None:
-    """Export what was asked for and is not there. A family that cannot be exported ends the run."""
+    """Export the requested models that are missing. A failure of any family ends the run."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()

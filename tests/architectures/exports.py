@@ -1,4 +1,4 @@
-"""The exported models: made once by an environment of their own, and kept in the cache."""
+"""The exported models. A separate environment exports them once, and the cache keeps them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MADE_BY = ("requirements.txt", "export.py", "families.py")
 
 
 def exported(names: Sequence[str]) -> Path:
-    """The directory that holds a directory for each of the models. Those that are missing are exported."""
+    """The directory with one directory per model. Missing models are exported."""
     return _made(names, "export", _MADE_BY)
 
 
 def exported_adapters(names: Sequence[str]) -> Path:
-    """The directory that holds a directory with the adapters of each of the models. Those that are missing are made."""
+    """The directory with one directory of adapters per model. Missing ones are created."""
     return _made(names, "adapters", (*_MADE_BY, "adapters.py"))
 
 

@@ -1,5 +1,4 @@
-"""Requests with adapters give the log-probabilities of transformers with the adapter merged into the weights, whoever
-is beside them in a batch."""
+"""Requests with adapters get the log-probabilities of transformers with merged weights, regardless of their batch."""
 
 from __future__ import annotations
 

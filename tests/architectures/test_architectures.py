@@ -1,5 +1,5 @@
-"""Models of many architectures give transformers' log-probabilities, however their prompts are cut and whoever is
-beside them; or they are refused in a sentence."""
+"""Models of many architectures give transformers' log-probabilities, regardless of chunks and batch, or are refused
+with a message."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def context_of(name: str) -> int:
 
 
 class Served:
-    """A compiled model with its reference. Engines over it have caches of their own."""
+    """A compiled model with its reference. Each engine over it has its own cache."""
 
     def __init__(self, directory: Path, max_context_tokens: int | None = None) -> None:
         self.runner = OpenVINOModelRunner(
@@ -59,7 +59,7 @@ class Served:
             self.short, self.long = reference["short"], reference["long"]
 
     def engine(self, budget: int) -> Engine:
-        """With steps of up to `budget` tokens."""
+        """An engine with steps of up to `budget` tokens."""
         limits = step_limits(8, budget, budget, exact_rows=self.runner.exact_rows)
         return build_engine(self.runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS)
 
@@ -93,7 +93,7 @@ def assert_close(request: Request, reference: npt.NDArray[np.float32]) -> None:
 @pytest.mark.parametrize("budget", [64, 512])
 @pytest.mark.parametrize("name", SERVED)
 def test_log_probabilities_are_those_of_transformers(name: str, budget: int) -> None:
-    """Of prompts of 20 and of 300 tokens at once: the longer one's chunks stand beside the shorter one."""
+    """Two prompts of 20 and 300 tokens run at once, so the long one's chunks share steps with the short one."""
     model = served(name)
     requests = [scored(model.tokens[:300]), scored(model.tokens[:20])]
     model.run(model.engine(budget), requests)
@@ -120,7 +120,8 @@ def test_what_comes_behind_a_hit_is_that_of_transformers(name: str) -> None:
 @pytest.mark.skipif(not ALL, reason="make test-architectures")
 @pytest.mark.parametrize("name", [name for name in SERVED if context_of(name) == CONTEXT])
 def test_long_prompts_are_those_of_transformers(name: str) -> None:
-    """In chunks of 512, beside a short prompt. Models with two sets of rotary factors are asked for the second."""
+    """Prompts run in chunks of 512, together with a short prompt. Models with two sets of rotary factors must use the
+    second."""
     model = Served(exported(NAMES) / name, max_context_tokens=CONTEXT)
     requests = [scored(model.tokens), scored(model.tokens[:20])]
     model.run(model.engine(512), requests)
@@ -130,7 +131,7 @@ def test_long_prompts_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in {"phi3-longrope", "phi4-mini"}])
 def test_one_request_does_not_change_the_rotary_factors_of_another(name: str) -> None:
-    """With a context that takes the second set of factors, every prompt has these, alone and in company."""
+    """If the context needs the second set of factors, every prompt uses it, alone and in a batch."""
     model = Served(exported(NAMES) / name, max_context_tokens=CONTEXT)
     assert model.runner.depends_on_context
     alone, beside, longer = scored(model.tokens[:300]), scored(model.tokens[:300]), scored(model.tokens)

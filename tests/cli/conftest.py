@@ -1,4 +1,4 @@
-"""A file server on loopback whose misbehaviour a test can script, and a cache of one's own."""
+"""A file server on loopback with scripted failures, and an empty cache for each test."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.hub import Hub, running_hub
 class FileServer:
     """Serves `files` by path, with Range.
 
-    `cut_after` ends the next answers after so many bytes of body, one number an answer; `failures` are statuses to
-    answer with first; `ignore_range` answers every request with the whole file.
+    `cut_after` cuts each of the next responses after that many bytes of body. `failures` are status codes for the first
+    responses. With `ignore_range`, every response has the whole file.
     """
 
     url: str = ""
@@ -69,7 +69,7 @@ def file_server() -> Iterator[FileServer]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache and runtime directory of the test's own, and no hub or package index but what it sets up."""
+    """A separate cache and runtime directory. No hub or package index is reachable unless the test sets it up."""
     folder = tmp_path / "cache"
     runtime = tmp_path / "run"
     runtime.mkdir()

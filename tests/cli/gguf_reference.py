@@ -1,4 +1,4 @@
-"""What a small GGUF model computes, by the book, in float64: llama.cpp's rotation of pairs and all."""
+"""A reference implementation of a small GGUF model in float64, with llama.cpp's order of rotated pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _Array = npt.NDArray[Any]
 
 
 def log_probabilities(model: TinyModel, weights: dict[str, _Array], tokens: list[int]) -> _Array:
-    """Behind each token: f64 [tokens, vocabulary]. `weights` are the dequantised ones, by their names in the file."""
+    """Log-probabilities after each token: f64 [tokens, vocabulary]. `weights` maps the file's tensor names to
+    dequantised weights."""
     hidden = weights["token_embd.weight"][tokens].astype(np.float64)
     for layer in range(model.layers):
         own = {name.removeprefix(f"blk.{layer}."): value for name, value in weights.items()}

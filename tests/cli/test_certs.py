@@ -1,4 +1,4 @@
-"""`headrace certs secrets`: what it makes, and that it makes nothing twice."""
+"""`headrace certs secrets` creates missing secrets and keeps existing ones."""
 
 from __future__ import annotations
 

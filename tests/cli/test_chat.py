@@ -17,7 +17,7 @@ from tests.http_server import body_of, http_server, respond
 
 
 class Server:
-    """Answers each question with its last message, reversed; what it was asked is in `asked`."""
+    """A server that answers each question with its last message reversed. `asked` records the requests."""
 
     def __init__(self) -> None:
         self.url = ""

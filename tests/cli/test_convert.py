@@ -1,4 +1,4 @@
-"""What the converter makes of a GGUF file's metadata, and what it refuses. tests/cli/test_gguf.py has the weights."""
+"""Conversion of a GGUF file's metadata, and files that are refused. tests/cli/test_gguf.py tests the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads end whole and verified, or leave nothing but a part to go on from."""
+"""Downloads end complete and verified, or leave only a part from which the next attempt continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUIET = PlainProgress("test", write=lambda _line: None)
 
 
 def fetch(url: str, target: Path, sha: str | None = DIGEST, num_bytes: int | None = None) -> list[float]:
-    """Download with a clock that does not wait; the delays that were asked for."""
+    """Download with a clock that does not wait. Returns the requested delays."""
     delays: list[float] = []
     with http_client() as client:
         download(client, Wanted(url, sha, num_bytes), target, QUIET, RetryRule(sleep=delays.append))

@@ -1,4 +1,4 @@
-"""`headrace drain`: what is asked of the worker, and what is said."""
+"""`headrace drain`: its request to the worker, and its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.protos import worker_pb2, worker_pb2_grpc
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
-    """Notes what it is asked."""
+    """Records its requests."""
 
     def __init__(self) -> None:
         self.undone: list[bool] = []

@@ -35,7 +35,7 @@ TOLD = router_pb2.ExplainResponse(
 
 
 class FakeRouter(router_pb2_grpc.RouterServicer):  # type: ignore[misc]
-    """Notes what it is asked."""
+    """Records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[router_pb2.ExplainRequest] = []

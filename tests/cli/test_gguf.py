@@ -38,7 +38,7 @@ KINDS = (
 
 
 def random_blocks(kind: Type, rows: int = 6, columns: int = 512) -> np.ndarray:
-    """Bytes of a matrix whose scales and minima are as those of real ones."""
+    """Random bytes of a matrix with realistic scales and minima."""
     random = np.random.default_rng(3)
     weights_in_block, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (rows * columns // weights_in_block, block_bytes), dtype=np.uint8)
@@ -145,7 +145,7 @@ def test_a_worker_pages_a_converted_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q4_0, Type.Q5_1], ids=lambda kind: kind.name)
 def test_products_have_integers_and_scales_only(kind: Type, tmp_path: Path) -> None:
-    """With a zero point in float32, OpenVINO does not quantise the states, and takes up to 4.6 times as long."""
+    """With a float32 zero point, OpenVINO does not quantise the states and takes up to 4.6 times as long."""
     written(TinyModel(default=kind, types={"output.weight": Type.F16}), tmp_path)
     model, _ = read_paged(ov.Core(), tmp_path)
     assert not [node for node in model.get_ops() if node.get_type_name() == "Subtract" and is_constant(node.output(0))]

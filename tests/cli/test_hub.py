@@ -32,7 +32,7 @@ def run(*args: str) -> Result:
 
 @pytest.fixture
 def converted(model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bytes]]:
-    """GGUF files that the converter got, each with the pieces beside it."""
+    """The GGUF files that the converter got, each with its pieces."""
     seen: list[dict[str, bytes]] = []
 
     def convert(_name: str, gguf: Path, directory: Path) -> None:

@@ -31,7 +31,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture(params=["file", "redis"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisServer) -> list[str]:
-    """Where keys are kept."""
+    """The store of the keys."""
     redis_server.client().flushall()
     return ["--file", str(tmp_path / "keys")] if request.param == "file" else ["--redis", redis_server.url]
 

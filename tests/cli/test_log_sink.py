@@ -1,4 +1,4 @@
-"""Lines of many processes on one stream, for people and for machines."""
+"""Log lines of many processes on one stream, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_whatever_else_a_process_prints_becomes_a_record() -> None:
 
 
 class Stuck(io.BytesIO):
-    """A stream that nobody reads until it is let go."""
+    """A stream that blocks until it is released."""
 
     def __init__(self) -> None:
         super().__init__()

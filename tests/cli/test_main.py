@@ -1,4 +1,4 @@
-"""What all commands have in common: how they fail."""
+"""The error handling that all commands share."""
 
 from __future__ import annotations
 

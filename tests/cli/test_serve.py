@@ -1,4 +1,4 @@
-"""What `headrace serve` decides and refuses before it starts anything. Running it is for tests/e2e."""
+"""Decisions and refusals of `headrace serve` before it starts a process. tests/e2e runs it."""
 
 from __future__ import annotations
 

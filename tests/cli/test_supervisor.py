@@ -57,7 +57,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class System:
-    """A supervisor at work and what it logged."""
+    """A running supervisor with its log lines."""
 
     def __init__(self, supervisor: Supervisor, stream: io.BytesIO) -> None:
         self.supervisor = supervisor

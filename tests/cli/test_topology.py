@@ -144,7 +144,7 @@ def test_of_large_nodes_cores_are_left_free(tmp_path: Path) -> None:
 
 
 def test_cores_that_share_a_cache_stay_together(tmp_path: Path) -> None:
-    """Two caches whose CPUs are numbered in turn, as some machines have it."""
+    """Two caches with interleaved CPU numbers, as on some machines."""
     caches = {cpu: "0,2,4,6" if cpu % 2 == 0 else "1,3,5,7" for cpu in range(8)}
     topology = read_topology(machine(tmp_path, {0: [(cpu,) for cpu in range(8)]}, cache_of=caches), range(8))
     assert [place.cpus for place in place_workers(topology, 2)] == [(0, 2, 4, 6), (1, 3, 5, 7)]

@@ -48,7 +48,7 @@ def _fresh(router: Any) -> None:
 
 
 async def with_client(address: str, work: Any, **options: Any) -> Any:
-    """Run blocking work with a client, beside the loop that serves it."""
+    """Run blocking code with a client while the loop serves it."""
 
     def run() -> Any:
         with TextClient(address, **options) as client:
@@ -133,7 +133,7 @@ async def test_leaving_the_answers_cancels_them_and_a_key_is_sent(address: str, 
 
 
 async def curl(address: str, method: str, data: Any) -> tuple[int, str, str]:
-    """Exit status, output and errors of a call that knows nothing but what the server tells of itself."""
+    """Exit status, output and errors of a call that uses only the server's reflection."""
     process = await asyncio.create_subprocess_exec(
         BIN / "buf",
         "curl",

@@ -100,7 +100,7 @@ def _transform(resource: Resource, kustomization: Resource) -> Resource:
 
 
 def containers(resource: Resource) -> list[Resource]:
-    """Containers of a workload, those that run before the others included; none for anything else."""
+    """The containers of a workload, including init containers; none for other objects."""
     if resource["kind"] not in ("Deployment", "StatefulSet"):
         return []
     pod = resource["spec"]["template"]["spec"]

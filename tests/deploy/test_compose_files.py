@@ -1,4 +1,4 @@
-"""The compose files: schema, commands, ports, and what they promise about safety and graceful stops."""
+"""The compose files: schema, commands, ports, security settings and graceful stops."""
 
 from __future__ import annotations
 

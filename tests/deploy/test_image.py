@@ -1,4 +1,4 @@
-"""What the image is made of."""
+"""The contents of the image."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def module(name: str) -> Any:
 
 
 def test_the_bill_of_materials_has_what_is_installed() -> None:
-    """As the image's build runs it, for this interpreter."""
+    """Runs the build's command for this interpreter."""
     command = [sys.executable, str(ROOT / "deploy" / "sbom.py"), sys.executable, str(LOCK)]
     bill = json.loads(subprocess.check_output(command))
     assert (bill["bomFormat"], bill["specVersion"], bill["version"]) == ("CycloneDX", "1.5", 1)

@@ -1,4 +1,4 @@
-"""The manifests: schemas, commands, labels, ports, and what they promise about safety and quality of service."""
+"""The manifests: schemas, commands, labels, ports, security settings and quality of service."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_kustomize_renders_the_same(overlay: str) -> None:
 
 
 def in_order(value: Any) -> Any:
-    """The same with every list of maps in one order: kustomize puts what a patch adds first."""
+    """The object with every list of maps sorted, because kustomize puts the additions of a patch first."""
     if isinstance(value, dict):
         return {key: in_order(item) for key, item in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -22,7 +22,7 @@ units = pytest.mark.parametrize("unit", UNITS)
 
 
 def settings(unit: str) -> dict[str, list[str]]:
-    """Settings of a unit by name, in order; lines that go on are joined, specifiers put in for instance 0."""
+    """The settings of a unit by name, in order, with continued lines joined and specifiers expanded for instance 0."""
     found: dict[str, list[str]] = {}
     text = (SYSTEMD / unit).read_text().replace("\\\n", " ")
     for specifier, value in (("%i", "0"), ("%H", "host"), ("%S", "/var/lib"), ("%t", "/run")):

@@ -1,4 +1,4 @@
-"""What happens to a fleet in a chaos run, and its clients: faults at random, requests of all kinds, one seed."""
+"""A chaos run: random faults in a fleet and clients with all kinds of requests, from one seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANSWERS_BETWEEN = 3
 
 
 class Clock:
-    """The wall clock of all processes, which runs with ours but for what it was stepped by."""
+    """The wall clock of all processes: ours plus the steps applied to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,8 +51,8 @@ def body_of(number: int) -> dict[str, Any]:
 
 @dataclass
 class Clients:
-    """Clients that ask without end until `stop`. `ends` counts how requests ended; `wrong` are those that ended as none
-    may, a sentence each."""
+    """Clients that send requests until `stop`. `ends` counts the outcomes of requests; `wrong` describes forbidden
+    ones."""
 
     fleet: Fleet
     rng: random.Random
@@ -174,7 +174,7 @@ class Faults:
     _busy: set[str] = field(default_factory=set)
 
     async def go_on(self, num_faults: int, end_s: float) -> None:
-        """One source of faults: so many, and more until that time."""
+        """One source of faults: a number of them, and more until the given time."""
         kinds = [self._kill, self._hang, self._lose_redis, self._fill_redis, self._lock_redis, self._step_clock]
         while num_faults > 0 or time.monotonic() < end_s:
             num_faults -= 1

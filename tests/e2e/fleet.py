@@ -1,4 +1,4 @@
-"""Workers, routers and gateways as processes of their own, for tests that kill, stop and restart them one by one."""
+"""Workers, routers and gateways as separate processes, for tests that kill, stop and restart them individually."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TAIL_LINES = 40
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -65,7 +65,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now, or ran last."""
+        """The id of the current or last process."""
         assert self._popen is not None
         return self._popen.pid
 
@@ -93,8 +93,8 @@ class Process:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL. `killed_s` is infinite until `gone` says when it had ended: until then its port takes
-        connections, and `is_alive` may be told late."""
+        """Send SIGKILL. `killed_s` is infinite until `gone` sets the time of the end. Until then the port accepts
+        connections, and `is_alive` may lag behind."""
         self.killed_s = math.inf
         self.signal(signal.SIGKILL)
 
@@ -113,7 +113,7 @@ class Process:
         return status
 
     def end(self) -> None:
-        """Make sure that it is gone."""
+        """Kill the process if it is still running."""
         if self.is_alive:
             self.signal(signal.SIGKILL)
             self.gone()
@@ -193,7 +193,7 @@ class Fleet:
 
     @property
     def port(self) -> int:
-        """Of the first gateway."""
+        """The port of the first gateway."""
         return self.ports[0]
 
     @property
@@ -203,12 +203,12 @@ class Fleet:
 
     @property
     def base_url(self) -> str:
-        """Of the first gateway, without /v1."""
+        """The URL of the first gateway, without /v1."""
         return self.base_urls[0]
 
     @property
     def base_urls(self) -> list[str]:
-        """Of each gateway."""
+        """The URL of each gateway."""
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
     @property
@@ -223,7 +223,7 @@ class Fleet:
         self.until_whole(READY_BOUND_S)
 
     def end(self) -> None:
-        """Make sure that everything is gone."""
+        """Kill all processes that are still running."""
         for process in self.processes:
             process.end()
 
@@ -238,7 +238,7 @@ class Fleet:
         until(lambda: not self.what_is_held(), f"nothing is held any more: {self.what_is_held()}", bound_s)
 
     def what_is_held(self) -> list[str]:
-        """What requests still hold somewhere, for people; empty when idle."""
+        """A description of the resources that requests still hold; empty when idle."""
         held = []
         for index in range(len(self.routers)):
             for worker in self.list_workers(index):
@@ -254,7 +254,7 @@ class Fleet:
         return held
 
     def list_workers(self, router_index: int = 0) -> list[router_pb2.WorkerInfo]:
-        """As a router sees them; none while it does not answer."""
+        """The workers that a router lists; none if it does not respond."""
         with self._transport.blocking_channel(self.router_addresses[router_index]) as channel:
             try:
                 answer = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)

@@ -48,7 +48,7 @@ def alive(pid: int) -> bool:
 
 
 class Serve:
-    """A `headrace serve` and what it printed. Ends with `end`, whatever happened."""
+    """A running `headrace serve` with its output. Call `end` in any case."""
 
     def __init__(self, *args: str) -> None:
         self.process = subprocess.Popen(
@@ -66,12 +66,12 @@ class Serve:
 
     @property
     def pid(self) -> int:
-        """Of the serving command itself."""
+        """The id of the serve process."""
         return self.process.pid
 
     @property
     def base_url(self) -> str:
-        """As in the ready line, without /v1."""
+        """The URL from the ready line, without /v1."""
         return self.stdout[0].removeprefix("ready: ").removesuffix("/v1")
 
     @property

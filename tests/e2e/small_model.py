@@ -1,4 +1,4 @@
-"""The demo model with its first layers only, for tests that compare texts of two runs and never ask what they mean."""
+"""The demo model with only its first layers, for tests that compare texts of two runs and ignore their meaning."""
 
 from __future__ import annotations
 

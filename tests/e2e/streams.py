@@ -1,4 +1,4 @@
-"""Clients of the HTTP API for tests: streams that note what came when, and load that goes on until told to stop."""
+"""HTTP clients for tests: streams that record each event with its time, and a load that runs until it is stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_CONNECTED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError
 
 @dataclass
 class Stream:
-    """What a client was told on one stream. Times are monotonic seconds."""
+    """The events of one stream. Times are monotonic seconds."""
 
     text: str = ""
     num_tokens: int | None = None
@@ -81,7 +81,7 @@ async def http_client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def follow(client: httpx.AsyncClient, base_url: str, body: dict[str, Any], stream: Stream) -> None:
-    """Ask, and enter all that comes. Connects again for as long as nobody has answered."""
+    """Send the request and record all events. Reconnects until there is a response."""
     while True:
         try:
             async with client.stream("POST", f"{base_url}/v1/chat/completions", json=body) as response:
@@ -135,7 +135,7 @@ def _is_time(streams: list[Stream], slowest: int, fastest: int) -> bool:
 
 
 class Load:
-    """Clients that ask without end: short streams, one behind the other, until `stop`."""
+    """Clients that send one short stream after another until `stop`."""
 
     def __init__(self, base_url: str, *, num_clients: int, max_tokens: int = 24) -> None:
         self.finished: list[Stream] = []

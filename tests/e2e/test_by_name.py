@@ -1,4 +1,4 @@
-"""From an empty machine and a model's name to a streamed answer, with a hub that stands in for the real one."""
+"""From an empty machine and a model's name to a streamed answer, with a fake hub."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Clients that leave: at any moment, in every way, through the whole path. Nothing of them may stay behind.
+"""Clients disconnect at any moment and in every way, through the whole system. Nothing of their requests may remain.
 
-`make test` plays some hundreds, with HEADRACE_SOAK=1 (`make soak`) ten thousand. HEADRACE_SEED repeats a run.
+`make test` runs some hundreds, and HEADRACE_SOAK=1 (`make soak`) ten thousand. HEADRACE_SEED repeats a run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Visitors:
         return body | fields
 
     async def _leave_stream(self, http: httpx.AsyncClient, _: Any) -> str:
-        """Disconnect behind some events, or with the very last."""
+        """Disconnect after some events, possibly after the last one."""
         stay_for = self._rng.randrange(50)
         async with leaving(http, self._fleet.base_url, self._body()) as response:
             assert response.status_code == 200, await response.aread()
@@ -102,7 +102,7 @@ class Visitors:
         return "finished"
 
     async def _cancel_call(self, _: Any, inference: inference_pb2_grpc.InferenceStub) -> str:
-        """Cancel a call at a router behind some messages, maybe none."""
+        """Cancel a call at a router after some messages, possibly before the first."""
         call, stay_for = inference.Generate(self._tokens(), timeout=300), self._rng.randrange(30)
         if stay_for == 0:
             call.cancel()

@@ -104,7 +104,7 @@ def until_nothing_is_held(own_fleet: Fleet) -> None:
 
 
 def assert_nothing_grows(own_fleet: Fleet, texts: dict[int, str]) -> None:
-    """The same work twice: no process has more files open behind the second time, or more memory."""
+    """Run the same work twice: no process may have more open files or memory after the second run."""
     held = []
     for _ in range(2):
         with httpx.Client(timeout=240, trust_env=False) as http:
@@ -126,7 +126,7 @@ def num_fds(process: Process) -> int:
 
 
 def rss_mib(process: Process) -> float:
-    """Memory that it has, without what it shares."""
+    """Resident memory without shared pages."""
     for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1024

@@ -47,7 +47,7 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """The demo model under a name and with a template of its own."""
+    """The demo model under another name and with another template."""
     pulled = headrace("pull", MODEL, timeout_s=600)
     assert pulled.returncode == 0, pulled.stderr
     directory = tmp_path_factory.mktemp("model") / NAME
@@ -71,7 +71,7 @@ def client(system: Serve) -> Iterator[openai.OpenAI]:
 
 
 def environment(system: Serve) -> dict[str, str]:
-    """Where scripts find the system."""
+    """The environment that tells scripts the address of the system."""
     return {
         **os.environ,
         "HEADRACE_TEST_BASE_URL": f"{system.base_url}/v1",
@@ -121,7 +121,7 @@ def test_a_client_for_node_works_unmodified(system: Serve, tmp_path: Path, scrip
 
 
 class Verdict(BaseModel):
-    """What a parsed answer is."""
+    """The type of a parsed answer."""
 
     sure: bool
     mood: Literal["good", "bad"]

@@ -32,7 +32,7 @@ def served() -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Browser]:
-    """The browser of the module; every test opens the page anew in `page`."""
+    """The browser of the module. Each test reloads the page in `page`."""
     with browser() as opened:
         yield opened
 

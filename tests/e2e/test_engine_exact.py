@@ -69,8 +69,8 @@ class RealEngine:
         return logits
 
     def fresh(self, *, num_blocks: int = NUM_BLOCKS, budget: int = 256, max_num_seqs: int = 64) -> Engine:
-        """An engine with an empty cache, whose steps have `budget` tokens at most, and no more than are exact here,
-        however long they take."""
+        """An engine with an empty cache and steps of at most `budget` tokens, or fewer if prompts would not be exact on
+        this CPU, regardless of their time."""
         budget = min(budget, self.runner.exact_rows)
         max_num_seqs = min(max_num_seqs, budget - ROOM_FOR_PROMPTS)
         limits = StepLimits(max_num_seqs, budget, budget, is_exact=True)
@@ -119,7 +119,7 @@ def default() -> RealEngine:
 
 @pytest.fixture(scope="module")
 def accurate() -> RealEngine:
-    """Of a few layers, but in soaks: float32 products are slow, and most of all where there is AMX."""
+    """A model with few layers, except in soaks, because float32 products are slow, especially on CPUs with AMX."""
     return real_engine("accuracy", directory=None if SOAK else small_model())
 
 
@@ -129,7 +129,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def assert_same_bits(left: Sequence[npt.NDArray[np.generic]], right: Sequence[npt.NDArray[np.generic]]) -> None:
-    """Without pytest's own comparison, which takes minutes for a megabyte."""
+    """Compare without pytest's own comparison, which takes minutes for a megabyte."""
     for index, (one, other) in enumerate(zip(left, right, strict=True)):
         if one.tobytes() != other.tobytes():
             num_other = np.count_nonzero(np.ascontiguousarray(one) != np.ascontiguousarray(other))
@@ -254,7 +254,7 @@ def test_a_hit_gives_the_cold_bits_at_every_precision_of_the_cache(precision: st
 
 
 def test_a_graph_of_their_own_for_small_decode_steps_leaves_prompts_their_bits() -> None:
-    """Both graphs read and write one cache; what each of them decodes is nearly the same."""
+    """Both graphs use one cache. Their decode results are nearly the same."""
     one, two = real_engine("performance"), real_engine("performance", decode_graph=True)
     prompts = [prompt_of(300 + i, 30 + 40 * i) for i in range(4)]
     engines = one.fresh(), two.fresh()

@@ -1,4 +1,4 @@
-"""Fields that need the engine's part too, on the real model: what is said of a prompt, and choices among answers."""
+"""Fields that need the engine, with the real model: log-probabilities of prompts, and selection among answers."""
 
 from __future__ import annotations
 

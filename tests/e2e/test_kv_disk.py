@@ -1,4 +1,4 @@
-"""Cached prefixes on a disk, with real workers: what leaves memory comes back, and tokens are those of a cold run."""
+"""Cached prefixes on a disk, with real workers: evicted blocks are read back, and tokens equal those of a cold run."""
 
 from __future__ import annotations
 

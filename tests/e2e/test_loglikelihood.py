@@ -35,7 +35,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Item:
-    """Tokens of a context and of what is to be scored behind it."""
+    """The tokens of a context and of the continuation to score."""
 
     context: list[int]
     continuation: list[int]

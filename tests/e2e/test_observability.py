@@ -1,5 +1,5 @@
-"""What a real fleet tells of a request: one trace through all processes, log lines with its id, metrics that are all in
-the manual, in the dashboard and in the alerts."""
+"""Telemetry of a request in a real fleet: one trace through all processes, log lines with its id, and metrics that are
+all in the manual, the dashboard and the alerts."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def families(exposition: str) -> dict[str, str]:
 
 
 def all_families(observed: Observed) -> dict[str, str]:
-    """Those of all processes."""
+    """The metric families of all processes."""
     return {name: kind for role in observed.metrics_urls for name, kind in families(observed.scrape(role)).items()}
 
 
@@ -238,7 +238,7 @@ def test_times_are_measured_where_they_are_spent_and_agree(observed: Observed) -
 
 
 def names_in(expression: str) -> set[str]:
-    """Names of series in an expression: what is no function, no keyword and no label."""
+    """The names of series in an expression, without functions, keywords and labels."""
     bare = re.sub(r'"[^"]*"|\{[^}]*\}|\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)', "", expression)
     return {
         name for name in re.findall(r"[a-zA-Z_:][\w:]*(?!\s*\()\b", bare) if "_" in name and not name.startswith("_")
@@ -261,13 +261,13 @@ def panels() -> list[dict[str, Any]]:
 
 
 def dashboard_expressions() -> list[str]:
-    """As Prometheus gets them."""
+    """The dashboard's expressions as Prometheus gets them."""
     raw = [target["expr"] for panel in panels() for target in panel["targets"]]
     return [expression.replace("$__rate_interval", "1m").replace("$worker", ".+") for expression in raw]
 
 
 def alert_expressions() -> list[str]:
-    """Those of the alerts, however they are broken into lines."""
+    """The expressions of the alerts, with line breaks removed."""
     found = re.findall(r"^ +expr: (?:\|\n((?: {10,}.*\n)+)|(.*)$)", ALERTS.read_text(), re.MULTILINE)
     return [block or line for block, line in found]
 

@@ -43,7 +43,7 @@ class Secured:
 
     @property
     def urls(self) -> tuple[str, str]:
-        """Of both gateways."""
+        """The URLs of both gateways."""
         return self.fleet.base_url, self.second_url
 
     @property
@@ -266,7 +266,7 @@ def test_the_commands_work_with_certificates(secured: Secured) -> None:
 
 
 def shown_certificate(address: str, tls_dir: Path) -> bytes:
-    """What a server on a unix socket shows, as DER."""
+    """The certificate of a server on a unix socket, as DER."""
     context = ssl.create_default_context(cafile=tls_dir / "ca.pem")
     context.load_cert_chain(tls_dir / "cert.pem", tls_dir / "key.pem")
     context.set_alpn_protocols(["h2"])

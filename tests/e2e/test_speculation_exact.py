@@ -76,7 +76,7 @@ def prompts(directory: Path) -> list[list[int]]:
 def answers(
     runner: OpenVINOModelRunner, prompts: Sequence[Sequence[int]], batch: int, speculation: str, **sampling: Any
 ) -> tuple[list[tuple[Any, ...]], list[Request]]:
-    """Tokens and log-probabilities of each prompt, so many at a time."""
+    """Tokens and log-probabilities of each prompt, with this many prompts at a time."""
     limits = StepLimits(batch, 1024, 1024, is_exact=True)
     sampler = BatchSampler()
     engine = build_engine(runner, sampler, NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, speculation=speculation)

@@ -1,6 +1,6 @@
-"""What dies, hangs or is restarted under load, and what clients see of it: nothing but a pause.
+"""Processes die, hang or restart under load. Clients may see only a pause.
 
-`make test` runs each once; with HEADRACE_SOAK=1 (`make soak`) they are repeated, for minutes, with twice the streams.
+`make test` runs each case once. HEADRACE_SOAK=1 (`make soak`) repeats them for minutes with twice the streams.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def bodies(sampling: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tell(what: str, streams: list[Stream]) -> None:
-    """Print the pauses, for whoever reads the output (pytest -s, and the report of a failure)."""
+    """Print the pauses, for pytest -s and for the report of a failure."""
     pauses = sorted(stream.longest_pause_s for stream in streams)
     print(f"{what}: longest pauses {pauses[0]:.2f} to {pauses[-1]:.2f} s, median {pauses[len(pauses) // 2]:.2f} s")
 
 
 def differences(streams: list[Stream], undisturbed: list[Stream]) -> list[str]:
-    """What is not as in the undisturbed run, one sentence for each stream that differs."""
+    """The differences to the undisturbed run, one sentence per stream."""
     found = []
     for number, (stream, reference) in enumerate(zip(streams, undisturbed, strict=True)):
         if stream.result != reference.result:
@@ -155,7 +155,7 @@ def until_whole_and_idle(system: Serve) -> None:
 
 @pytest.fixture
 def own_fleet(tmp_path: Path) -> Iterator[Fleet]:
-    """Two workers, two routers and a gateway, each a process of its own, for one test."""
+    """Two workers, two routers and a gateway as separate processes, for one test."""
     flags = {"worker_flags": ["--execution-mode", "accuracy"], "gateway_flags": ["--drain-timeout", "60"]}
     with fleet(tmp_path, num_workers=2, num_routers=2, **flags) as made:
         yield made

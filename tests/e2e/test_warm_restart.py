@@ -100,7 +100,8 @@ async def test_the_cache_of_one_salt_is_no_other_salts_after_a_death(one_worker:
 
 @pytest.fixture
 def in_a_directory() -> Iterator[tuple[Fleet, Path]]:
-    """A worker whose KV cache is a file, so small that prompts drive out one another, behind router and gateway."""
+    """A worker whose KV cache is a file, behind router and gateway. The cache is so small that prompts evict one
+    another."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as directory:
         flags = ["--execution-mode", "accuracy", "--kv-cache-gb", "0.004", "--max-context-tokens", "1024"]
         flags += ["--kv-memory", memory]

@@ -135,7 +135,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 @pytest.fixture(scope="session")
 def tiny_files() -> dict[str, bytes]:
-    """Files of the tiny model's bundle. Its tokenizer adds a beginning-of-sequence token unless told not to."""
+    """The files of the tiny model's bundle. By default, its tokenizer adds a beginning-of-sequence token."""
     return {**tiny_graphs(add_bos=True), "chat_template.jinja": CHATML.encode()}
 
 
@@ -202,7 +202,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen; default script and answer."""
+        """Clear the recorded requests, and restore the default script and answer."""
         self.script: Script = speak
         self.answer = "Hello, wörld 😀!"
         self.num_cached = 0
@@ -374,9 +374,9 @@ async def serving_gateway(
     plain_grpc: bool = False,
     flags: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway in front of the routers, over real HTTP and gRPC; ready when it is given.
+    """A ready gateway in front of the routers, over real HTTP and gRPC.
 
-    `flags` are those of the protocols, by parameter name.
+    `flags` are the protocols' flags by parameter name.
     """
     security = security or Security(SecuritySettings())
     with ThreadPoolExecutor(2) as executor:
@@ -438,14 +438,14 @@ async def model(tiny_files: dict[str, bytes]) -> AsyncIterator[FakeRouter]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def front(model: FakeRouter) -> AsyncIterator[Gateway]:
-    """The gateway before `model`."""
+    """The gateway in front of `model`."""
     async with serving_gateway(model.address) as running:
         yield running
 
 
 @pytest.fixture
 def kit() -> Any:
-    """What tests need from here by name, since modules of tests do not import each other."""
+    """Helpers for test modules, which do not import one another."""
     import sys
 
     return sys.modules[__name__]
@@ -453,7 +453,7 @@ def kit() -> Any:
 
 @pytest.fixture(scope="module")
 def kit_of_module() -> Any:
-    """As `kit`, for fixtures of modules."""
+    """As `kit`, for module fixtures."""
     import sys
 
     return sys.modules[__name__]

@@ -1,4 +1,4 @@
-"""The gateway as a process: starts at once, says clearly what is wrong, stops within its bound."""
+"""The gateway process: it starts at once, reports errors clearly, and stops within its time limit."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ HELP = "import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_module('headrace
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what the gateway and its tests are made of."""
+    """A copy of the source of the gateway and its tests."""
     for name in ("protos", "common", "gateway", "tests/gateway", "tests/__init__.py", "pyproject.toml"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

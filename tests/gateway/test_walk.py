@@ -1,6 +1,6 @@
-"""The walk of one streaming chat through the gateway's wings, and its picture in docs/architecture.md.
+"""The path of one streaming chat through the gateway's wings, and its diagram in docs/architecture.md.
 
-`make docs-walk` draws the picture anew.
+`make docs-walk` updates the diagram.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Call:
 
 @dataclass
 class Walk:
-    """What a request calls, in the order of the first calls of each function."""
+    """The calls of a request, in order of the first call of each function."""
 
     outward: list[Call] = field(default_factory=list)
     """Until the request has left for the router."""
@@ -101,7 +101,7 @@ class Tracer:
         return self._places[name]
 
     def _caller(self, frame: FrameType) -> str:
-        """The wing that called; the client if nobody of the gateway did."""
+        """The wing of the caller, or the client if the call comes from outside the gateway."""
         back = frame.f_back
         while back is not None:
             place = self._place(back.f_code)

@@ -1,4 +1,4 @@
-"""The model of the fixture `model`, which has tools and reasoning: what it writes, and how its streams are read."""
+"""The model of the fixture `model`, with tools and reasoning: its output, and helpers that read its streams."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def without(names: Collection[str], value: Any) -> Any:
-    """The value without what has one of these names, at any depth."""
+    """The value without members of these names, at any depth."""
     if isinstance(value, dict):
         return {name: without(names, one) for name, one in value.items() if name not in names}
     return [without(names, one) for one in value] if isinstance(value, list) else value

@@ -57,7 +57,8 @@ def write_initramfs(path: Path, model_directory: Path, init: Path) -> None:
 
 
 def boot(kernel: Path, initramfs: Path, directory: Path, timeout_s: float) -> str:
-    """Run the machine until it powers off; what it wrote on its second serial port. The console is in `console`."""
+    """Run the machine until it powers off. Returns the output of its second serial port; `console` gets the
+    console's."""
     result = directory / "result"
     nodes = [
         argument

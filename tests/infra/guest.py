@@ -1,6 +1,6 @@
-"""First process of the emulated machine: serves a model with a worker on each node, and tells what its kernel says.
+"""The first process of the emulated machine: serves a model with a worker on each node, and reports the kernel's view.
 
-Imports nothing but the standard library. Writes one JSON object to the second serial port, then powers off.
+It uses only the standard library. It writes one JSON object to the second serial port, then powers off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POWER_OFF = 0x4321FEDC
 
 
 def main() -> None:
-    """Set the machine up, look, and switch it off, whatever happened."""
+    """Set up the machine, inspect it, and power it off in any case."""
     found: dict[str, Any] = {}
     try:
         _set_up()

@@ -48,7 +48,7 @@ class Host:
         return [] if self._namespace is None else [_IP, "netns", "exec", self._namespace]
 
     def cut_off(self) -> None:
-        """Pull the cable: packets are lost in both directions, and nobody is told."""
+        """Lose all packets in both directions, without notice, as if the cable were pulled."""
         _ip("link", "set", self._port, "down", namespace=self._network.switch)
 
     def heal(self) -> None:
@@ -74,11 +74,11 @@ class Network:
         _ip("link", "set", "switch", "up", namespace=self.switch)
 
     def hosts(self, count: int) -> list[Host]:
-        """Connect the tests' own host, and so many new ones, which are returned."""
+        """Connect the tests' host and this many new ones. Returns the new ones."""
         return [Host(self, number) for number in range(count + 1)][1:]
 
     def close(self) -> None:
-        """Remove everything. The processes on the hosts are gone."""
+        """Remove everything. The hosts' processes must have ended."""
         for namespace in reversed(self.namespaces):
             subprocess.run([_IP, "netns", "del", namespace], capture_output=True, check=False)
 

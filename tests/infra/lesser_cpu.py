@@ -41,7 +41,8 @@ def why_not(cpu: str) -> str:
 
 
 def environment_of(cpu: str, directory: Path) -> dict[str, str]:
-    """The environment of a program that shall see `cpu`, one of CPUS. What it preloads is built in `directory`."""
+    """The environment for a program that should see `cpu`, one of CPUS. The preloaded library is built in
+    `directory`."""
     library = directory / "lesser_cpu.so"
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, _SOURCE, "-ldl"], check=True)
     path = os.pathsep.join(filter(None, (str(_patched_openvino()), os.environ.get("PYTHONPATH"))))
@@ -83,7 +84,7 @@ def _replace_cpuid(library: Path) -> None:
 
 
 def _cpuid_offsets(library: Path) -> list[int]:
-    """Where in the file its CPUID instructions are, in bytes."""
+    """The offsets of CPUID instructions in the file, in bytes."""
     sections = subprocess.run(["objdump", "-h", library], check=True, capture_output=True, text=True).stdout
     # Lines like: 13 .text  0123abcd  <address>  <load address>  <offset in the file>  2**6
     places = re.findall(r"^ *\d+ \S+ +([0-9a-f]+) +([0-9a-f]+) +[0-9a-f]+ +([0-9a-f]+) ", sections, re.MULTILINE)
@@ -99,7 +100,7 @@ def _cpuid_offsets(library: Path) -> list[int]:
 
 
 def main() -> int:
-    """Build what is preloaded, and run the command; its exit status."""
+    """Build the preloaded library and run the command. Returns its exit status."""
     if len(sys.argv) < 3 or sys.argv[1] not in CPUS:
         print(f"usage: python -m tests.infra.lesser_cpu {'|'.join(CPUS)} COMMAND...", file=sys.stderr)
         return 2

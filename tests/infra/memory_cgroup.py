@@ -1,4 +1,4 @@
-"""A memory cgroup of the tests' own, v1 or v2, whichever this machine has."""
+"""A separate memory cgroup for tests, v1 or v2, depending on this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MemoryCgroup:
 
 @contextmanager
 def memory_cgroup() -> Iterator[MemoryCgroup]:
-    """An empty cgroup, gone afterwards with all processes in it gone before. Skips where none can be made."""
+    """An empty cgroup. At the end, its processes are killed and it is removed. Skips if no cgroup can be created."""
     v1 = _ROOT / "memory"
     is_v2 = (_ROOT / "cgroup.controllers").exists()
     directory = (_ROOT if is_v2 else v1) / f"headrace-test-{os.getpid()}"

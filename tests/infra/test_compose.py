@@ -167,7 +167,7 @@ def results_of(process: subprocess.Popen[str]) -> list[list[Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(composed: None) -> list[list[Any]]:
-    """What streams bring when nothing happens."""
+    """The results of streams without a failure."""
     process = client("streams", NUM_STREAMS, MAX_TOKENS)
     assert line_of(process) == "begun"
     results = results_of(process)
@@ -210,7 +210,7 @@ def load(num_clients: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def more(process: subprocess.Popen[str], count: int) -> None:
-    """Return when so many more requests have ended."""
+    """Wait until this many more requests have ended."""
     assert process.stdin is not None
     print(count, file=process.stdin, flush=True)
     assert line_of(process) == "done"
@@ -336,7 +336,7 @@ def test_what_is_answered_while_all_goes_down_is_answered_to_the_end(undisturbed
 
 
 def capital() -> str:
-    """What the system says the capital of France is, when it can be asked."""
+    """The system's answer for the capital of France, if it responds."""
     question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     ask = [*ENTER, "curl", "-s", f"{BASE_URL}/v1/chat/completions", "-H", "Content-Type: application/json"]
     answer = json.loads(subprocess.check_output([*ask, "-d", json.dumps({**question, "max_tokens": 32})]))

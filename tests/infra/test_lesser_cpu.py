@@ -1,4 +1,4 @@
-"""On other CPUs than this one: the worker knows how large a step may be for prompts to be exact."""
+"""On emulated CPUs, the worker knows the largest step for which prompts are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory limits, enforced by the kernel: what a worker takes of one, and what follows when it exceeds it."""
+"""Memory limits enforced by the kernel: the memory that a worker uses of them, and the effect of exceeding one."""
 
 from __future__ import annotations
 

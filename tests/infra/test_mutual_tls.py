@@ -30,9 +30,9 @@ PORT = 50051
 
 @dataclass
 class Hosts:
-    """Gateway and router on the first host, a worker on each of two others, and a host that is still idle.
+    """Gateway and router on the first host, a worker on each of two others, and an idle host.
 
-    Every host has a certificate of its own.
+    Every host has its own certificate.
     """
 
     front: Host

@@ -39,7 +39,7 @@ class ThreeHosts:
         return f"http://{self.front.address}:8000"
 
     def info(self, index: int) -> router_pb2.WorkerInfo | None:
-        """What the router knows of a worker; None if it does not know it."""
+        """The router's entry of a worker; None if it has none."""
         with grpc.insecure_channel(f"{self.front.address}:{PORT}") as channel:
             answer = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)
         found = [info for info in answer.workers if info.worker_id == f"worker-{index}"]
@@ -50,7 +50,7 @@ class ThreeHosts:
         return info is not None and info.state == router_pb2.WORKER_STATE_READY
 
     def truth(self, index: int) -> tuple[int, int]:
-        """Number of findable blocks of a worker, and the exclusive or of their hashes, as it tells a new watch."""
+        """The number of findable blocks of a worker and the exclusive or of their hashes, from a new watch."""
         hashes: list[int] = []
         with grpc.insecure_channel(f"{self.workers[index].address}:{PORT}") as channel:
             watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=10)

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(BOUND_S + 120)]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `guest.py` found there; see it for the keys."""
+    """The results of `guest.py`, which documents the keys."""
     if not KERNEL:
         pytest.skip("needs a kernel to boot: make test-numa fetches one and names it in HEADRACE_NUMA_KERNEL")
     if shutil.which(EMULATOR) is None:

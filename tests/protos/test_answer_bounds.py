@@ -1,4 +1,4 @@
-"""When an answer is complete, by one rule for gateway, router and worker."""
+"""The rule by which gateway, router and worker decide that an answer is complete."""
 
 from __future__ import annotations
 

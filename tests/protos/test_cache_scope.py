@@ -1,4 +1,4 @@
-"""Scopes of prefix caches: what is one, and that two never meet."""
+"""Scopes of prefix caches: keys of the same scope share prompts, and different scopes never collide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed generated code is what the protos and the oldest supported generator give."""
+"""The committed code equals the output of the oldest supported generator."""
 
 from __future__ import annotations
 

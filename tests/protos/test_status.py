@@ -19,7 +19,7 @@ from headrace.protos.status import (
 
 
 async def raised_through_grpc(error: StatusError) -> StatusError:
-    """Raise the error in a real server; give back what the client makes of it."""
+    """Raise the error in a real server, and return the error that the client gets."""
 
     async def fail(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         await abort(context, error)

@@ -23,7 +23,7 @@ _epochs = count(1)
 
 
 def token_at(prompt: Sequence[int], position: int) -> int:
-    """The token that the model generates at a position (from 0) behind a prompt; never EOS."""
+    """The token that the model generates at a position (from 0) after a prompt; never EOS."""
     return 10 + zlib.crc32(f"{list(prompt)}/{position}".encode()) % 10_000
 
 

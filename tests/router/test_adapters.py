@@ -1,4 +1,4 @@
-"""Where requests with LoRA adapters go, and adapters that are loaded through the router."""
+"""Placement of requests with LoRA adapters, and loading of adapters through the router."""
 
 from __future__ import annotations
 

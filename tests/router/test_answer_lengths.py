@@ -1,4 +1,4 @@
-"""What is learned of the length of answers."""
+"""Learning the length of answers."""
 
 from __future__ import annotations
 

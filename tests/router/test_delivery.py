@@ -1,4 +1,4 @@
-"""The ledger of one request: what is fenced, what a resumption asks for, when an answer is complete."""
+"""The ledger of one request: checks of positions, requests for resumption, and completeness."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ def test_the_number_ahead_is_the_number_that_goes_before(
 def test_shares_follow_weights_however_many_give_up_and_try_again(
     tenants: list[tuple[int, int, float]], seed: int
 ) -> None:
-    """Each tenant keeps some requests waiting; one that is not served in so many turns gives up, and another comes."""
+    """Each tenant keeps some requests waiting. A request that is not served within a number of turns gives up and is
+    replaced."""
     weights = {str(number): float(weight) for number, (weight, _, _) in enumerate(tenants)}
     queue: FairQueue[str] = FairQueue(weights)
     rng = random.Random(seed)

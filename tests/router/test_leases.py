@@ -31,7 +31,7 @@ def publish(server: RedisServer, worker_id: str, address: str) -> None:
 
 
 class Reading:
-    """A reader and what it saw last."""
+    """A reader and its latest leases."""
 
     def __init__(self, url: str) -> None:
         self.leases: dict[str, str] = {}

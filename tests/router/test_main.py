@@ -30,7 +30,7 @@ def refused(*args: str) -> str:
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """An address that somebody listens on."""
+    """An address with a listening server."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 

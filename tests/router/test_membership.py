@@ -1,4 +1,4 @@
-"""What unknown callers may have a router dial."""
+"""The addresses that unauthenticated callers may register."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def test_a_prefix_outweighs_a_shorter_backlog_and_yields_to_a_longer_one() -> No
 
 
 def test_a_long_prompt_that_a_short_one_overtakes_slows_its_answer_down() -> None:
-    """The short one goes first, but then each of its tokens comes beside some of the long one, until that is done."""
+    """The short prompt goes first, but then each of its tokens shares a step with a part of the long one until that is
+    done."""
     free, busy, busier = (load(num_running=1, num_uncached_tokens=tokens) for tokens in (0, 4_000, 100_000))
     candidates = candidate("free", free), candidate("busy", busy), candidate("busier", busier)
     placement = placed(*candidates, request=RequestFacts(num_prompt_tokens=32, max_new_tokens=100), busy=1, busier=1)

@@ -21,12 +21,12 @@ TTL_S = 10.0
 
 
 def chain(prompt: str) -> list[int]:
-    """Hashes that depend on all that comes before, as those of blocks do."""
+    """Hashes that depend on all earlier ones, like block hashes."""
     return [int("1" + prompt[:end].replace("a", "0").replace("b", "1"), 2) for end in range(1, len(prompt) + 1)]
 
 
 def is_behind(block_hash: int, others: Sequence[int]) -> bool:
-    """Whether a block is one of these or stands behind one of them in its chain."""
+    """Whether a block is one of these or follows one of them in its chain."""
     return any(block_hash >> shift in others for shift in range(block_hash.bit_length()))
 
 
@@ -178,7 +178,7 @@ def test_a_worker_that_takes_over_a_slot_inherits_no_predictions() -> None:
 
 @dataclass
 class Expected:
-    """A prediction as the model has it; what was confirmed is no longer among its hashes."""
+    """A prediction in the reference model. Confirmed hashes are removed."""
 
     worker_id: str
     ends_at: float

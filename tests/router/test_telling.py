@@ -1,4 +1,4 @@
-"""What a router tells of a request: spans, log lines, time in its queue."""
+"""The router's telemetry of a request: spans, log lines, time in its queue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 async def sent(receiver: Receiver) -> list[ReceivedSpan]:
-    """All spans in the order of their beginning; none is made behind this."""
+    """All spans in order of their start. No span may start afterwards."""
     await asyncio.to_thread(stop_tracing, 10.0)
     return sorted(receiver.spans, key=lambda span: span.start_ns)
 

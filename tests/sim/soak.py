@@ -1,4 +1,4 @@
-"""Loads of hours in virtual time, and how far off what a worker predicts of its steps is."""
+"""Loads of hours in virtual time, and the errors of a worker's predictions about its steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Noisy:
 
 
 class WatchedCosts(StepCosts):
-    """Notes what was predicted of each step before it learns from it."""
+    """Records the prediction for each step before learning from it."""
 
     def __init__(self, cost: StepCost) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a worker predicts that requests wait, against what they then wait in virtual time."""
+"""A worker's forecasts of waiting times, compared with the actual waits in virtual time."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TARGET_MS = 300.0
 
 @pytest.mark.parametrize("target_step_ms", [None, TARGET_MS])
 def test_gaps_between_tokens_stay_below_twice_the_target_and_goodput_is_no_less(target_step_ms: float | None) -> None:
-    """Against steps of 256 tokens whatever they take."""
+    """Compared with steps of 256 tokens, regardless of their time."""
     gaps, good, good_by_tokens = [], [], []
     for seed in range(3):
         jobs = jobs_of(0.1, seed)

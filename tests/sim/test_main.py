@@ -1,4 +1,4 @@
-"""The command: what it prints and what it refuses."""
+"""The command's output and refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a worker has learned of its steps stays right, for minutes here and for a day with
-HEADRACE_SOAK=1 (`make soak-step-cost`)."""
+"""A worker's learned step costs stay accurate: for minutes here, and for a day with HEADRACE_SOAK=1 (`make
+soak-step-cost`)."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ BLOCK_SIZE = 4
 
 @dataclass
 class EngineUnderTest:
-    """Runs requests and collects what they get: from whole steps, or if `is_pipelined` while the next one runs, as the
-    worker's thread does it."""
+    """Runs requests and collects their outputs: after whole steps, or, if `is_pipelined`, while the next step runs, as
+    in the worker's thread."""
 
     engine: Engine
     runner: FakeRunner
@@ -59,7 +59,7 @@ class EngineUnderTest:
         return request
 
     def step(self) -> list[RequestOutput]:
-        """One step, everything checked behind it."""
+        """Run one step and check all invariants afterwards."""
         outputs: list[RequestOutput] = []
         if self.is_pipelined:
             self.engine.advance(outputs.extend)
@@ -89,8 +89,7 @@ class EngineUnderTest:
 
 
 class KnownCosts(StepCosts):
-    """Every step costs next to nothing, by default, and no more is learned: so what is scheduled does not depend on how
-    fast the machine is that runs the test."""
+    """Fixed costs of steps, almost zero by default. Scheduling then does not depend on the speed of the machine."""
 
     def __init__(self, step_ms: float = 0.001, token_ms: float = 0.00001) -> None:
         super().__init__()

@@ -20,12 +20,12 @@ EMPTY = -1
 
 
 def next_token(context: Sequence[int], vocab_size: int) -> int:
-    """What follows a context: depends on every token of it and on their order."""
+    """The token after a context. It depends on all tokens of the context and their order."""
     return crc32(np.asarray(context, np.int64).tobytes()) % vocab_size
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
-    """What a greedy request for `count` tokens must get."""
+    """The tokens that a greedy request for `count` tokens must get."""
     context = list(prompt)
     for _ in range(count):
         context.append(next_token(context, vocab_size))
@@ -75,7 +75,7 @@ class FakeRunner:
         self._logits.appendleft(Logits(logits))
 
     def run(self) -> Logits:
-        """What the last step gave."""
+        """The logits of the last bound batch."""
         return self._logits[0]
 
     def _store(self, batch: Batch, sequence: int) -> None:

@@ -36,7 +36,7 @@ class HangingRunner(FakeRunner):
     hangs_while = Path()
 
     def run(self) -> Logits:
-        """What the last step gave."""
+        """The logits of the last bound batch."""
         time.sleep(STEP_S)
         while self.hangs_while.exists():
             time.sleep(STEP_S)

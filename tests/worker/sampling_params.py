@@ -13,7 +13,7 @@ from headrace.worker.sampling.sampler import BatchSampler
 
 
 class Taken(NamedTuple):
-    """What a request gets of a step."""
+    """The results of a request in a step."""
 
     token_id: int
     error: StatusError
@@ -21,7 +21,7 @@ class Taken(NamedTuple):
 
 
 def sample(sampler: BatchSampler, requests: Sequence[Request], logits: Logits) -> list[Taken]:
-    """The next token of each request, and log-probabilities of those that want them."""
+    """The next token of each request, with log-probabilities if requested."""
     sampled = sampler.sample(requests, logits, sampler.plan(requests, logits.shape[1]))
     logprobs = sampler.logprobs(requests, logits, sampled)
     return [Taken(one.token_id, one.error, entry) for one, entry in zip(sampled, logprobs, strict=True)]

@@ -54,8 +54,8 @@ def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
 
 
 def memory_node_of(cpus: frozenset[int], root: Path = Path("/")) -> int | None:
-    """The node with memory that is nearest to all of `cpus`: their own, if it has memory. None if they are on nodes
-    that differ in it, or if the kernel has no NUMA."""
+    """The node with memory that is nearest to all of `cpus`; a node with its own memory is nearest to its CPUs. None if
+    the CPUs have different nearest nodes, or if the kernel has no NUMA."""
     with_memory = memory_nodes(root)
     nearest = set()
     for place in sorted((root / _NODES).glob("node[0-9]*")):

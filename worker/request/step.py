@@ -14,7 +14,7 @@ NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits for this request
 
 
 class Scheduled(NamedTuple):
-    """A request, and how many of its next tokens the step computes. Those beyond its last token are its draft's."""
+    """A request, and the number of its next tokens that the step computes. Tokens beyond its last one are its draft."""
 
     request: Request
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Clients of Redis: what is secret comes from files, and which URLs are of one server."""
+"""Redis clients: secrets come from files, and URLs of the same server are recognised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a process looks at files again, and what it takes for a change."""
+"""When watched files are checked, and which differences count as changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans: sent by OTLP where that was asked for, and nothing at all where it was not."""
+"""Spans are sent by OTLP if that is configured, and not at all otherwise."""
 
 from __future__ import annotations
 

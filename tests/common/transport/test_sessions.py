@@ -1,4 +1,4 @@
-"""Sessions over a real channel: each call behaves as one of its own."""
+"""Sessions over a real channel: each call behaves like a separate RPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INFERENCE = "headrace.v1.Inference"
 
 
 class Server:
-    """What handlers of the tests do: the request says it, as `verb:argument`."""
+    """Handlers for the tests. The request selects the behaviour as `verb:argument`."""
 
     def __init__(self) -> None:
         self.sessions = SessionServer(self.handle)

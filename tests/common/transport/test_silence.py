@@ -1,4 +1,4 @@
-"""Who is given up for silence, in virtual time."""
+"""Peers that are given up for silence, in virtual time."""
 
 from __future__ import annotations
 

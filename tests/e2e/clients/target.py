@@ -1,4 +1,4 @@
-"""Where the clients find the system, from the environment, and how they expect a refusal."""
+"""The address of the system for clients, from the environment, and the refusals that they expect."""
 
 import os
 from collections.abc import Callable

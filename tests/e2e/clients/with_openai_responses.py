@@ -29,7 +29,7 @@ assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
 class Verdict(BaseModel):
-    """What an answer is parsed into."""
+    """The type of a parsed answer."""
 
     city: str
     sure: bool

@@ -1,4 +1,4 @@
-"""API keys over HTTP and gRPC: who is admitted, what a key allows, and what responses say of its limits."""
+"""API keys over HTTP and gRPC: authentication, permissions, and limits in responses."""
 
 from __future__ import annotations
 

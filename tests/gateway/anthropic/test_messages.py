@@ -1,4 +1,4 @@
-"""The Messages API over real HTTP, in front of a fake router that says what a model would write."""
+"""The Messages API over real HTTP, with a fake router that plays the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ask(front: Any, model: Any) -> Any:
 
 @pytest.fixture
 def refused(front: Any, model: Any) -> Any:
-    """Ask what is refused; the message of the error."""
+    """Send a request that is refused. Returns the error message."""
 
     async def post(kind: str = "invalid_request_error", status: int = 400, **fields: Any) -> str:
         body = {"model": "tiny", "messages": HI, "max_tokens": 500, **fields}

@@ -110,7 +110,7 @@ async def test_128_choices_with_a_large_schema_disturb_no_stream(gateway: Any, r
 
 
 def _behind_first(send: Any) -> Any:
-    """As `send`, but what was sent already is not sent again."""
+    """As `send`, but without the tokens that were already sent."""
     num_sent = 0
 
     async def once(tokens: list[int], position: int, reason: Any, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every format of tool calls and reasoning: what is read, however the text is cut."""
+"""Parsers of all formats of tool calls and reasoning, for any split of the text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Answer:
-    """What a client gets."""
+    """The answer as a client sees it."""
 
     content: str
     reasoning: str
@@ -39,7 +39,7 @@ class Answer:
 
 
 def add_up(deltas: list[Delta]) -> Answer:
-    """The answer that deltas make, by the rules of the wire: calls in order, arguments behind their call."""
+    """Join deltas to an answer by the rules of the protocol: calls in order, each followed by its arguments."""
     answer = Answer("", "", [])
     for delta in deltas:
         match delta:

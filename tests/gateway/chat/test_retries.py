@@ -17,7 +17,7 @@ LOST = StatusError(Reason.WORKER_LOST, "lost")
 
 
 def waits(retries: Retries, *, progress: bool = False, failure: StatusError = LOST, lost: bool = True) -> list[float]:
-    """Waits until it gives up."""
+    """The waits until it gives up."""
     found = []
     while (wait_s := retries.after(failure, lost=lost, progress=progress)) is not None:
         found.append(wait_s)

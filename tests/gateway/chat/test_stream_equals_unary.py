@@ -66,7 +66,7 @@ def run(tokens: list[int], cuts: list[int], stopped: bool, sampling: Sampling) -
 
 
 def account(pieces: list[Piece]) -> Any:
-    """All that a client can tell from some pieces."""
+    """Everything that a client can observe in some pieces."""
     logprobs = [one for piece in pieces for one in piece.logprobs]
     return "".join(p.text for p in pieces), logprobs, pieces[-1].ending, sum(p.num_tokens for p in pieces)
 
@@ -207,7 +207,7 @@ class Request:
         self.plan = Plan(job, [GenerateRequest() for _ in self.written])
 
     def pieces(self, cut: bool) -> list[tuple[int, Piece]]:
-        """Pieces of all choices, those of the cut ones in turn."""
+        """The pieces of all choices, with those of the split choices interleaved."""
         found: list[tuple[int, int, Piece]] = []
         for index, tokens in enumerate(self.written):
             choice = Choice(BYTES, frozenset({END}), self.sampling, prompt=PROMPT)
@@ -247,7 +247,7 @@ def joined(parts: list[Any], name: str) -> list[Any]:
 
 
 def check_common(request: Request, events: list[Any], whole: Any) -> None:
-    """What chats and completions have alike."""
+    """Checks for chats and completions alike."""
     assert events[-1]["choices"] == []
     assert events[-1]["usage"] == whole["usage"]
     if request.shown.running_usage:

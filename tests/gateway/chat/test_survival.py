@@ -1,4 +1,4 @@
-"""Streams survive lost routers and workers; clients that are gone cost nothing; a stop is clean."""
+"""Streams survive lost routers and workers, disconnected clients cost nothing, and a stop is clean."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def two_routers(stack: AsyncExitStack, kit: Any, bundle: bytes) -> tuple[A
 
 
 def break_behind(num_tokens: int, kit: Any, ending: Any) -> Any:
-    """A script that sends some tokens and then ends in its own way; a second attempt goes on to the end."""
+    """A script that sends some tokens and then fails in its own way. The second attempt completes the answer."""
 
     async def script(router: Any, stream: Any, send: Any) -> None:
         if stream.request.attempt:

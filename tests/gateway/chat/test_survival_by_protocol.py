@@ -1,4 +1,4 @@
-"""Streams of all protocols go on when they break off upstream, and end with an error when the gateway stops."""
+"""Streams of all protocols continue after an upstream failure, and end with an error when the gateway stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under the grammar of a required call, whatever is chosen is a call that the family's parser reads."""
+"""The grammar of a required call allows only text that the family's parser reads as a call."""
 
 from __future__ import annotations
 

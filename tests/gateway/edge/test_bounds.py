@@ -1,4 +1,4 @@
-"""Bounds of the HTTP edge against clients that are slow, large or many; other origins; what a refusal looks like."""
+"""Limits of the HTTP edge against slow, large or numerous clients; other origins; the format of refusals."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ async def strict(kit_of_module: Any, router: Any) -> AsyncIterator[Any]:
 
 
 class Connection:
-    """A client that says exactly what the test says."""
+    """A client that sends exactly the given bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self.writer = writer
 
     def send(self, raw: bytes) -> None:
-        """Send bytes; nobody may listen any more."""
+        """Send bytes, even if the server has closed the connection."""
         self.writer.write(raw)
 
     async def response(self) -> tuple[int, dict[str, str], dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Until the first token a failure is a status; afterwards one choice that fails leaves the others alone. Deadlines."""
+"""Before the first token a failure is an HTTP status; after it, a failed choice does not affect the others.
+Deadlines."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ async def test_a_refusal_that_comes_late_is_a_status(
 
 
 def failing(router: Any, kit: Any, seeds: set[int], behind: int) -> Any:
-    """A script whose choices of these seeds fail behind some tokens; the others wait for that."""
+    """A script in which choices with these seeds fail after some tokens, and the others wait for that."""
     num_failed = asyncio.Semaphore(0)
 
     async def script(own: Any, stream: Any, send: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the edge itself refuses has the shape of the protocol that was asked."""
+"""Refusals by the edge have the error format of the requested protocol."""
 
 from __future__ import annotations
 

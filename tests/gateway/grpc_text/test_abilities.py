@@ -1,4 +1,4 @@
-"""What the HTTP edge can do, the gRPC edge can do: tools, structure, reasoning, log-probabilities and the rest."""
+"""The gRPC API has the abilities of the HTTP API: tools, structure, reasoning, log-probabilities and the rest."""
 
 from __future__ import annotations
 

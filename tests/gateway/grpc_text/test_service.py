@@ -1,4 +1,4 @@
-"""The gRPC edge answers as the HTTP one does, with statuses and details of its own."""
+"""The gRPC API gives the same answers as the HTTP API, with gRPC statuses and details."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ollama's API over real HTTP, in front of a fake router that says what a model would write."""
+"""Ollama's API over real HTTP, with a fake router that plays the model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ask(front: Any, model: Any) -> Any:
 
 @pytest.fixture
 def refused(front: Any, model: Any) -> Any:
-    """Ask what is refused; the error."""
+    """Send a request that is refused. Returns the error."""
 
     async def post(path: str = CHAT, status: int = 400, **fields: Any) -> str:
         prompt = {"messages": HI} if path == CHAT else {"prompt": "hi"}

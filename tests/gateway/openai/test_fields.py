@@ -1,4 +1,4 @@
-"""Fields of completions and chats that show more of an answer, or choose among several: what each of them does."""
+"""Fields of completions and chats that add details to an answer or select among several answers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_echo_with_logprobs_lists_those_of_the_prompt_first(gateway: Any, 
 
 
 async def test_every_generated_token_of_a_completion_has_its_logprobs(gateway: Any, router: Any, kit: Any) -> None:
-    """Readers that score prompts drop the last entry for the one generated token, whatever that token is."""
+    """Clients that score prompts drop the last entry, which belongs to the one generated token."""
     router.answer = "ab.c"
     for fields, text, tokens in (
         ({}, "ab.c", ["a", "b", ".", "c", "<|im_end|>"]),

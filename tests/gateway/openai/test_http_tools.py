@@ -1,4 +1,4 @@
-"""Tools and reasoning over real HTTP, in front of a fake router that says what a model would write."""
+"""Tools and reasoning over real HTTP, with a fake router that plays the model."""
 
 from __future__ import annotations
 

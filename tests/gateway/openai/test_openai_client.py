@@ -1,4 +1,4 @@
-"""The openai client is content with what it gets."""
+"""The openai client accepts the gateway's responses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Holds answers to the types of the makers' own packages. A script: it runs in whatever environment has the packages.
+"""Validates responses against the types of the vendors' own packages. A script that runs in any environment with them.
 
 Standard input is a JSON list of `[type, answer]`, such as `["openai.types.responses.Response", {...}]`. Standard output
-is a JSON list of what is wrong. Pydantic checks strictly, which the packages themselves do not when they read answers.
+is a JSON list of errors. Pydantic validates strictly here, unlike in the packages themselves.
 """
 
 import importlib
@@ -22,7 +22,7 @@ def members(kind: typing.Any) -> list[typing.Any]:
 
 
 def type_of(name: str, value: dict[str, typing.Any]) -> typing.Any:
-    """What has this name; of a union, the members for the answer's `type`, so that an error is short."""
+    """The type with this name; for a union, only its members for the answer's `type`, to keep errors short."""
     module, _, attribute = name.rpartition(".")
     found = members(getattr(importlib.import_module(module), attribute))
     if len(found) == 1:

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what is served, and the answers are as it says."""
+"""The OpenAPI document describes all endpoints, and responses match it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every answer and event is as the makers of its protocol publish it.
+"""Every response and event matches the published schema of its protocol.
 
-The types of OpenAI's and Anthropic's packages check what they can, in this environment and in that of the clients. They
-let nullable fields be missing which the published schemas require: those fields are listed here.
+The types in OpenAI's and Anthropic's packages are checked in this environment and in that of the clients. They allow
+nullable fields to be missing that the published schemas require. Those fields are listed here.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def missing(protocol: str, value: Any, name: str = "", parent: str = "") -> Iter
 
 
 async def problems(python: Path | str, answers: list[tuple[str, Any]]) -> list[str]:
-    """What the packages of this interpreter say against the answers."""
+    """The errors that this interpreter's packages find in the answers."""
     process = await asyncio.create_subprocess_exec(
         str(python), str(CHECKER), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )

@@ -39,7 +39,7 @@ CHECKS = [not_a_server_error, response_schema_conformance, content_type_conforma
 
 
 def described() -> dict[str, Any]:
-    """The document without what is there twice."""
+    """The document without duplicate paths."""
     whole = json.loads(json.dumps(document(protocols.OPERATIONS)))
     for schema in whole["components"]["schemas"].values():
         for branch in schema.get("properties", {}).get("model", {}).get("anyOf", ()):
@@ -72,7 +72,7 @@ OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operat
 
 @pytest.fixture(scope="module")
 def address(kit_of_module: Any, tiny_files: dict[str, bytes]) -> Iterator[str]:
-    """A gateway in a thread of its own, in front of a router that answers at once."""
+    """A gateway in its own thread, in front of a router that answers at once."""
     kit = kit_of_module
     started, url = threading.Event(), []
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
@@ -109,7 +109,7 @@ def session() -> Iterator[requests.Session]:
 
 
 def check_error(raw: bytes, label: str) -> None:
-    """The one shape of the protocol, and not long."""
+    """The error has the protocol's format and is short."""
     assert len(raw) < MAX_ERROR_BYTES
     whole = json.loads(raw)
     if "/messages" in label:
@@ -130,7 +130,7 @@ def check_error(raw: bytes, label: str) -> None:
 
 
 def leave_few(body: dict[str, Any], draw: random.Random) -> None:
-    """As a rule, leave out most of what need not be there: of fifty fields at once, some two contradict each other."""
+    """Usually omit most optional fields, because two of fifty fields almost always contradict each other."""
     if draw.random() < 0.8:
         needed = {"messages", "prompt", "input", "tokens", "max_tokens"}
         if {"messages", "prompt"} <= body.keys():

@@ -1,4 +1,4 @@
-"""What health says of each Redis that is used: for people, whatever the status."""
+"""The health response shows the state of each Redis, independent of its status."""
 
 from __future__ import annotations
 

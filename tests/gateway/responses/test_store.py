@@ -1,4 +1,4 @@
-"""Where responses are kept: bounds of memory, and gateways that share a real Redis."""
+"""Stores of responses: limits of memory, and gateways that share a real Redis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BODY = {"model": "tiny", "input": "hi"}
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -118,7 +118,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest_asyncio.fixture
 async def pair(kit: Any, tiny_bundle: bytes, server: RedisServer) -> AsyncIterator[Any]:
-    """A fake router, and two gateways before it that share what they keep."""
+    """A fake router, and two gateways that share a store."""
     fake = kit.FakeRouter(tiny_bundle)
     async with AsyncExitStack() as stack:
         address, _ = await stack.enter_async_context(kit.serving_router(fake))

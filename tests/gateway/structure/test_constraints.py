@@ -1,4 +1,4 @@
-"""Grammars are translated beside the event loop, whichever endpoint they come to."""
+"""Grammars from all endpoints are translated outside the event loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fresh(router: Any) -> Iterator[None]:
 
 
 class Translation:
-    """In place of the translation: notes who calls it, and waits until it is let go."""
+    """Replaces the translation: records its calls, and blocks until it is released."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []

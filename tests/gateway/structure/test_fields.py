@@ -1,4 +1,4 @@
-"""The fields that say what an answer's text must be, and what becomes of them on the way to the worker."""
+"""The fields that constrain an answer, and their translation for the worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fresh(router: Any) -> Iterator[None]:
 
 
 async def constraint_of(gateway: Any, router: Any, path: str, fields: dict[str, Any]) -> Constraint:
-    """What the worker is told when a client sends these fields."""
+    """The constraint that the worker gets for these fields."""
     body = {"model": "tiny", **({"messages": HI} if path == CHAT else {"prompt": "hi"}), **fields}
     response = await gateway.http.post(path, json=body)
     assert response.status_code == 200, response.text

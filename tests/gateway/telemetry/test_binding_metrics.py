@@ -1,4 +1,4 @@
-"""Where workers run, in the gateway's metrics."""
+"""The placement of workers in the gateway's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway tells of a request: spans, the access log, retries, where workers say that the time went."""
+"""The gateway's telemetry of a request: spans, the access log, retries, and the worker's timings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _reset(router: Any) -> Iterator[None]:
 
 
 async def sent(receiver: Receiver) -> list[ReceivedSpan]:
-    """All spans in the order of their beginning; none is made behind this."""
+    """All spans in order of their start. No span may start afterwards."""
     await asyncio.to_thread(stop_tracing, 10.0)
     return sorted(receiver.spans, key=lambda span: span.start_ns)
 

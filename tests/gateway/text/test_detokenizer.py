@@ -1,4 +1,4 @@
-"""The incremental detokenizer gives the text of all bytes at once, whatever the cut."""
+"""The incremental detokenizer gives the same text for any split of the bytes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class FakeUpstream:
 
 
 class Clock:
-    """Time that moves when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

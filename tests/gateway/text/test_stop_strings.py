@@ -1,4 +1,4 @@
-"""The stop-string matcher ends a text at the same place whatever the cut, and releases all that it can."""
+"""The stop-string matcher ends a text at the same place for any split, and releases as much as possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STOPS = st.lists(st.text("abé", min_size=1, max_size=5), max_size=4)
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """What is released of a text and the stop string, by looking at every prefix."""
+    """The released text and the stop string, found by checking every prefix."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:

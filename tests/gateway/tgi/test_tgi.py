@@ -29,7 +29,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def ask(front: Any, model: Any) -> Any:
-    """Ask a model that writes this text; the answer, or the events of its stream."""
+    """Send a request to a model that writes the given text. Returns the answer, or the events of its stream."""
 
     async def post(text: str, path: str = GENERATE, inputs: str = "hi", **parameters: Any) -> Any:
         model.answer = text

@@ -20,7 +20,7 @@ _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32"}
 
 
 def safetensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """A safetensors file; 16-bit integers stand for bfloat16."""
+    """A safetensors file. 16-bit integers represent bfloat16."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     content = b""
     for name, values in tensors.items():
@@ -54,7 +54,7 @@ def write_adapter(
     tensors: Mapping[str, npt.NDArray[Any]] | None = None,
     **fields: Any,
 ) -> Path:
-    """An adapter in a directory; `fields` are those of its configuration."""
+    """Write an adapter to a directory. `fields` are added to its configuration."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", **fields}
     (directory / "adapter_config.json").write_text(json.dumps(config))

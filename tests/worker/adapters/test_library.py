@@ -1,4 +1,4 @@
-"""Adapters that come, go, and give way to each other, with memory as the runner has it."""
+"""Adapters that are loaded, evicted and unloaded, with the runner's real memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS = [AdaptedGroup([linear], f"a{i}", [f"b{i}"]) for i, linear in enumerate(
 
 
 class Runner:
-    """Memory for adapters, and what is in it."""
+    """Memory for adapters, and its contents."""
 
     def __init__(self, num_slots: int) -> None:
         self.linears: Sequence[Linear] = LINEARS
@@ -143,7 +143,7 @@ async def test_a_load_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 async def test_many_adapters_churn_through_a_few_slots(tmp_path: Path) -> None:
-    """200 adapters, 8 slots, 16 requests at a time: each finds its own weights, and nobody starves."""
+    """With 200 adapters, 8 slots and 16 requests at a time, each request finds its own weights, and none starves."""
     library, runner = library_of(8)
     paths = {str(seed): write_adapter(tmp_path / str(seed), rank=1 + seed % 12, seed=seed) for seed in range(200)}
     for name, path in paths.items():

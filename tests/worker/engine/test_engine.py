@@ -1,4 +1,4 @@
-"""The engine over the fake runner: every request gets the tokens it would get alone, whatever else happens."""
+"""The engine with the fake runner: every request gets the same tokens as if it were alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that has failed or is stuck: nobody takes its worker for one that works."""
+"""A failed or stuck engine: no other process takes its worker for a working one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def greedy(name: str, prompt: list[int], max_tokens: int = 4) -> Request:
 
 
 class Running:
-    """The real thread and mailbox over an engine, and what they said when they failed."""
+    """The real thread and mailbox with an engine, and the messages of their failure."""
 
     def __init__(self, under_test: EngineUnderTest) -> None:
         self.failures: list[tuple[str, BaseException]] = []
@@ -127,7 +127,7 @@ async def test_an_engine_that_is_stopped_in_a_step_has_not_failed() -> None:
 
 
 class FakeThread:
-    """What the watchdog looks at."""
+    """The part of the thread that the watchdog reads."""
 
     num_turns = 0
     is_idle = False

@@ -62,7 +62,7 @@ def new(prompt: list[int], **fields: object) -> Request:
 
 
 def distinct(number: int, length: int) -> list[int]:
-    """A prompt that shares no block with those of other numbers."""
+    """A prompt that shares no block with prompts of other numbers."""
     return [number] * length
 
 

@@ -1,4 +1,4 @@
-"""What raises in sampling ends its own request, and all others get the tokens that they get without it."""
+"""An exception in sampling ends only its own request. All others get the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ STAGES = ("plan", "sample", "logprobs", "prompt_logprobs")
 
 @dataclass
 class RaisingSampler:
-    """Samples as `BatchSampler` does, and raises for the requests in `raises_at`, by stage and number of generated
-    tokens, whoever else is in the call."""
+    """Samples like `BatchSampler`, but raises for the requests in `raises_at`, by stage and number of generated tokens,
+    regardless of other requests in the call."""
 
     inner: BatchSampler = field(default_factory=BatchSampler)
     raises_at: dict[Request, tuple[str, int]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def outputs_of(engine: EngineUnderTest, run: Callable[[], None]) -> dict[Request
 @pytest.mark.parametrize("seed", range(6))
 def test_others_get_the_tokens_and_log_probabilities_that_they_get_without_it(seed: int, *, is_pipelined: bool) -> None:
     def told(spoiled: int) -> tuple[dict[str, list[Any]], set[str], int]:
-        """What each request was told, those that ended with an error, and how often something raised."""
+        """The outputs of each request, the requests that ended with an error, and the number of exceptions."""
         rng, choices = random.Random(seed), random.Random(100 + seed)
         sampler = RaisingSampler()
         engine = engine_with(sampler, num_blocks=200, max_num_seqs=8)
@@ -218,11 +218,11 @@ def test_what_runs_out_of_memory_for_the_batch_and_not_by_rows_ends_nobody() -> 
 
 
 class Panic(BaseException):
-    """As a panic in Rust is: no Exception."""
+    """Like a Rust panic, this is not an Exception."""
 
 
 class PanickingPosition:
-    """A position in a grammar; it panics behind some tokens, in one of its methods."""
+    """A position in a grammar that panics after some tokens, in one of its methods."""
 
     def __init__(self, inner: Any, method: str, left: int) -> None:
         self._inner, self._method, self._left = inner, method, left

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step computes, alone and beside streams, and of which prompts."""
+"""The number of prompt tokens in a step, alone and with streams, and the choice of prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.worker.conftest import EngineUnderTest, KnownCosts, make_engine
 
 
 def timed_engine(step_s: float) -> EngineUnderTest:
-    """Its clock goes on by so much with each step."""
+    """An engine whose clock advances by a fixed time in each step."""
     engine = make_engine(num_blocks=1000, max_num_batched_tokens=64)
     now = [0.0]
     engine.scheduler.clock = lambda: now[0]
@@ -61,7 +61,7 @@ def test_no_step_of_streams_grows() -> None:
 
 
 def with_streams(engine: EngineUnderTest, number: int) -> EngineUnderTest:
-    """So many streams run, and its clock stands still."""
+    """An engine with this many running streams and a stopped clock."""
     engine.scheduler.clock = lambda: 0.0
     for stream in range(number):
         engine.request([1, 2, stream], max_tokens=60)

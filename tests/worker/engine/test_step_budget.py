@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step computes, by what they cost."""
+"""The number of prompt tokens in a step, given the costs of steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def true_cost(shape: StepShape) -> float:
 
 @pytest.fixture(scope="module")
 def budget() -> StepBudget:
-    """Of a worker that has learned these costs."""
+    """The budget of a worker that has learned these costs."""
     rng, costs = random.Random(1), StepCosts()
     for _ in range(400):
         chunk = StepShape.of([(rng.choice([0, 500, 8000, FAR]), rng.choice([8, 32, 128, 256]))])
@@ -49,7 +49,7 @@ def test_beside_streams_reading_a_long_context_is_not_taken_from_the_tokens(budg
 
 
 def test_the_first_in_rank_gets_on_behind_a_long_context_while_short_prompts_are_served(budget: StepBudget) -> None:
-    """Its share is of the time behind reading."""
+    """Its share is of the time that remains after reading the context."""
     room = budget.alone([Prompt(0, 300), Prompt(FAR, 10_000)], 1)
     assert room.for_first >= 8
 

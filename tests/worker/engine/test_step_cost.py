@@ -28,7 +28,7 @@ from tests.worker.fake_runner import expected_tokens
 
 
 def true_cost(shape: StepShape) -> float:
-    """A machine whose terms stand in other proportions than those of the reference."""
+    """The cost of steps on a machine with other proportions than the reference."""
     read = shape.reread + shape.context
     return 20.0 + 0.4 * shape.tokens + 0.2 * shape.attended / 1000 + 0.9 * read / 1000 + 0.05 * shape.sequences
 
@@ -117,7 +117,7 @@ def test_a_machine_whose_speed_changes_is_followed_within_fifty_steps(factor: fl
 
 
 def test_a_first_guess_that_is_far_off_is_corrected() -> None:
-    """As when the first step had to wait for the disk."""
+    """For example, the first step may wait for the disk."""
     model, rng = StepCostModel(), random.Random(4)
     model.observe(PROBES[0], 300 * true_cost(PROBES[0]))
     for _ in range(100):
@@ -141,7 +141,7 @@ def test_hours_of_the_same_step_leave_all_predictions_sane(shape: StepShape) -> 
 
 
 def test_a_term_that_is_absent_for_long_is_learned_again_at_once() -> None:
-    """No prompt has anything behind it, so nothing is read."""
+    """No prompt has a computed context, so nothing is read."""
     model, rng = learned(), random.Random(6)
     for _ in range(20_000):
         shape = StepShape.of([(0, rng.choice([64, 128, 256]))])

@@ -1,4 +1,4 @@
-"""What a worker tells routers about its speed."""
+"""A worker's reports about its speed."""
 
 from __future__ import annotations
 

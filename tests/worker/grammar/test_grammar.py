@@ -1,4 +1,4 @@
-"""Constraints: what is compiled, what is refused, and that an answer is what was asked for, whatever happens to it."""
+"""Constraints: supported and refused ones, and answers that match them under all circumstances."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def schema_source(schema: object) -> ConstraintSource:
 
 
 def logits_at(position: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    """What a model of many opinions might say: the same for the same position."""
+    """Random logits that depend only on the position."""
     return (np.random.default_rng([seed, position]).normal(size=VOCAB_SIZE) * 3).astype(np.float32)
 
 
 def answer(constraint: Constraint, generated: tuple[int, ...] = (), **fields: Any) -> list[int]:
-    """Sample until a stop token or `max_tokens`; `generated` is what an earlier attempt delivered."""
+    """Sample until a stop token or `max_tokens`. `generated` are the tokens of an earlier attempt."""
     options = {"max_tokens": 200, "seed": 5, "stop_token_ids": frozenset({EOS}), **fields}
     request = Request("r", [1, 2, 3], SamplingParams(constraint=constraint, **options), 0, resume_token_ids=generated)
     sampler = BatchSampler()
@@ -70,7 +70,7 @@ def allowed_ids(constraint: Constraint, generated: tuple[int, ...] = ()) -> set[
 
 
 def walk(constraint: Constraint, seed: int, longest: int = 600) -> list[int] | None:
-    """Random allowed tokens until the end, rather those that close something; None if there is no end in time."""
+    """Random allowed tokens until the end, with a preference for closing ones; None if there is no end in time."""
     rng = random.Random(seed)
     matcher = constraint.begin()
     generated: list[int] = []

@@ -1,4 +1,4 @@
-"""What the kernel says of threads and memory: recorded texts, and this process."""
+"""The kernel's reports on threads and memory: recorded texts, and this process."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def tree(root: Path, nodes: dict[int, tuple[str, str]], with_memory: str, policy
 
 @pytest.fixture
 def preferred(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Nodes that the kernel was told to prefer."""
+    """The nodes passed to the kernel as preferred."""
     asked: list[int] = []
     monkeypatch.setattr(numa, "_prefer", asked.append)
     return asked

@@ -1,4 +1,4 @@
-"""KV blocks on a disk: what is stored is read back, and nothing else ever is."""
+"""KV blocks on a disk: stored blocks are read back unchanged, and damaged ones never are."""
 
 from __future__ import annotations
 

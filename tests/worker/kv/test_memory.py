@@ -1,4 +1,4 @@
-"""What memory is available, read from recorded trees."""
+"""The available memory, read from recorded directory trees."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""KV caches that outlive their process: what is taken back, what is not, and that no moment of a death is wrong.
+"""KV caches that outlive their process: restored blocks, discarded blocks, and death at any moment.
 
-`make test` kills 40 processes in the middle of a line; with HEADRACE_SOAK=1 it is 1,000.
+`make test` kills 40 processes in the middle of a line; HEADRACE_SOAK=1 kills 1,000.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class KilledError(BaseException):
 
 @contextmanager
 def killing(memory: HostMemory, countdown: int, found: list[HostMemory]) -> Iterator[None]:
-    """Die behind so many lines of the engine, in whichever thread: append the memory as it is then to `found`."""
+    """Die after a number of executed lines of the engine, in any thread: append a copy of the memory to `found`."""
     left = countdown
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -267,7 +267,7 @@ def test_deaths_at_any_line_never_give_a_wrong_token() -> None:
 
 
 def serve(life: Life, batch: list[tuple[list[int], int]]) -> None:
-    """Requests side by side; each must get the right tokens, whatever was taken back."""
+    """Run requests in parallel. Each must get the right tokens, regardless of the restored blocks."""
     requests = [life.under_test.request(prompt, max_tokens) for prompt, max_tokens in batch]
     life.under_test.run()
     for request, (prompt, max_tokens) in zip(requests, batch, strict=True):

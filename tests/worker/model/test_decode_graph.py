@@ -1,4 +1,4 @@
-"""When small decode steps get a graph of their own, and that the engine keeps counts for each graph."""
+"""When small decode steps get their own graph, and the token counts that the engine keeps for each graph."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_does_not_go_together_is_refused(model_dir: Path, different: dict[s
 
 
 def test_each_graph_has_a_size_of_its_own() -> None:
-    """A step that follows one of another graph has another size only if the last one of its own graph had."""
+    """A step after one on the other graph changes size only if the last step on its own graph had another size."""
     engine = make_engine(num_blocks=64)
     engine.runner.small_decode = 4
     sizes = []

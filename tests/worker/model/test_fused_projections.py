@@ -34,7 +34,7 @@ def bytes_by_row(length: int, seed: int) -> ov.Node:
 
 
 def nibbles(length: int, seed: int, *, zero: int | None = None) -> ov.Node:
-    """4 bits in groups with a zero each, or one zero for all."""
+    """4-bit weights in groups, with one zero point per group or one for all."""
     rng = np.random.default_rng(seed)
     shape = [length, HIDDEN // GROUP, GROUP]
     zeros = opset13.constant(np.float16(zero)) if zero is not None else of_nibbles(rng, [*shape[:2], 1])

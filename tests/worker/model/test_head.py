@@ -1,4 +1,4 @@
-"""The head of a model's graph and the graphs behind it against numpy, on a graph that is nothing but a head."""
+"""The head of a model's graph and the graphs after it, compared with numpy, on a graph that has only a head."""
 
 from __future__ import annotations
 

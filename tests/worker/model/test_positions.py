@@ -1,4 +1,4 @@
-"""What graphs take over all tokens of a step, on graphs of nothing else."""
+"""Operations over all tokens of a step, in graphs with nothing else."""
 
 from __future__ import annotations
 

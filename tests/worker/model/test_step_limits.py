@@ -1,4 +1,4 @@
-"""Limits of steps: what was asked for, and defaults that keep prompts exact."""
+"""Limits of steps: requested ones, and defaults that keep prompts exact."""
 
 from __future__ import annotations
 

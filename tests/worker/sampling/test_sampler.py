@@ -315,7 +315,7 @@ def test_a_row_that_is_drawn_at_last_from_its_nucleus_is_not_taken_for_another()
 
 
 def test_sums_that_rounding_made_too_small_do_not_stop_a_draw() -> None:
-    """A token that all others go before: what is behind it is rounding, and may be less than nothing."""
+    """All other tokens come before this token. The remaining weight is a rounding error and may be negative."""
     rows = np.zeros((4, 49152), np.float32)
     rows[:, -1] = -1e-3
     runs = runs_of(rows, np.ones(4, np.float32))

@@ -1,4 +1,4 @@
-"""Requests with adapters on a worker that serves: who they are for the cache, what they hold, and when they let go."""
+"""Requests with adapters on a running worker: their cache identity, and the adapters that they hold and release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has arrived and no report shows, and when a router's belief is wrong."""
+"""Requests that have arrived but are not yet reported, and contradictions of a router's belief."""
 
 from __future__ import annotations
 

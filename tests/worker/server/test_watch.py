@@ -1,4 +1,4 @@
-"""What watchers are told, in which order: at any moment they know a set that is closed under prefixes."""
+"""Reports to watchers: at any moment, a watcher's set of blocks is closed under prefixes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.worker.conftest import make_engine
 
 
 class Mirror:
-    """What one watcher was told, hash by hash."""
+    """The set of hashes of one watcher, updated hash by hash."""
 
     def __init__(self, before: dict[int, int]) -> None:
         self.known: set[int] = set()

@@ -1,4 +1,4 @@
-"""The engine with drafts gives every request the tokens that it gets without, whatever is proposed."""
+"""The engine with drafts gives every request the same tokens as without, for any proposals."""
 
 from __future__ import annotations
 
