@@ -43,7 +43,7 @@ class Clock:
 
 def body_of(number: int) -> dict[str, Any]:
     """A chat that is answered with the same text whenever it is asked."""
-    prompt = f"Tell me story number {number} about a mill on a river. " * (1 + number % 5)
+    prompt = f"Tell me story number {number} about a mill on a river. " * (1 + 6 * (number % 5))
     sampling = {"temperature": 0} if number % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": number}
     message = {"role": "user", "content": prompt}
     return {"model": MODEL, "messages": [message], "ignore_eos": True, "max_tokens": MAX_TOKENS, **sampling}
