@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv dev clean
+.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv bench-lora dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make bench-gateway                            CPU per streamed token, idle streams, open connections'
 	@echo 'make bench-speculation                        speculative decoding, with and without, and beside a peer'
 	@echo 'make bench-kv                                 cached prefixes after a worker died'
+	@echo 'make bench-lora                               LoRA adapters in one batch, and more of them than fit into memory'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
 	@echo 'make image                                    build the image, on a base image held by digest'
@@ -196,6 +197,10 @@ bench-speculation: .venv/.dev .links/headrace
 
 bench-kv: .venv/.dev
 	$(BIN)/python -m benchmarks.kv $(ARGS)
+
+# Alternating runs of one batch, the base model alone and one adapter at a time; then 1,000 adapters, 16 in memory.
+bench-lora: .venv/.dev .links/headrace
+	$(BIN)/python -m benchmarks lora
 
 dev: .venv/.dev .links/headrace
 

@@ -22,6 +22,7 @@ RUNS: dict[str, list[str]] = {
     "overhead": ["overhead", "overhead --text"],
     "fan_out": ["fan_out"],
     "speculation": ["speculation"],
+    "lora": ["lora", "lora_churn"],
 }
 
 
