@@ -51,7 +51,7 @@ class Peers:
         return answer
 
     def close(self) -> None:
-        """Let both end."""
+        """End both processes."""
         for pipe in self._pipes.values():
             pipe.send(None)
 

@@ -66,7 +66,7 @@ class Side(Protocol):
     """An engine that is fed and stepped."""
 
     def add(self, index: int, job: Job) -> None:
-        """Take a job in."""
+        """Add a job."""
         ...
 
     def step(self) -> tuple[float, list[Event]]:

@@ -47,7 +47,7 @@ class Hold(NamedTuple):
 
 
 class Process:
-    """One of the three, and when its loop was held."""
+    """One of the three processes, with the times at which its loop was blocked."""
 
     def __init__(self, child: asyncio.subprocess.Process) -> None:
         self.holds: list[Hold] = []
@@ -135,7 +135,7 @@ async def ask(http: httpx.AsyncClient, number: int, num_choices: int, prompt_tok
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    """Ask and print."""
+    """Send the requests and print the results."""
     longest: dict[str, list[Hold]] = {role: [] for role in ROLES}
     async with serving(arguments.model_dir) as (processes, http):
         await ask(http, 0, 2, 100, 100)  # tokenizer and vocabulary are loaded for the first request

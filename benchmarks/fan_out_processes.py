@@ -83,7 +83,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
 
 
 async def tell_holds() -> None:
-    """Print how long the loop is held, each time that it is."""
+    """Print a line whenever the loop was blocked."""
     while True:
         due_s, used_s = time.monotonic() + _INTERVAL_S, time.thread_time()
         await asyncio.sleep(_INTERVAL_S)

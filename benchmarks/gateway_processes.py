@@ -48,7 +48,7 @@ class Ticker:
         self._ticked = asyncio.Event()
 
     async def run(self) -> None:
-        """For ever."""
+        """Run until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             ticked, self._ticked = self._ticked, asyncio.Event()

@@ -31,7 +31,7 @@ REPEATS = 5
 
 
 def runners(model_dir: Path) -> dict[str, model_runner.OpenVINOModelRunner]:
-    """One for each kind of graph."""
+    """A runner for each kind of graph."""
 
     def runner() -> model_runner.OpenVINOModelRunner:
         threads = len(usable_cpus())

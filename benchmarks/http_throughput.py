@@ -60,7 +60,7 @@ class Serving:
         self.host, self.port = url.hostname, url.port
 
     def run(self, prompts: list[list[int]], output: int) -> tuple[float, list[Answer]]:
-        """Seconds for all prompts at once, and the answers."""
+        """Run all prompts at once. Returns the seconds and the answers."""
         bodies: list[dict[str, object]] = [
             {"prompt": prompt, "max_tokens": output, "temperature": 0, "repetition_penalty": 1, "ignore_eos": True}
             for prompt in prompts
@@ -72,13 +72,13 @@ class Serving:
         return seconds, answers
 
     def stop(self) -> None:
-        """End it and wait."""
+        """Stop the process and wait for its end."""
         self._process.terminate()
         self._process.wait(10)
 
 
 def measure(args: argparse.Namespace, report: Callable[[str], None]) -> None:
-    """Alternate, print each pair and the medians."""
+    """Run the pairs, and print each pair and the medians."""
     context = get_context("spawn")
     pipe, other_end = context.Pipe()
     sizes = (args.concurrency, args.prompt, args.output)

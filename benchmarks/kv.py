@@ -66,7 +66,7 @@ class Worker:
         self._popen = subprocess.Popen(self._argv, stderr=self._log)
 
     def kill(self) -> None:
-        """End it as the kernel does."""
+        """Send SIGKILL."""
         assert self._popen is not None
         os.kill(self._popen.pid, signal.SIGKILL)
         self._popen.wait(BOUND_S)
@@ -113,7 +113,7 @@ async def play(worker: Worker, rng: random.Random, args: argparse.Namespace) -> 
 
 
 def report(model: Path, num_tokens: int, cold: float, rounds: Sequence[dict[str, float]]) -> None:
-    """All rounds of a model."""
+    """Print the results of all rounds of a model."""
     print(f"{model.name}, {num_tokens} tokens, {len(rounds)} rounds")
     print(f"  cold       {cold:.0f} ms")
     for case in rounds[0]:
@@ -130,7 +130,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 async def measure(model: Path, args: argparse.Namespace, flags: Sequence[str]) -> None:
-    """All rounds of a model."""
+    """Run all rounds of a model."""
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         disk = [] if args.disk is None else ["--kv-disk", str(args.disk)]

@@ -40,7 +40,7 @@ RATES_PER_S = (0.05, 0.08, 0.12, 0.16)
 
 
 class Way(NamedTuple):
-    """How steps that streams and prompts share are sized."""
+    """A way to limit the steps that streams and prompts share."""
 
     times_without_prompts: float = step_budget.TIMES_WITHOUT_PROMPTS
     max_num_mixed_tokens: int | None = None
@@ -92,7 +92,7 @@ def jobs_of(per_s: float, seed: int) -> list[Job]:
 
 
 def gaps_ms(token_s: list[list[float]]) -> list[float]:
-    """Milliseconds between two tokens of an answer, of all answers."""
+    """The times between two tokens of an answer, for all answers, in milliseconds."""
     return [1000 * float(gap) for at in token_s for gap in np.diff(at)]
 
 
@@ -106,7 +106,7 @@ def goodput(jobs: list[Job], token_s: list[list[float]], tpot_s: float) -> float
 
 
 def figures_of(jobs: list[Job], token_s: list[list[float]], tpot_s: float) -> Figures:
-    """All figures of a load."""
+    """Compute all figures of a load."""
     gaps = gaps_ms(token_s)
     ttft_s = [at[0] - job.arrival_s for job, at in zip(jobs, token_s, strict=True)]
     token_ms = [1000 * (at[-1] - at[0]) / (len(at) - 1) for at in token_s]

@@ -11,7 +11,7 @@ PACKAGES = ("openvino", "openvino-genai", "grpcio", "numpy", "uvicorn")
 
 
 def describe() -> str:
-    """One line: processor, cores, memory, Python and the versions that matter."""
+    """One line with processor, cores, memory, Python and the versions of the main packages."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), "unknown CPU")
     flags = next((line for line in cpuinfo if line.startswith("flags")), "")

@@ -74,7 +74,7 @@ def in_virtual_time(jobs: Sequence[Job], cost: StepCost, way: Way) -> tuple[tupl
 
 
 def compare_in_virtual_time(cost: StepCost, rates_per_s: Sequence[float]) -> None:
-    """All ways, at several rates: means over the loads."""
+    """Run all ways at several rates, and print means over the loads."""
     rng = np.random.default_rng(1)
     for per_s in rates_per_s:
         for name, way in WAYS.items():

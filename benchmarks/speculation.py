@@ -48,7 +48,7 @@ Side = Callable[[Sequence[Task], int], float]
 
 
 def tasks_of(model_dir: Path, case: str, number: int) -> Task:
-    """One of the tasks of a case."""
+    """Create a task of a case."""
     code = (ROOT / "worker" / "kv" / "block_pool.py").read_text()
     text = (ROOT / "docs" / "explanation" / "batching.md").read_text()
     at = 120 * (number % 8)

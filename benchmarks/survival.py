@@ -172,7 +172,7 @@ class Fleet:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """All processes, ended with the block."""
+        """Run all processes until the end of the block."""
         with ExitStack() as ends:
             for process in (self.router, *self.workers):
                 process.start()
@@ -206,7 +206,7 @@ async def until(is_true: Callable[[], bool]) -> None:
 
 
 async def play(fleet: Fleet, number: int, rng: random.Random, how: signal.Signals) -> Round:
-    """One round, and its control."""
+    """Run one round and its control."""
     await fleet.until_whole()
     victim, survivor = number % 2, 1 - number % 2
     prompts = [[rng.randrange(100, 40_000) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(NUM_STREAMS)]
@@ -264,7 +264,7 @@ def line(what: str, values: Sequence[float]) -> str:
 
 
 def report(rounds: Sequence[Round]) -> None:
-    """All rounds together."""
+    """Print the results of all rounds."""
     for what in ("pauses", "controls", "excesses"):
         values = sorted(value for one in rounds for value in getattr(one, what))
         print(f"{what:9} ms: p50 {statistics.median(values):.0f}, p90 {values[int(0.9 * len(values))]:.0f}, "
@@ -276,7 +276,7 @@ def report(rounds: Sequence[Round]) -> None:
 
 
 async def measure(model: Path, args: argparse.Namespace, worker_flags: Sequence[str]) -> None:
-    """All rounds."""
+    """Run all rounds."""
     how = signal.SIGSTOP if args.hang else signal.SIGKILL
     rng = random.Random(args.seed)
     rounds = []

@@ -1,4 +1,4 @@
-"""How a command fails: one clear sentence on standard error and an exit status."""
+"""Errors of commands: each failure is one sentence on standard error and an exit status."""
 
 from __future__ import annotations
 

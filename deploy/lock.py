@@ -20,7 +20,7 @@ _BEFORE_3_11_3 = ("async-timeout",)
 
 
 def resolve(*requirements: str) -> list[dict[str, Any]]:
-    """What pip would install, as its report has it (version 1 of the format)."""
+    """The packages that pip would install, from its report (version 1 of the format)."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run"]
     command += ["--ignore-installed", "--only-binary", ":all:", "--report", "-", "--constraint", "constraints.txt"]
     report = json.loads(subprocess.check_output([*command, *requirements]))

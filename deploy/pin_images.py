@@ -16,7 +16,7 @@ PINNED = re.compile(r"\b([a-z0-9./_-]+:[A-Za-z0-9._-]+)@(sha256:[0-9a-f]{64})\b"
 
 
 def files() -> list[Path]:
-    """Where images may be named."""
+    """The files that may name images."""
     return [ROOT / "compose.yaml", *sorted((ROOT / "deploy").rglob("*.yaml"))]
 
 

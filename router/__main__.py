@@ -112,7 +112,7 @@ class Router:
             self.leases.start()
 
     async def stop(self) -> None:
-        """Let streams end, then end them; a gateway resumes them elsewhere."""
+        """Let running streams finish for a limited time, then end them; a gateway resumes them elsewhere."""
         if self.leases is not None:
             await self.leases.close()
         await self.server.stop(self.drain_timeout_s)
@@ -147,7 +147,7 @@ async def serve(listen: str, metrics_address: str | None, router: Router) -> Non
 def wired(
     registry: Registry, fleet_config: FleetConfig, admission: AdmissionConfig, options: Mapping[str, Any]
 ) -> Router:
-    """Put a router together. Raises CannotServeError."""
+    """Assemble a router. Raises CannotServeError."""
     metrics = RouterMetrics()
     try:
         transport = Transport(options["tls_dir"], options["join_token_file"])

@@ -216,7 +216,7 @@ class RouterService:
     async def deregister(
         self, request: router_pb2.DeregisterRequest, context: _Context
     ) -> router_pb2.DeregisterResponse:
-        """Take a worker away."""
+        """Remove a worker."""
         self._fleet.deregister(request.worker_id, request.address)
         return router_pb2.DeregisterResponse()
 

@@ -84,13 +84,13 @@ class Browser:
         return value
 
     def text(self, css: str) -> str:
-        """Text of all elements that match, as it is shown."""
+        """The visible text of all matching elements."""
         return str(
             self.run("return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText).join('\\n')", css)
         )
 
     def click(self, css: str) -> None:
-        """Click as a person would: the element must be there to be clicked."""
+        """Click an element as a user would. It must be clickable."""
         self.call("POST", f"/element/{self._element(css)}/click")
 
     def type(self, css: str, text: str, then: str = "") -> None:

@@ -53,7 +53,7 @@ class Hub:
     seen: list[tuple[str, str | None]] = field(default_factory=list)
 
     def add(self, name: str, files: dict[str, bytes], revision: str = "main", **of_repository: bool) -> None:
-        """Put files into a repository, which is made if it is new."""
+        """Add files to a repository, which is created if necessary."""
         repository = self.repositories.setdefault(name, Repository({}, **of_repository))
         repository.revisions[revision] = files
 

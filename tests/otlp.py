@@ -55,7 +55,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def spans(self) -> list[ReceivedSpan]:
-        """All that came so far."""
+        """All spans received so far."""
         with self._lock:
             return list(self._spans)
 

@@ -203,7 +203,7 @@ def disk_tier_for(config: WorkerConfig, runner: OpenVINOModelRunner, fingerprint
 
 
 def _kept_bytes(kept: KeptCache | None) -> int:
-    """Memory that is in use for the KV cache already."""
+    """Memory that already belongs to the KV cache."""
     return 0 if kept is None else kept.memory.resident_bytes
 
 
@@ -234,7 +234,7 @@ def engine_for(
     limits: StepLimits,
     journal: Journal | None = None,
 ) -> Engine:
-    """The engine that the flags describe. `journal` is told what blocks hold."""
+    """Build the engine for the given flags. `journal` records the contents of blocks."""
     return build_engine(
         runner,
         sampler,

@@ -155,7 +155,7 @@ def _openssl(arguments: Sequence[str]) -> None:
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Put a file in place as a whole, with its mode from the beginning."""
+    """Replace a file atomically. The new file has its mode from the beginning."""
     handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     with open(handle, "wb") as file:
         os.fchmod(file.fileno(), mode)

@@ -64,7 +64,7 @@ def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[
 
 
 def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = PLAIN) -> router_pb2.ExplainResponse:
-    """Ask a router. Raises CommandError."""
+    """Send the request to a router. Raises CommandError."""
     with transport.blocking_channel(router) as channel:
         try:
             explained: router_pb2.ExplainResponse = router_pb2_grpc.RouterStub(channel).Explain(

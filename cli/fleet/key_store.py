@@ -29,7 +29,7 @@ class KeyStore(Protocol):
     """A store of keys. Every failure is a CommandError."""
 
     def keys(self) -> Sequence[ApiKey]:
-        """All of them."""
+        """All keys."""
 
     def add(self, key: ApiKey) -> None:
         """Add a key."""

@@ -230,7 +230,7 @@ def _write_model(metadata: dict[str, Any], config: dict[str, Any], tensors: Mapp
 
 
 def _write_with_genai(link: Path, *, has_model: bool) -> None:
-    """The tokenizer and detokenizer, and the model if `has_model`, beside the file."""
+    """Write the tokenizer and detokenizer, and the model if `has_model`, next to the file."""
     # Without this module OpenVINO takes a stub; with it, every import is reported over the network.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:

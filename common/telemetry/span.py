@@ -16,7 +16,7 @@ Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 
 class SpanKind(enum.Enum):
-    """Which side of a call a span is."""
+    """The side of a call that a span describes."""
 
     SERVER = enum.auto()
     CLIENT = enum.auto()
@@ -65,7 +65,7 @@ class Span:
         """Note that something happened."""
 
     def fail(self, error_type: str, message: str = "") -> None:
-        """Mark it as failed, for a reason of a small set such as `queue_full`."""
+        """Mark the span as failed, with a reason from a small set such as `queue_full`."""
 
     def end(self, *, end_s: float | None = None) -> None:
         """End the span. Later changes are ignored."""

@@ -192,7 +192,7 @@ class Transport:
 
     @property
     def knows_callers(self) -> bool:
-        """Whether all callers must prove that they belong to the fleet."""
+        """Whether all callers must authenticate as members of the fleet."""
         return self._tls_dir is not None or self._token_file is not None
 
     def refuse_strangers(self, listen: str, insecure: bool) -> None:

@@ -45,7 +45,7 @@ class SessionOwner(Protocol):
         """Add to the number of unread bytes that a call holds; negative numbers subtract."""
 
     def do_without(self, seconds: float) -> None:
-        """Begin no call in a session for this time."""
+        """Use no sessions for this time."""
 
     def begin_alone(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> Call:
         """Begin a call as a separate RPC."""
@@ -121,7 +121,7 @@ class ClientSession:
 
     @property
     def _bound_s(self) -> float:
-        """How long the server may be silent; 0 if it has promised no heartbeats."""
+        """The allowed silence of the server in seconds; 0 if it has promised no heartbeats."""
         return _LOST_HEARTBEATS * self._client.heartbeat_s
 
     def _arm(self, delay_s: float) -> None:

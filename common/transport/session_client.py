@@ -136,7 +136,7 @@ class SessionClient:
             max(self._unread, key=lambda call: call.num_unread_bytes).give_up()
 
     def do_without(self, seconds: float) -> None:
-        """Begin no call in a session for this time."""
+        """Use no sessions for this time."""
         self._without_until_s = max(self._without_until_s, time.monotonic() + seconds)
 
     def begin_alone(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> Call:

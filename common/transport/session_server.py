@@ -137,7 +137,7 @@ class SessionServer:
 
 
 def whole(wire: WireRequest) -> GenerateRequest:
-    """All of a request. Raises DecodeError."""
+    """The whole request. Raises DecodeError."""
     return GenerateRequest.FromString(wire.joined())
 
 
@@ -229,7 +229,7 @@ class _ServerSession:
                     task.cancel()
 
     async def _begin_all(self, message: SessionRequest) -> None:
-        """Begin the calls of a message, some in each turn of the event loop."""
+        """Begin the calls of a message, a few in each turn of the event loop."""
         shared = [self._server.shared_part(raw) for raw in message.shared]
         borne: set[int] = set()
         for number, begin in enumerate(message.begins):

@@ -53,7 +53,7 @@ class Silences:
         return peer
 
     def now_s(self) -> float:
-        """A clock that stands still while the event loop does. Only differences mean anything."""
+        """A clock that stops while the event loop is blocked. Only differences are meaningful."""
         return min(self._clock(), self._ticked_s + TICK_S) - self._late_s
 
     def tick(self) -> None:
@@ -112,7 +112,7 @@ class Silences:
 
 
 class Peer:
-    """One stream on which a peer is heard."""
+    """A stream from a peer whose silence is monitored."""
 
     __slots__ = ("_heard_s", "_silences", "bound_s", "name")
 
@@ -131,16 +131,16 @@ class Peer:
 
     @property
     def silent_s(self) -> float:
-        """For how long it has said nothing, by the clock of `Silences`."""
+        """The duration of the peer's silence, by the clock of `Silences`."""
         return self._silences.now_s() - self._heard_s
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has missed enough to be doubted."""
+        """Whether the peer has been silent for long enough to be suspected."""
         return self.silent_s >= _SILENT_SHARE * self.bound_s
 
     def judge(self) -> float:
-        """Seconds after which to ask again; 0 if the peer is given up now."""
+        """The seconds until the next check; 0 if the peer must be given up now."""
         left_s = self.bound_s - self.silent_s
         if left_s > 0:
             return left_s
@@ -149,5 +149,5 @@ class Peer:
         return 0.0 if self._silences.gives_up(self) else self.bound_s / 5
 
     def close(self) -> None:
-        """Listen no more. May be called twice."""
+        """Stop monitoring. May be called twice."""
         self._silences.forget(self)

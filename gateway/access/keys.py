@@ -130,7 +130,7 @@ class KeyRing:
             _LOG.info("%d API keys are valid", len(self._by_sha256))
 
     async def run(self) -> None:
-        """For ever: keep up with changes."""
+        """Follow changes until cancelled."""
         while True:
             try:
                 await self.refresh()

@@ -129,7 +129,7 @@ class LocalLimits:
         return Entry(0, False, state)
 
     def take_tokens(self, key: KeyLimits, cost: int, *, anyway: bool = False) -> Answer:
-        """Count tokens, if there is room or `anyway`. The key has such a limit."""
+        """Count tokens if there is room, or in any case with `anyway`. The key must have such a limit."""
         assert key.tokens_per_minute is not None
         account = self._account(key.key_id)
         account.tokens, answer = take(account.tokens, key.tokens_per_minute, cost, self._now_us(), anyway=anyway)

@@ -193,7 +193,7 @@ class SharedLimits:
         return entry
 
     async def take_tokens(self, key: KeyLimits, cost: int) -> Answer:
-        """Count tokens, if there is room. The key has such a limit."""
+        """Count tokens if there is room. The key must have such a limit."""
         limit = key.tokens_per_minute
         assert limit is not None
         reply = await self._ask(TAKE, [_name(key, "tokens")], ["", cost, limit, 0])

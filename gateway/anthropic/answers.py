@@ -132,7 +132,7 @@ class MessageAnswer:
         return events
 
     def push(self, piece: ChatPiece) -> None:
-        """Take the next piece of an answer that is not streamed."""
+        """Add the next piece of an answer that is not streamed."""
         self.piece(0, piece)
 
     def end(self, usage: Usage) -> bytes:

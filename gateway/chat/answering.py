@@ -27,7 +27,7 @@ class WholeAnswer(Protocol):
     """Gathers one choice of an answer that is not streamed."""
 
     def push(self, piece: Any) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
 
 
 class StreamSink(Protocol):
@@ -38,7 +38,7 @@ class StreamSink(Protocol):
         """The caller of the request."""
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Take events."""
+        """Write events."""
 
     async def keep_alive(self, begun: asyncio.Event) -> None:
         """Run for ever: keep a stream without events alive. Until `begun` is set, the request may still be refused

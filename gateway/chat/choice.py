@@ -41,7 +41,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a choice ended, and its usage."""
+    """The end of a choice: its reason and usage."""
 
     reason: str
     """`stop` or `length`; of a chat also `tool_calls`; `error` for one of several choices that failed."""
@@ -253,7 +253,7 @@ class WholeChoice:
         self.ending: Ending | None = None
 
     def push(self, piece: Piece) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         self._texts.append(piece.text)
         self.logprobs.extend(piece.logprobs)
         self.prompt_logprobs.extend(piece.prompt_logprobs)

@@ -37,7 +37,7 @@ _QUEUED_PIECES_PER_CHOICE = 4
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt, and how to answer it."""
+    """One prompt, with the parameters of its answers."""
 
     model: Model
     token_ids: Sequence[int]

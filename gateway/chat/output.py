@@ -34,7 +34,7 @@ class ChatPiece:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read the answers of one request."""
+    """The settings for parsing the answers of one request."""
 
     output: OutputFormat
     use: ToolUse
@@ -148,7 +148,7 @@ class WholeChat:
         self.ending: Ending | None = None
 
     def push(self, piece: ChatPiece) -> None:
-        """Take the next piece."""
+        """Parse the next piece."""
         for delta in piece.deltas:
             match delta:
                 case ContentDelta(text):

@@ -150,8 +150,8 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
 
 
 def take_large_fields(params: SamplingParams) -> SamplingParams:
-    """Move the fields that may be large out of `params`; merging the two restores it. An empty constraint stays, to
-    show that there is one."""
+    """Move the fields that may be large out of `params`. Merging the two restores it. An empty constraint remains as a
+    marker."""
     large = SamplingParams()
     for name in _LARGE_FIELDS:
         getattr(large, name).MergeFrom(getattr(params, name))

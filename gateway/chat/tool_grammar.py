@@ -252,7 +252,7 @@ def _deepseek(writer: _Writer) -> str:
 
 
 def _gpt_oss(writer: _Writer) -> str:
-    """One call, with or without reasoning before it, as the last message. Or the final message, if a call is
+    """The grammar of one call as the last message, optionally after reasoning; or of the final message if a call is
     optional."""
     channel, message, start, constrain = (
         writer.markup(tag) for tag in (harmony.CHANNEL, harmony.MESSAGE, harmony.START, harmony.CONSTRAIN)

@@ -39,7 +39,7 @@ class ConnectionBounds:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One connection within bounds."""
+    """A connection with limits on its size, time and number of requests."""
 
     def __init__(self, *args: Any, bounds: ConnectionBounds, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -57,7 +57,7 @@ class BoundedConnection(HttpToolsProtocol):
     # --- life of the connection -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, if there is room for one more."""
+        """Accept the connection if there is room for another one."""
         super().connection_made(transport)
         connection = transport.get_extra_info("ssl_object")
         if isinstance(connection, (ssl.SSLObject, ssl.SSLSocket)):

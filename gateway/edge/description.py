@@ -1,4 +1,4 @@
-"""How endpoints are described, for the OpenAPI document (pure)."""
+"""Descriptions of endpoints for the OpenAPI document. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ErrorDetail(Shape):
 
 
 class Error(Shape):
-    """The one shape of all failures."""
+    """The format of all errors."""
 
     error: ErrorDetail
 

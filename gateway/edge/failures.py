@@ -34,7 +34,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as HTTP has it."""
+    """The HTTP form of an error."""
 
     status: int
     kind: str

@@ -189,7 +189,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the process's signal handlers alone."""
+        """Do not install signal handlers."""
         yield
 
 

@@ -25,7 +25,7 @@ _TYPES = {
 
 
 class _KserveErrors:
-    """The shape of all errors of this protocol over HTTP."""
+    """The format of all errors of this protocol over HTTP."""
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
@@ -128,5 +128,5 @@ class GenerateStream:
         return b"data: " + encode(generated(self._model, self._request_id, tensors)) + b"\n\n"
 
     def end(self, usage: Usage) -> bytes:
-        """Nothing: the last piece had the last event."""
+        """Write nothing: the last piece was the last event."""
         return b""

@@ -40,7 +40,7 @@ NAMES = FieldNames([("prompt", TEXT_INPUT), (r"(?:top_)?logprobs", "return_cumul
 
 
 class KserveParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen, by the names of completions. Numbers may be texts."""
+    """Sampling parameters, with the names of completions. Numbers may be texts."""
 
     max_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
@@ -88,7 +88,7 @@ def values_of(tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of all sources. Raises `StatusError` for a name that is there twice."""
+    """The values of all sources. Raises `StatusError` for a name that occurs twice."""
     values: dict[str, Any] = {}
     for source in sources:
         for name, value in source.items():

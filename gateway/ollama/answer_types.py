@@ -74,7 +74,7 @@ class OllamaListed(Shape):
 
 
 class OllamaList(Shape):
-    """All of them."""
+    """The list of models."""
 
     models: list[OllamaListed]
 
@@ -91,7 +91,7 @@ class OllamaRunning(Shape):
 
 
 class OllamaRunningList(Shape):
-    """All of them."""
+    """The list of running models."""
 
     models: list[OllamaRunning]
 
@@ -109,7 +109,7 @@ class OllamaShown(Shape):
 
 
 class OllamaStatus(Shape):
-    """How far a model's pull is."""
+    """The progress of a pull."""
 
     status: str
 

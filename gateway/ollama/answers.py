@@ -31,7 +31,7 @@ INVALID_JSON = "INVALID_JSON"
 
 
 class _OllamaErrors:
-    """The shape of all errors of this protocol."""
+    """The format of all errors of this protocol."""
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
@@ -46,12 +46,12 @@ OLLAMA_ERRORS = _OllamaErrors()
 
 
 def now() -> str:
-    """The time, as answers have it."""
+    """The current time in the format of answers."""
     return time_of(time.time())
 
 
 def time_of(unix_s: float) -> str:
-    """A time as answers have it."""
+    """A time in the format of answers."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -62,7 +62,7 @@ def line(value: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """When the stages of a request ended, in seconds of one monotonic clock."""
+    """The times at which the stages of a request ended, in seconds of a monotonic clock."""
 
     arrived_s: float
     planned_s: float
@@ -146,7 +146,7 @@ class OllamaAnswer:
         return line({**self._head(), **self._body(part), "done": False}) if part else b""
 
     def push(self, piece: ChatPiece) -> None:
-        """Take the next piece of an answer that is not streamed."""
+        """Add the next piece of an answer that is not streamed."""
         self._all.take(self._part(piece))
 
     def end(self, usage: Usage) -> bytes:

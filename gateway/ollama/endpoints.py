@@ -1,4 +1,4 @@
-"""Chats and prompts as Ollama's clients ask for them. docs/protocol.md has every field."""
+"""Ollama's endpoints for chats and prompts. docs/protocol.md has every field."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Generations:
             await self._prompted(exchange, request, model)
 
     async def _continue(self, exchange: Exchange, request: OllamaGenerate, model: Model) -> None:
-        """Continue a prompt as it is."""
+        """Continue a prompt without a template."""
         with CHAT_NAMES.in_callers_terms():
             (plan,) = (await self._services.chats.plan_completion(completion_of(request, model.name))).plans
             job = replace(plan.job, sampling=replace(plan.job.sampling, default_max_tokens=None))
@@ -130,7 +130,7 @@ class _Generations:
 
 
 async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model: Model) -> None:
-    """Answer a request without a prompt: the model is there."""
+    """Answer a request without a prompt, which only checks the model."""
     if request.keep_alive in (0, "0", "0s"):
         problem = "keep_alive: a gateway does not unload models; its operator does"
         raise StatusError(Reason.UNSUPPORTED, problem, field="keep_alive")

@@ -1,4 +1,4 @@
-"""Requests of Ollama's API to the chats and completions that they are (pure)."""
+"""Translates requests of Ollama's API to chats and completions. Pure."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TokenIds: TypeAlias = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen, and hints for loading that change no answer."""
+    """Sampling options, and hints for loading that do not affect answers."""
 
     num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None = None
     num_ctx: Count | None = None
@@ -63,7 +63,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn. `images` may only be empty."""
+    """One turn. `images` must be empty."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None

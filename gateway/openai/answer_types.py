@@ -163,7 +163,7 @@ class ModelCard(Shape):
 
 
 class ModelList(Shape):
-    """All of them."""
+    """The list of models."""
 
     object: Literal["list"]
     data: list[ModelCard]

@@ -166,7 +166,7 @@ class ResponseAnswer:
     # --- AnswerStream and WholeAnswer -------------------------------------------------------------------------------
 
     def begin(self) -> bytes:
-        """The first events; none if they were made already."""
+        """The first events; empty if they were already returned."""
         if self._num_events or not self._streams:
             return b""
         created = self._event("response.created", response=self.response)
@@ -189,7 +189,7 @@ class ResponseAnswer:
         return events
 
     def push(self, piece: ChatPiece) -> None:
-        """Take the next piece of an answer that is not streamed."""
+        """Add the next piece of an answer that is not streamed."""
         self.piece(0, piece)
 
     def finish(self, usage: Usage) -> None:

@@ -200,7 +200,7 @@ class _Responses:
     # --- what is stored ---------------------------------------------------------------------------------------------
 
     async def retrieve(self, exchange: Exchange) -> None:
-        """GET responses/{id}, as it is or as the stream of its events."""
+        """GET responses/{id}, as JSON or as a stream of its events."""
         query = _query(exchange, ("stream", "starting_after", "include_obfuscation"))
         if _flag(query, "include_obfuscation"):
             raise unsupported("include_obfuscation", "include_obfuscation is not supported; leave it out")
@@ -281,7 +281,7 @@ class _Responses:
         return stored
 
     async def _stored(self, exchange: Exchange, response_id: str) -> StoredResponse | None:
-        """A response of this owner, as it is now."""
+        """A response of this owner in its current state."""
         if not response_id.startswith("resp_") or len(response_id) > MAX_ID_CHARS or ":" in response_id:
             return None
         run = self._runs.get(response_id)
@@ -321,7 +321,7 @@ class _Responses:
             raise StatusError(Reason.DEADLINE, "the response was not cancelled in time; try again") from error
 
     async def _ended(self, exchange: Exchange, response_id: str) -> StoredResponse:
-        """A response that another gateway generates, when it has ended."""
+        """Wait for the end of a response that another gateway generates."""
         while True:
             stored = await self._stored(exchange, response_id)
             if stored is None:

@@ -87,7 +87,7 @@ async def packed(stored: StoredResponse) -> bytes:
 
 
 async def unpacked(value: bytes) -> StoredResponse:
-    """The response of these bytes."""
+    """Decode a response."""
     is_short = len(value) <= MAX_INLINE_BYTES // 8
     return _DECODER.decode(zlib.decompress(value) if is_short else await asyncio.to_thread(zlib.decompress, value))
 

@@ -27,7 +27,7 @@ ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 class ReasoningFields(msgspec.Struct, kw_only=True):
-    """How much to reason. There are no summaries: reasoning is shown as it is."""
+    """The effort of reasoning. There are no summaries, because reasoning is shown in full."""
 
     effort: str | None = None
     summary: str | None = None

@@ -281,7 +281,7 @@ def union(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def _without(ranges: Ranges) -> Ranges:
-    """All characters but these."""
+    """All characters except these."""
     found, start = [], 0
     for first, last in ranges:
         if start < first:

@@ -77,7 +77,7 @@ class Recent:
         self._present().num_tokens += num_tokens
 
     def first_token(self, since_arrival_s: float) -> None:
-        """Take the time to a first token."""
+        """Record the time to a first token."""
         interval = self._present()
         if len(interval.ttft_ms) < MAX_SAMPLES:
             interval.ttft_ms.append(since_arrival_s * 1e3)

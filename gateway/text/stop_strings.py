@@ -29,7 +29,7 @@ class StopMatcher:
         """The stop string that was found, if one was."""
 
     def push(self, text: str) -> str:
-        """The text that this piece releases. Nothing may be pushed after a match."""
+        """Add a piece, and return the text that it releases. Must not be called after a match."""
         if not self._stops:
             return text
         assert self.match is None, "the text has ended"

@@ -49,7 +49,7 @@ class TgiSequence(_Details, kw_only=True):
 
 
 class TgiDetails(_Details, kw_only=True):
-    """How the answer ended, its tokens, and the answers that are not the best."""
+    """Details of the answer: its finish reason, its tokens, and the other answers of best_of."""
 
     best_of_sequences: list[TgiSequence] | msgspec.UnsetType = msgspec.UNSET
 

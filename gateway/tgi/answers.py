@@ -22,7 +22,7 @@ _ERROR_TYPES = {401: "authentication", 403: "authentication", 429: "overloaded",
 
 
 class _TgiErrors:
-    """The shape of all errors of this protocol."""
+    """The format of all errors of this protocol."""
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
@@ -74,7 +74,7 @@ class TgiChoice:
         self.ending: Ending | None = None
 
     def push(self, piece: Piece) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         self._text += piece.text
         self._pending += piece.logprobs
         self.logprobs += piece.logprobs
@@ -115,7 +115,7 @@ class TgiChoice:
         return self._shown.prefix + self._text
 
     def summary(self) -> dict[str, Any]:
-        """How the answer ended."""
+        """The finish reason and token count of the answer."""
         ending = self.ending
         assert ending is not None
         reason = "length"
@@ -129,7 +129,7 @@ class TgiChoice:
         }
 
     def details(self) -> dict[str, Any]:
-        """How the answer ended, with its tokens."""
+        """The summary of the answer, with its tokens."""
         prefill: list[dict[str, Any]] = []
         if self._shown.prefill:
             first = self._shown.prompt[0]
@@ -142,7 +142,7 @@ class TgiChoice:
 
 
 def whole(choices: Sequence[TgiChoice], shown: Shown) -> dict[str, Any]:
-    """The answer of these choices, best first."""
+    """The response with these choices, best first."""
     best, *others = choices
     value: dict[str, Any] = {"generated_text": best.generated_text}
     if shown.details:
@@ -175,7 +175,7 @@ class TgiStream:
         return events
 
     def end(self, usage: Usage) -> bytes:
-        """Nothing: the last piece had the last event."""
+        """Write nothing: the last piece was the last event."""
         return b""
 
     def _event(self, position: int, is_last: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""Prompts as clients of Text Generation Inference ask for them. docs/protocol.md has every field."""
+"""TGI's endpoints for prompts. docs/protocol.md has every field."""
 
 from __future__ import annotations
 

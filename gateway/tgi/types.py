@@ -1,6 +1,6 @@
-"""Requests of Text Generation Inference, checked, and the completions that they are (pure).
+"""Requests of Text Generation Inference, and their translation to completions. Pure.
 
-docs/protocol.md has every field. Unknown fields are refused: a field that is new to this server may change the answer.
+docs/protocol.md has every field. Unknown fields are refused, because a new field may change the meaning of a request.
 
 https://huggingface.github.io/text-generation-inference
 """
@@ -79,7 +79,7 @@ NAMES = FieldNames(
 
 
 def completion_of(request: TgiRequest, streams: bool) -> Completion:
-    """The completion that a request asks for. Raises `StatusError` for what cannot be honoured."""
+    """Translate a request to a completion. Raises `StatusError` for unsupported values."""
     parameters = request.parameters or TgiParameters()
     refuse_unless_neutral(parameters, NEUTRAL)
     samples = _samples(parameters)
@@ -120,7 +120,7 @@ def samples(request: TgiRequest) -> bool:
 
 
 def _samples(parameters: TgiParameters) -> bool:
-    """A parameter that shapes the distribution asks for drawing as `do_sample` does."""
+    """Whether to sample. A parameter that shapes the distribution turns sampling on, as `do_sample` does."""
     shaped = parameters.temperature not in (None, 1.0) or parameters.top_p not in (None, 1.0)
     return bool(parameters.do_sample or shaped or parameters.top_k)
 

@@ -1,4 +1,4 @@
-"""One address of a router or worker: its channel and the stubs on it."""
+"""The address of a router or worker, with its channel and stubs."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Retries:
         return self._pause(self.fruitless)
 
     def _pause(self, number: int) -> float:
-        """Seconds before the attempt that follows `number` failed ones."""
+        """Seconds to wait after `number` failed attempts."""
         rounds, position = divmod(number, self.num_addresses)
         if position:  # an address that has not been tried in this round
             return 0.0

@@ -318,7 +318,7 @@ class Upstream:
 def _begin(
     endpoint: Address, request: GenerateRequest, shared: tuple[SharedPart, ...], metadata: Metadata, timeout_s: float
 ) -> tuple[Span, Any]:
-    """Begin an attempt: its span and its call."""
+    """Begin an attempt, with a span and a call."""
     span = begin_attempt(request, endpoint.address)
     wire = WireRequest(request.SerializeToString(), shared)
     return span, endpoint.sessions.generate(wire, metadata=span.onto(metadata), timeout=timeout_s)

@@ -189,7 +189,7 @@ class Admission:
         bound_s: float,
         remaining_s: float | None,
     ) -> tuple[FairQueue[_Ticket], Entry[_Ticket], _Ticket]:
-        """Put a request into its model's queue. Raises StatusError (QUEUE_FULL)."""
+        """Add a request to its model's queue. Raises StatusError (QUEUE_FULL)."""
         queue = self._queues.get(card.name)
         if queue is None:
             queue = FairQueue(self._config.tenant_weights)

@@ -24,7 +24,7 @@ class FencedError(Exception):
 
 
 def parse(raw: bytes) -> inference_pb2.GenerateRequest:
-    """The request in these bytes. Raises StatusError (INVALID_FIELD) if they are not one."""
+    """Decode a request. Raises StatusError (INVALID_FIELD) if the bytes are not a request."""
     try:
         return inference_pb2.GenerateRequest.FromString(raw)
     except DecodeError:

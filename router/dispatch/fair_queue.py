@@ -117,7 +117,7 @@ class _Level(Generic[T]):
         return number
 
     def _compact(self) -> None:
-        """Keep heap and tags within a constant factor of the tenants that wait."""
+        """Keep the sizes of heap and tags within a constant factor of the number of waiting tenants."""
         most = 2 * len(self.waiting) + _SLACK
         if len(self.heap) > most:
             self.heap = [(self.tags[name], next(iter(entries)), name) for name, entries in self.waiting.items()]

@@ -89,7 +89,7 @@ class ReportPace:
         return self._asked_ms
 
     def change(self) -> int | None:
-        """The interval to ask for now; None while the last one is about right."""
+        """The interval to request now; None while the last one is close enough."""
         wanted_ms = self._wanted_ms()
         if self._asked_ms / _CHANGED_BY <= wanted_ms <= _CHANGED_BY * self._asked_ms:
             return None

@@ -1,4 +1,4 @@
-"""A request as placement sees it, before and after it has a worker."""
+"""A request in the form that placement needs, before and after it is placed."""
 
 from __future__ import annotations
 

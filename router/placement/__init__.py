@@ -1,1 +1,1 @@
-"""Which worker a request goes to: prefix index, predictions, bookings, policy. No I/O."""
+"""Chooses the worker for a request: prefix index, predictions, bookings, policy. No I/O."""

@@ -91,7 +91,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, worker_id: str, load: LoadReport, block_size: int, bookings: Bookings) -> Candidate:
-        """A worker with this report, where these bookings are not in it."""
+        """A worker with this report and the bookings that the report does not include."""
         return cls(
             worker_id,
             load,
@@ -113,7 +113,7 @@ class Candidates:
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Candidates:
-        """These, in their order."""
+        """The given workers, in the given order."""
         table = CandidateTable()
         for number, candidate in enumerate(candidates):
             table.put(number, candidate)
@@ -133,7 +133,7 @@ class CandidateTable:
         self._values: Values = np.zeros((_NUM_COLUMNS, 16))
 
     def put(self, slot: int, candidate: Candidate) -> None:
-        """Note load and bookings of the worker at a slot."""
+        """Store the load and the bookings of the worker at a slot."""
         values = self._values
         if slot >= values.shape[1]:
             values = self._values = np.hstack([values, np.zeros((_NUM_COLUMNS, max(slot, values.shape[1])))])
@@ -156,5 +156,5 @@ class CandidateTable:
         )
 
     def at(self, slots: Places) -> Values:
-        """A copy of the columns at these slots, in their order."""
+        """A copy of the columns at these slots, in this order."""
         return self._values.take(slots, axis=1)

@@ -94,7 +94,7 @@ class PrefixIndex:
 
     @property
     def num_predicted(self) -> int:
-        """Blocks predicted and not yet expired, those confirmed meanwhile included."""
+        """Number of predicted blocks that have not expired, including confirmed ones."""
         return self._predictions.num_blocks
 
     @property
@@ -179,7 +179,7 @@ class PrefixIndex:
         self._compact(holding)
 
     def hashes_of(self, worker_id: str) -> set[int]:
-        """All that a known worker holds. Looks at every one."""
+        """All hashes of a known worker. Takes time proportional to the size of the index."""
         holding = self._holdings[worker_id]
         return {block_hash for block_hash in holding.log if self._mask.get(block_hash, 0) & holding.bit}
 
@@ -322,7 +322,7 @@ class PrefixIndex:
             holding.log = array("Q", reversed(held))
 
     def _make_room(self, holding: _Holding) -> bool:
-        """Free one entry for this worker; False if it has to go without."""
+        """Free one entry for this worker. Returns False if there is none to free."""
         self._num_dropped += 1
         if len(holding) * len(self._holdings) >= self.max_entries:
             self._gapped |= holding.bit

@@ -39,7 +39,7 @@ class Prompt:
 
     @property
     def tokens(self) -> array[int]:
-        """All tokens. Not to be changed."""
+        """All tokens. The caller must not change them."""
         _exhaust(self._copy())
         assert self._tokens is not None
         return self._tokens

@@ -47,7 +47,7 @@ class Family:
 
     @property
     def whole_config(self) -> dict[str, Any]:
-        """All that the configuration is made of; None takes a common value away."""
+        """The complete configuration. None removes a common value."""
         merged = {**_COMMON, **self.config}
         return {key: value for key, value in merged.items() if value is not None}
 

@@ -22,7 +22,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Put the table into README.md."""
+    """Write the table to README.md."""
     README.write_text(_TABLE.sub(lambda _found: table(), README.read_text()))
 
 

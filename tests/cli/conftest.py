@@ -88,7 +88,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub without models, which the commands ask."""
+    """An empty hub, which the commands use."""
     with running_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/")
         yield hub

@@ -72,7 +72,7 @@ def entry(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> catal
 
 
 def left_in(cache: Path) -> list[str]:
-    """Everything in the cache but locks and finished models."""
+    """Everything in the cache except locks and complete models."""
     return sorted(
         str(path.relative_to(cache))
         for folder in ("downloads", "models")

@@ -30,7 +30,7 @@ _IDENTITY = {
 
 
 def render(directory: Path) -> list[Resource]:
-    """All resources of an overlay, in no certain order."""
+    """All resources of an overlay, in any order."""
     return _accumulate(directory, [])
 
 

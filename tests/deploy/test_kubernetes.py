@@ -188,7 +188,7 @@ def test_ports_of_services_probes_and_addresses_are_those_that_the_commands_list
 
 
 def listened_ports(params: dict[str, Any]) -> Iterator[int]:
-    """Every port that a process with these parameters listens on."""
+    """All ports on which a process with these parameters listens."""
     for name in ("port", "grpc_port"):
         if params.get(name):
             yield params[name]

@@ -36,13 +36,13 @@ class Clock:
         self.step(0)
 
     def step(self, offset_s: int) -> None:
-        """Put it that far from ours."""
+        """Set the clock's difference to ours."""
         with self._path.open("r+b" if self._path.exists() else "wb") as file:
             file.write(struct.pack("q", offset_s))
 
 
 def body_of(number: int) -> dict[str, Any]:
-    """A chat that is answered with the same text whenever it is asked."""
+    """A chat that always gets the same answer."""
     prompt = f"Tell me story number {number} about a mill on a river. " * (1 + 6 * (number % 5))
     sampling = {"temperature": 0} if number % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": number}
     message = {"role": "user", "content": prompt}
@@ -67,7 +67,7 @@ class Clients:
         return self.ends["stream"] + self.ends["whole"]
 
     async def ask_on(self) -> None:
-        """One client."""
+        """Run one client."""
         kinds: list[Callable[[httpx.AsyncClient, str], Awaitable[str]]]
         kinds = [self._stream, self._slow_stream, self._whole, self._leave, self._too_long, self._malformed, self._late]
         weights = (8, 2, 4, 2, 1, 1, 2)

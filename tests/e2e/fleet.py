@@ -75,7 +75,7 @@ class Process:
         return self._popen is not None and self._popen.poll() is None
 
     def start(self) -> None:
-        """Start it; none may be running."""
+        """Start the process. None may be running."""
         assert not self.is_alive, f"{self.name} runs already"
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", *self._argv],
@@ -182,7 +182,7 @@ class Fleet:
         ]
 
     def add_worker(self) -> Process:
-        """One more worker, not started."""
+        """Add a worker without starting it."""
         name = f"worker-{len(self.workers)}"
         listen = ["--listen", f"unix:{self._directory}/{name}.sock", "--worker-id", name]
         path = self._model or small_model()
@@ -213,7 +213,7 @@ class Fleet:
 
     @property
     def processes(self) -> list[Process]:
-        """All of them."""
+        """All processes."""
         return [*self.workers, *self.routers, *self.gateways]
 
     def start(self) -> None:

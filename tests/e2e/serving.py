@@ -109,7 +109,7 @@ class Serve:
         return sum(map(float, found))
 
     def wait(self, bound_s: float = BOUND_S) -> int:
-        """Exit status, once it has ended and all it printed is here."""
+        """Wait for the end of the process and its output. Returns the exit status."""
         status = self.process.wait(bound_s)
         for reader in self._readers:
             reader.join(BOUND_S)

@@ -39,7 +39,7 @@ class Stream:
 
     @property
     def result(self) -> tuple[str, int | None, str | None, str | None, bool]:
-        """All that has to be the same as in an undisturbed run."""
+        """Everything that must be the same as in an undisturbed run."""
         return self.text, self.num_tokens, self.finish_reason, self.error, self.is_done
 
     def take(self, line: str) -> None:
@@ -154,7 +154,7 @@ class Load:
                 await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """Ask no more, and wait for the answers that are still to come."""
+        """Send no new requests, and wait for the running ones."""
         self._stopping = True
         async with asyncio.timeout(STREAM_BOUND_S):
             await asyncio.gather(*self._tasks)

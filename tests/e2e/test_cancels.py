@@ -53,7 +53,7 @@ class Visitors:
         self._left = NUM_REQUESTS
 
     async def visit(self, http: httpx.AsyncClient, inference: inference_pb2_grpc.InferenceStub) -> None:
-        """One client, asking and leaving until all requests have been played."""
+        """A client that sends and abandons requests until all are done."""
         ways = (self._leave_stream, self._leave_early, self._deadline, self._cancel_call, self._stay)
         while self._left > 0:
             self._left -= 1
@@ -90,7 +90,7 @@ class Visitors:
         return "finished"
 
     async def _deadline(self, _: Any, inference: inference_pb2_grpc.InferenceStub) -> str:
-        """Ask a router with a deadline that may be too short."""
+        """Send a request to a router with a deadline that may be too short."""
         try:
             async for _message in inference.Generate(self._tokens(), timeout=self._rng.uniform(0.01, 1.0)):
                 pass

@@ -137,7 +137,7 @@ def assert_nothing_grows(own_fleet: Fleet, texts: dict[int, str]) -> None:
 
 
 def num_fds(process: Process) -> int:
-    """Files that it has open."""
+    """The number of its open files."""
     return len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
 
 

@@ -23,7 +23,7 @@ DONE = "return document.querySelector('.answer:last-child:not(.busy) .figures di
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serve]:
-    """One worker of one thread; skipped before anything starts where there is no browser."""
+    """A worker with one thread. Skips before anything starts if there is no browser."""
     chromium()
     with serving("--workers", "1", "--threads", "1") as system:
         until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
@@ -54,7 +54,7 @@ def page(served: Serve, tab: Browser) -> Iterator[Browser]:
 
 
 def ask(page: Browser, text: str, *, max_tokens: int = 40) -> None:
-    """Ask, greedily and with a bound."""
+    """Ask greedily, with a limited length."""
     page.run(
         """const all = {temperature: '0', max_tokens: String(arguments[0])};
         for (const [name, value] of Object.entries(all)) {

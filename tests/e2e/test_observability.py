@@ -191,7 +191,7 @@ def test_nothing_of_a_prompt_an_answer_or_a_key_is_in_a_log(observed: Observed) 
 
 
 def families(exposition: str) -> dict[str, str]:
-    """Name, as series have it, and type of each metric."""
+    """The series name and the type of each metric."""
     found = {}
     for family in text_string_to_metric_families(exposition):
         found[f"{family.name}_total" if family.type == "counter" else family.name] = family.type
@@ -255,7 +255,7 @@ def series_of(kinds: dict[str, str]) -> set[str]:
 
 
 def panels() -> list[dict[str, Any]]:
-    """All panels of the dashboard that draw something."""
+    """All panels of the dashboard with expressions."""
     found = json.loads(DASHBOARD.read_text())["panels"]
     return [panel for panel in found if panel["type"] != "row"]
 

@@ -35,12 +35,12 @@ def redis_with_sentinel(tmp_path: Path) -> Iterator[RedisWithSentinel]:
 
 
 def num_known(own_fleet: Fleet) -> list[int]:
-    """How many workers each router takes for ready."""
+    """The number of workers that each router lists as ready."""
     return [own_fleet.num_ready(index) for index in range(len(own_fleet.routers))]
 
 
 def said(own_fleet: Fleet, words: str) -> list[bool]:
-    """Which routers have these words in their logs."""
+    """The routers with these words in their logs."""
     return [any(words in line for line in router.logs) for router in own_fleet.routers]
 
 

@@ -111,7 +111,7 @@ def of_kubernetes(name: str) -> list[str]:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[tuple[TlsServer, TlsServer]]:
-    """One for leases, and one for responses."""
+    """A Redis for leases and a Redis for responses."""
     certificates = make_certificates(tmp_path / "fleet")
     started = [TlsServer(of_host_yaml(), certificates)]
     started.append(TlsServer(of_kubernetes("headrace-redis-responses"), certificates))

@@ -31,7 +31,7 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_to
 
 @dataclass
 class Secured:
-    """A fleet that wants to know who asks."""
+    """A fleet that authenticates its callers."""
 
     fleet: Fleet
     second_gateway: Process
@@ -117,7 +117,7 @@ def _is_ready(url: str) -> bool:
 
 
 async def ask_all(urls: list[str], headers: dict[str, str], **fields: object) -> list[httpx.Response]:
-    """One request to each of the URLs, all at once."""
+    """Send one request to each URL, all at once."""
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
         asked = (client.post(f"{url}/v1/chat/completions", json={**BODY, **fields}, headers=headers) for url in urls)
         return list(await asyncio.gather(*asked))

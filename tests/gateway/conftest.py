@@ -155,7 +155,7 @@ def tiny_text(tiny_bundle: bytes) -> Iterator[TextSide]:
 
 @dataclass
 class Stream:
-    """One Generate call as the fake router saw it."""
+    """One Generate call at the fake router."""
 
     request: inference_pb2.GenerateRequest
     metadata: dict[str, str]

@@ -102,7 +102,7 @@ def _sources() -> Iterator[str]:
 
 
 def _distributions(name: str, seen: set[str] | None = None) -> Iterator[Path]:
-    """Files of all that a distribution requires, but not its own."""
+    """The files of all requirements of a distribution, without its own."""
     seen = set() if seen is None else seen
     for requirement in importlib.metadata.requires(name) or ():
         found = re.match(r"[A-Za-z0-9._-]+", requirement)

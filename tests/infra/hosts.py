@@ -52,7 +52,7 @@ class Host:
         _ip("link", "set", self._port, "down", namespace=self._network.switch)
 
     def heal(self) -> None:
-        """Put the cable back."""
+        """Reconnect the hosts."""
         _ip("link", "set", self._port, "up", namespace=self._network.switch)
 
 

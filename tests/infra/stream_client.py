@@ -40,7 +40,7 @@ async def endless(base_url: str, num_clients: int) -> None:
 
 
 def main() -> None:
-    """Run what the arguments say."""
+    """Run the command in the arguments."""
     base_url, what, *numbers = sys.argv[1:]
     asyncio.run({"streams": streams, "load": endless}[what](base_url, *map(int, numbers)))
 

@@ -50,7 +50,7 @@ class Hosts:
         return f"{self.front.address}:{PORT}"
 
     def flags_of(self, name: str) -> list[str]:
-        """How the processes of a host prove that they belong."""
+        """The flags with which the processes of a host authenticate."""
         own = make_certificates(self.directory / name, ca=self.directory / "ca")
         return ["--tls-dir", str(own), "--join-token-file", str(own / "join-token")]
 

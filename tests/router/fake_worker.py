@@ -107,7 +107,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a request runs here and has used up what may be sent."""
+        """Whether a request is running here and has used up its budget."""
         return self._server is not None and self.num_running > 0 and self.budget == 0
 
     async def kill(self) -> None:
@@ -166,7 +166,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
     def report(
         self, stored: Sequence[int] = (), evicted: Sequence[int] = (), placement_ids: Sequence[int] = (), **load: Any
     ) -> None:
-        """Say at once what changed."""
+        """Report the changes at once."""
         self.cached = (self.cached - set(evicted)) | set(stored)
         for name, value in load.items():
             setattr(self.load, name, value)
@@ -200,7 +200,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         return worker_pb2.UnloadAdapterResponse()
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Hold the blocks of this prompt, and say so."""
+        """Store the blocks of this prompt and report them."""
         self.report(stored=block_hashes(root_hash(self.card.fingerprint), tokens, BLOCK_SIZE))
 
     # -- Inference --------------------------------------------------------------------------------------------------

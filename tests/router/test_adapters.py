@@ -15,7 +15,7 @@ PROMPT = list(range(20))
 
 
 async def until_known(router: object, name: str, *workers: FakeWorker) -> None:
-    """Return when the router knows the adapter at these workers and no others."""
+    """Wait until the router knows the adapter at exactly these workers."""
     addresses = {worker.address for worker in workers}
     links = router.fleet.links  # type: ignore[attr-defined]
     await until(lambda: {link.address for link in links() if link.adapters.find(name)} == addresses)

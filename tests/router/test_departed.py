@@ -1,4 +1,4 @@
-"""Which models may come back."""
+"""Models of departed workers that may come back."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_no_block_leaks_and_no_booking_stays_in_a_cache_that_is_too_small(
 
 
 def _check_at_every_step(simulation: Simulation) -> list[float]:
-    """Let the simulation check itself after each step; the times at which it did."""
+    """Make the simulation check itself after each step. Returns the times of the checks."""
     checked: list[float] = []
     for worker in simulation.workers:
         end_step = worker.end_step

@@ -63,7 +63,7 @@ class Adapter:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether requests can begin at once."""
+        """Whether the adapter is in memory, so that requests can begin at once."""
         return self.slot != NO_SLOT and self.loading is None
 
 
@@ -78,7 +78,7 @@ class AdapterCounters:
 
 @dataclass(slots=True)
 class _Slots:
-    """Which adapter is in which slot."""
+    """The assignment of adapters to slots."""
 
     owners: list[Adapter | None]
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class AdapterLibrary:
 
     @property
     def num_slots(self) -> int:
-        """How many adapters fit into memory."""
+        """The number of adapters that fit into memory."""
         return len(self._slots.owners)
 
     def adapters(self) -> list[Adapter]:
@@ -305,7 +305,7 @@ class AdapterLibrary:
             self._wake()
 
     def _empty(self, adapter: Adapter) -> int:
-        """Take an adapter out of its slot, which is free then."""
+        """Remove an adapter from its slot."""
         slot, adapter.slot = adapter.slot, NO_SLOT
         self._slots.owners[slot] = None
         return slot

@@ -148,6 +148,6 @@ class Fetching:
         return end > first and self.tier.expected_s(end - first) < _WORTH * self._compute_s(first, end)
 
     def _compute_s(self, first: int, end: int) -> float:
-        """How long computing these blocks takes."""
+        """The expected time to compute these blocks."""
         size = self._scheduler.kv_cache.block_size
         return self._scheduler.step_costs.prompts.chunk_ms(first * size, (end - first) * size) / 1000

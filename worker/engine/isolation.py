@@ -38,7 +38,7 @@ class Sampler(Protocol):
         ...
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
-        """How many of the tokens the request's grammar allows to follow."""
+        """The number of the tokens, in order, that the request's grammar allows."""
         ...
 
     def logprobs(

@@ -64,7 +64,7 @@ class Overlap:
         return self._unread is not None
 
     def hold(self, outputs: Sequence[RequestOutput]) -> None:
-        """Deliver these with the next step."""
+        """Keep these outputs, to deliver them with the next step."""
         self._outputs += outputs
 
     def read_later(self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]) -> None:
@@ -86,7 +86,7 @@ class Overlap:
         return NOT_PLANNED if work is None else work.result()
 
     def deliver(self, deliver: Deliver) -> None:
-        """Deliver what is held, at once."""
+        """Deliver the kept outputs at once."""
         deliver(self._take())
 
     def take_failed(self) -> set[Request]:
@@ -102,7 +102,7 @@ class Overlap:
         return planned
 
     def seal(self) -> None:
-        """Record what is in new blocks. No block may be taken meanwhile."""
+        """Record the content of new blocks. No block may be taken meanwhile."""
         if self._journal is not None and self._journal.has_unsealed:
             self._journal.seal()
 

@@ -275,7 +275,7 @@ class Scheduler:
         )
 
     def prompt_tokens_per_s(self, past: int) -> float:
-        """How fast prompts progress after `past` tokens, with the streams that run now."""
+        """The rate of prompts after `past` tokens, together with the running streams."""
         caught_up = (request.num_computed_tokens for request in self.running if request.num_uncomputed_tokens == 1)
         streams = StepShape.of((computed, 1) for computed in caught_up)
         return 1000 * self._budget().tokens_per_ms(streams, past)

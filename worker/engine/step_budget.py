@@ -61,7 +61,7 @@ class Room(NamedTuple):
 
     @property
     def tokens_per_ms(self) -> float:
-        """How fast prompts progress in such steps."""
+        """The rate of prompts in such steps."""
         return self.tokens / self.step_ms
 
 
@@ -97,7 +97,7 @@ class StepBudget:
         return self._room(limit_ms, NOTHING, prompts, first, MIN_PROMPT_STEP, self.max_num_batched_tokens)
 
     def tokens_per_ms(self, streams: StepShape, past: int) -> float:
-        """How fast prompts progress after `past` tokens while these streams run."""
+        """The rate of prompts after `past` tokens, together with these streams."""
         prompts = [Prompt(past, self.max_num_batched_tokens)]
         room = self.with_streams(streams, prompts, 0) if streams.sequences else self.alone(prompts, 0)
         return room.tokens_per_ms

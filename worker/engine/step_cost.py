@@ -150,12 +150,12 @@ class StepCostModel:
 
     @property
     def scale(self) -> float:
-        """How many times as much as on the reference machine a step costs here."""
+        """The cost of a step relative to the reference machine."""
         return self._observed_ms / self._reference_ms if self.num_steps else UNKNOWN_SCALE
 
     @property
     def weights(self) -> Sequence[float]:
-        """How many times as much as on the reference machine each term costs here."""
+        """The cost of each term relative to the reference machine."""
         return tuple(self._weights)
 
     @property

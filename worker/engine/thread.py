@@ -62,7 +62,7 @@ class EngineThread(threading.Thread):
 
     @property
     def longest_expected_step_s(self) -> float:
-        """How long the current step may take, judged by earlier steps."""
+        """The maximum expected time of the current step, given earlier steps."""
         return self._engine.meter.longest_expected_step_s
 
     def run(self) -> None:

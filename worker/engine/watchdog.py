@@ -39,7 +39,7 @@ class Watched(Protocol):
 
     @property
     def longest_expected_step_s(self) -> float:
-        """How long the current step may take, in seconds."""
+        """The maximum expected time of the current step, in seconds."""
         ...
 
 
@@ -64,7 +64,7 @@ class Watchdog:
 
     @property
     def bound_s(self) -> float:
-        """How long the current step may take before the engine counts as stuck."""
+        """The time after which the current step counts as stuck."""
         expected_s = EXPECTED_STEPS * self._watched.longest_expected_step_s
         return min(max(self._stuck_after_s, expected_s), _MOST_BOUNDS * self._stuck_after_s)
 

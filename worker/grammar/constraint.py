@@ -164,7 +164,7 @@ class Matcher:
 
     @property
     def num_tokens(self) -> int:
-        """How many generated tokens it has followed."""
+        """The number of generated tokens that it has followed."""
         return self._num_tokens
 
     def forced_tokens(self) -> Sequence[int]:
@@ -173,7 +173,7 @@ class Matcher:
         return self._guess(lambda: self.position.compute_ff_tokens(), ())
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of the tokens may follow, in this order."""
+        """The number of the tokens, in order, that the grammar allows."""
         return self._guess(lambda: self.position.validate_tokens(list(token_ids)), 0)
 
     def _guess(self, ask: Callable[[], _Guess], otherwise: _Guess) -> _Guess:

@@ -130,7 +130,7 @@ def bfloat16_of(values: FloatArray) -> npt.NDArray[np.uint16]:
 
 
 class AdapterRows(NamedTuple):
-    """Where the tokens of a step are among the slots; see `adapter_graph`."""
+    """The assignment of a step's tokens to slots; see `adapter_graph`."""
 
     num_slots: int
     rows: npt.NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""How a request's tokens are sampled and when it stops."""
+"""Sampling parameters and stop conditions of a request."""
 
 from __future__ import annotations
 

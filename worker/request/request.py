@@ -36,7 +36,7 @@ class FinishReason(enum.Enum):
 
 
 class RequestState(enum.Enum):
-    """Where a request is. Only the scheduler changes it."""
+    """The state of a request. Only the scheduler changes it."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()

@@ -91,7 +91,7 @@ class LogitsProcessors:
         return len(token_ids) if matcher is None else matcher.num_valid(token_ids)
 
     def _matcher_behind(self, request: Request) -> Matcher | None:
-        """The matcher of the request, if it has followed all of its tokens."""
+        """The matcher of the request, if it has followed all its tokens."""
         if request.sampling.constraint is None:
             return None
         self._look_ahead.finish()

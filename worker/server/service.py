@@ -237,7 +237,7 @@ def _finish_of(request: Request, reason: FinishReason, stop_token_id: int | None
 
 
 def _timings_of(request: Request) -> inference_pb2.Timings | None:
-    """None if the request needed no step."""
+    """The timings of a request; None if it needed no step."""
     if not request.scheduled_s:
         return None
     return inference_pb2.Timings(

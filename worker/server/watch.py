@@ -159,7 +159,7 @@ class WatchHub:
     def serve_adapters(
         self, adapters: Callable[[], worker_pb2.AdapterList], counters: Callable[[], dict[str, int]]
     ) -> None:
-        """Report these adapters, and count with the load what happens to them."""
+        """Report these adapters, and count loads and evictions of adapters."""
         self._adapters, self._adapter_counters = adapters, counters
 
     def adapters_changed(self, *, only_in_memory: bool) -> None:

@@ -29,7 +29,7 @@ class AcceptanceRate:
 
     @classmethod
     def of_request(cls) -> AcceptanceRate:
-        """One that forgets faster."""
+        """A rate for a single request, which adapts faster."""
         return cls(_KEPT_OF_REQUEST)
 
     def observe(self, draft: Draft, num_verified: int, num_accepted: int) -> None:

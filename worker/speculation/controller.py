@@ -35,7 +35,7 @@ class StepLine(NamedTuple):
 
 
 class SizeCorrections:
-    """How many times its prediction a decode step costs, by its number of tokens."""
+    """The ratio of the actual to the predicted cost of a decode step, by its number of tokens."""
 
     __slots__ = ("_ratios",)
 

@@ -98,7 +98,7 @@ class History:
 
 
 def _num_common(tokens: array[int], at: int) -> int:
-    """How many tokens before `at` equal the last ones."""
+    """The number of tokens before `at` that equal the last ones."""
     length = 0
     while length < min(at, _LONGEST_MATCH) and tokens[at - 1 - length] == tokens[-1 - length]:
         length += 1
@@ -113,7 +113,7 @@ def _key(tokens: Sequence[int]) -> int:
 
 
 def _keys(tokens: array[int], size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
-    """The keys of all runs of `size` tokens."""
+    """The keys of all sequences of `size` tokens."""
     count = max(0, len(tokens) - size + 1)
     values = np.frombuffer(tokens, np.uint32).astype(np.uint64) if count else np.zeros(0, np.uint64)
     keys = np.zeros(count, np.uint64)

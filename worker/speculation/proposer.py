@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Source(enum.Enum):
-    """Where a draft comes from."""
+    """The source of a draft."""
 
     NGRAM = "ngram"
     """What followed the same tokens earlier in prompt or answer."""

@@ -33,7 +33,7 @@ class GrammarDrafts(Protocol):
         ...
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
-        """How many of the tokens the grammar allows to follow."""
+        """The number of the tokens, in order, that the grammar allows."""
         ...
 
 
@@ -41,7 +41,7 @@ class StepLineOf(Protocol):
     """Predicts steps of streams that have computed so many tokens; None while too little is known."""
 
     def __call__(self, contexts: Sequence[int]) -> StepLine | None:
-        """The cost of such steps."""
+        """The cost of these steps."""
         ...
 
 
@@ -136,7 +136,7 @@ class Speculation:
         return draft
 
     def _counts(self, streams: Sequence[Request], drafts: Sequence[Draft]) -> Sequence[int]:
-        """How many tokens of each draft to verify."""
+        """The number of tokens of each draft to verify."""
         num_streams = len(streams)
         most = self._small_decode if num_streams <= self._small_decode else self._most_tokens
         if self._steps is None:

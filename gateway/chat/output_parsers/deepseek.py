@@ -30,7 +30,7 @@ _WORD = re.compile(r"[^<\s]+")
 
 
 def deepseek(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end."""
+    """Parse a whole answer."""
     while (yield from text_until(source, output.content, CALLS_BEGIN, CALL_BEGIN)):
         if (yield from attempt(source, output, _call(source, output))):
             yield from skip(source, SPACE + "`")

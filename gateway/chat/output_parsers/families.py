@@ -25,7 +25,7 @@ ToolSteps: TypeAlias = Callable[[Source, Output, Tools], Steps[None]]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family writes tool calls."""
+    """The format of a family's tool calls."""
 
     name: str
     steps: ToolSteps

@@ -33,7 +33,7 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 def harmony(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end. Without tools, messages to a tool are content."""
+    """Parse a whole answer. Without tools, messages to a tool are content."""
     yield from skip(source)
     header = ""
     yield from has(source, 3)
@@ -66,7 +66,7 @@ def _header(source: Source) -> Steps[str]:
 
 
 def _body(source: Source, output: Output, header: str, tools: Tools) -> Steps[None]:
-    """Take a message's text up to its end."""
+    """Parse the text of a message up to its end."""
     found = _CHANNEL.search(header)
     channel = found[1] if found is not None else "final"
     found = _RECIPIENT.search(header)
@@ -89,7 +89,7 @@ def _body(source: Source, output: Output, header: str, tools: Tools) -> Steps[No
 
 
 def _call(source: Source, output: Output, name: str) -> Steps[None]:
-    """Take a call's arguments as far as they are JSON."""
+    """Parse the arguments of a call, as long as they are JSON."""
     yield from skip(source)
     char = yield from peek(source)
     if char not in ("{", "<") or not name:

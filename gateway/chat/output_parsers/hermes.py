@@ -10,7 +10,7 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def hermes(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end."""
+    """Parse a whole answer."""
     while (yield from text_until(source, output.content, OPENING)):
         if (yield from json_calls(source, output, expect(source, OPENING))):
             yield from skip(source, SPACE + "}")  # models often write a brace too many

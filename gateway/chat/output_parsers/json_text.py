@@ -171,7 +171,7 @@ def _escape(source: Source, emit: Emit) -> Steps[None]:
 
 
 def _surrogates(source: Source, unit: int, emit: Emit) -> Steps[None]:
-    """Take an escaped code unit, and the second half of its pair."""
+    """Parse an escaped code unit, and the second half of its pair."""
     escaped = source.text[source.pos : source.pos + 6]
     if 0xD800 <= unit < 0xDC00:
         low = yield from _code_unit(source, 6)
@@ -305,7 +305,7 @@ def _check_object(text: str) -> None:
 
 
 def _text(source: Source) -> Steps[str]:
-    """Take a JSON string; its text. Raises `MismatchError`."""
+    """Parse a JSON string and return its text. Raises `MismatchError`."""
     if (yield from peek(source)) != '"':
         raise MismatchError
     value = _Buffer()

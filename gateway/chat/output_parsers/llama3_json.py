@@ -13,7 +13,7 @@ TAG = "<|python_tag|>"
 
 
 def llama3_json(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end."""
+    """Parse a whole answer."""
     known = frozenset(tools)
     yield from _calls(source, output, known)
     while (yield from text_until(source, output.content, "\n", TAG)):

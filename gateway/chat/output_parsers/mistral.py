@@ -25,7 +25,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def mistral(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end."""
+    """Parse a whole answer."""
     while (yield from text_until(source, output.content, OPENING)):
         if (yield from _behind_tag(source)) in ("[", "{"):
             yield from json_calls(source, output, expect(source, OPENING))

@@ -124,7 +124,7 @@ class Output:
             self._show(ContentDelta, self._space)
 
     def take(self) -> list[Delta]:
-        """Take the deltas out."""
+        """Return the deltas since the last call."""
         taken, self.deltas = self.deltas, []
         return taken
 

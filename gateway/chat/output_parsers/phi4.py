@@ -10,7 +10,7 @@ WORD, OPENING, CLOSING = "functools", "<|tool_call|>", "<|/tool_call|>"
 
 
 def phi4(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end."""
+    """Parse a whole answer."""
     while end := (yield from text_until(source, output.content, WORD + "[", OPENING)):
         head = WORD if end.startswith(WORD) else OPENING
         if (yield from json_calls(source, output, expect(source, head))):

@@ -36,7 +36,7 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 def pythonic(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end."""
+    """Parse a whole answer."""
     openings = tuple(opening for opening, _ in TAGS)
     yield from _calls(source, output, tools)
     while (yield from text_until(source, output.content, "\n", *openings)):
@@ -44,7 +44,7 @@ def pythonic(source: Source, output: Output, tools: Tools) -> Steps[None]:
 
 
 def _calls(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take a list of calls, if one comes next."""
+    """Parse a list of calls if one comes next."""
     closing = ""
 
     def first() -> Steps[None]:
@@ -103,7 +103,7 @@ def _call(source: Source, output: Output, tools: Tools) -> Steps[None]:
 
 
 def _expression(source: Source) -> Steps[str]:
-    """Take an expression up to the next comma or bracket."""
+    """Parse an expression up to the next comma or bracket."""
     parts: list[str] = []
     num_chars = 0
     stack: list[str] = []

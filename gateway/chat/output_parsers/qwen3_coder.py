@@ -38,7 +38,7 @@ _NAME = re.compile(r"[^<>\n]+")
 
 
 def qwen3_coder(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Take an answer to its end."""
+    """Parse a whole answer."""
     while (yield from text_until(source, output.content, OPENING, FUNCTION)):
         if (yield from attempt(source, output, _call(source, output, tools))):
             yield from skip(source)

@@ -136,7 +136,7 @@ def test_times_of_the_monotonic_clock_become_times_of_day() -> None:
 
 
 class StuckTracer:
-    """One whose receiver does not answer."""
+    """A tracer whose receiver does not respond."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()

@@ -66,7 +66,7 @@ async def serving(transport: Transport, address: str = "127.0.0.1:0") -> AsyncIt
 
 
 async def answer_of(transport: Transport, address: str) -> str:
-    """How a new channel of this transport fares."""
+    """The result of a call over a new channel of this transport."""
     channel = transport.channel(address)
     try:
         stub = router_pb2_grpc.RouterStub(channel)

@@ -80,7 +80,7 @@ async def shared(
 
 @pytest.fixture
 def guarded(shared: tuple[Any, KeyRing, Path], router: Any) -> Guarded:
-    """Enter the module's guarded gateway with these keys, none of which was used before."""
+    """Replace the keys of the module's guarded gateway by these, which must be new."""
     gateway, ring, path = shared
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""When a generation is attempted again, and after how long (pure)."""
+"""Decisions to retry a generation, and their delays. Pure."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ async def test_a_worker_can_be_faced_directly(stack: AsyncExitStack, kit: Any, t
 
 
 async def endless(router: Any, stream: Any, send: Any) -> None:
-    """A script that says one letter and then waits for ever."""
+    """A script that sends one letter and then blocks."""
     await send([3 + 97], 0, None)
     await asyncio.Event().wait()
 

@@ -23,7 +23,7 @@ BOUND_S = 20
 
 @asynccontextmanager
 async def bounded(kit: Any, router: Any, **settings: Any) -> AsyncIterator[Any]:
-    """A gateway with these bounds."""
+    """A gateway with these limits."""
     async with kit.serving_gateway(router.address, security=Security(SecuritySettings(**settings))) as gateway:
         yield gateway
 

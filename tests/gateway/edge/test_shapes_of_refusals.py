@@ -30,7 +30,7 @@ KEY = {"authorization": "Bearer secret"}
 
 
 class _Ring:
-    """One key, good for as many requests a minute as there are paths."""
+    """A key ring with one key, which allows as many requests per minute as there are paths."""
 
     def __init__(self) -> None:
         most = len(ASKED)

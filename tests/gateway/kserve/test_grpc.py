@@ -213,7 +213,7 @@ async def test_a_client_that_leaves_cancels_its_generations(stub: Any, router: A
 
 
 class _Ring:
-    """One key, good for two requests a minute."""
+    """A key ring with one key, which allows two requests per minute."""
 
     key = ApiKey(id="k", name="k", sha256="0" * 64, tenant="t", created_s=0, requests_per_minute=2)
 

@@ -27,7 +27,7 @@ def _fresh(router: Any) -> None:
 
 @pytest.fixture
 def infer(gateway: Any) -> Any:
-    """POST infer with these inputs; the tensors of the answer by name."""
+    """POST infer with these inputs. Returns the tensors of the answer by name."""
 
     async def post(*inputs: dict[str, Any], path: str = f"{MODEL}/infer", **fields: Any) -> dict[str, Any]:
         response = await gateway.http.post(path, json={"inputs": inputs, **fields})

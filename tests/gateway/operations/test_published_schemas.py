@@ -148,7 +148,7 @@ def typed(chunk: Any) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def openai_answers(front: Any, model: Any) -> list[tuple[str, Any]]:
-    """Chats and completions of every kind, with the types that they are of."""
+    """Chats and completions of every kind, with their types."""
     found: list[tuple[str, Any]] = []
     chat, completion = "openai.types.chat.ChatCompletion", "openai.types.Completion"
     tools = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("weather", "now")]

@@ -44,7 +44,7 @@ def ask(front: Any, model: Any) -> Any:
 
 @pytest.fixture
 def refused(front: Any, model: Any) -> Any:
-    """Ask for a response that is refused; the error."""
+    """Send a request that is refused. Returns the error."""
 
     async def post(status: int = 400, **fields: Any) -> Any:
         response = await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", **fields})
@@ -658,7 +658,7 @@ def gate(model: Any, kit: Any) -> asyncio.Event:
 
 
 async def until(front: Any, response_id: str, status: str) -> Any:
-    """The response, once it has this status."""
+    """Wait until the response has this status, and return it."""
     async with asyncio.timeout(10):
         while True:
             response = (await front.http.get(f"{RESPONSES}/{response_id}")).json()

@@ -28,7 +28,7 @@ class Clock:
 
 
 class Rate:
-    """How fast prompts are said to get on, in tokens a second."""
+    """A fixed rate of prompts, in tokens per second."""
 
     def __init__(self) -> None:
         self.tokens_per_s = RATE
@@ -168,7 +168,7 @@ def test_what_waits_behind_it_does_not_count(engine: EngineUnderTest, forecast: 
 
 
 def end_one_each(engine: EngineUnderTest, forecast: Forecast, clock: Clock, seconds: float) -> None:
-    """Let the forecast learn that a request ends so often."""
+    """Teach the forecast that requests end at this rate."""
     for _ in range(200):
         clock.now += seconds
         engine.scheduler.stats.requests_finished += 1

@@ -34,7 +34,7 @@ def true_cost(shape: StepShape) -> float:
 
 
 def mixed_step(rng: random.Random) -> StepShape:
-    """Some streams, and mostly a chunk of a prompt."""
+    """A random step with some streams and usually a chunk of a prompt."""
     streams = [(rng.randrange(10, 3000), 1) for _ in range(rng.randrange(16))]
     chunk = (rng.randrange(0, 8000), rng.choice([8, 32, 100, 256, 512]))
     return StepShape.of([*streams, chunk])
@@ -53,7 +53,7 @@ PROBES = [StepShape.of(step) for step in ([(0, 8)], [(0, 256)], [(8000, 256)], [
 
 
 def errors(model: StepCostModel, slower: float = 1.0) -> list[float]:
-    """How many times too much or too little is predicted, of some steps."""
+    """The factors by which the predictions for some steps are wrong."""
     ratios = [model.predict_ms(shape) / (slower * true_cost(shape)) for shape in PROBES]
     return [max(ratio, 1 / ratio) for ratio in ratios]
 

@@ -32,13 +32,13 @@ def traced(engine: EngineUnderTest, prompt: list[int], max_tokens: int = 8) -> R
 
 
 def ticking(engine: EngineUnderTest) -> None:
-    """Let the scheduler's clock count how often it is read."""
+    """Make the scheduler's clock count its readings."""
     ticks = itertools.count(1)
     engine.scheduler.clock = lambda: float(next(ticks))
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
-    """Counts and sums of all histograms, and counters."""
+    """The counts and sums of all histograms, and the counters."""
     samples = [sample for family in registry.collect() for sample in family.samples]
     return {sample.name: sample.value for sample in samples if not sample.name.endswith(("_bucket", "_created"))}
 
@@ -92,7 +92,7 @@ def test_a_traced_request_that_is_cancelled_is_traced_no_more() -> None:
 
 
 def ended(**times: float) -> Request:
-    """A request with ten generated tokens that passed its stations at these times."""
+    """A request with ten generated tokens and these times of its stages."""
     engine = make_engine()
     request = engine.request([1, 2, 3], max_tokens=10)
     engine.run()

@@ -1,4 +1,4 @@
-"""Which node memory is bound to, on recorded trees and on this machine."""
+"""The binding of memory to nodes, on recorded directory trees and on this machine."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class Worker:
         return Request("r", prompt, SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0), 1)
 
     def ask(self, prompt: list[int], max_tokens: int = 2) -> Request:
-        """Ask as the engine's thread does, and check the answer."""
+        """Send a request as the engine's thread does, and check the answer."""
         request = self.request(prompt, max_tokens)
         self.under_test.tokens[request] = []
         if self.fetching.begin(request):
@@ -214,7 +214,7 @@ class Worker:
         return bool(ready)
 
     def evict_all(self) -> None:
-        """Other prompts drive out everything, and the disk gets it."""
+        """Evict everything to the disk with other prompts."""
         self.pool.release(self.pool.take(NUM_BLOCKS))
         assert self.tier.wait_until_written(BOUND_S)
         assert self.pool.num_cached_blocks == 0

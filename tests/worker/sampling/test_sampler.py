@@ -50,7 +50,7 @@ def drawn_with(
     top_p: npt.ArrayLike = 1.0,
     min_p: npt.ArrayLike = 0.0,
 ) -> RowParams:
-    """Parameters of rows that are drawn with these random numbers `[n, DRAWS]`."""
+    """The parameters of rows that are sampled with these random numbers `[n, DRAWS]`."""
     size = len(quantiles)
     return RowParams(
         np.zeros(size, np.bool_),

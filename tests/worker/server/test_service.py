@@ -67,7 +67,7 @@ async def worker() -> AsyncIterator[GatedWorker]:
 
 
 def tokens_of(responses: list[GenerateResponse]) -> list[int]:
-    """All tokens, positions checked."""
+    """All tokens, after a check of their positions."""
     tokens: list[int] = []
     for response in responses:
         assert response.start_pos == len(tokens)

@@ -1,4 +1,4 @@
-"""How many draft tokens are verified."""
+"""The number of draft tokens that a step verifies."""
 
 from __future__ import annotations
 

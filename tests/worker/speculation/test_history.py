@@ -83,7 +83,7 @@ def test_a_step_behind_a_long_prompt_costs_no_more_than_behind_a_short_one() -> 
 
 
 class memoryview_of:
-    """The end of a list without a copy of all of it."""
+    """The end of a list, without a copy of the whole."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
