@@ -109,7 +109,7 @@ def tpot(run: tuple[float, list[JobTimes]]) -> float:
 
 
 def report(name: str, unit: str, pairs: list[Pair], figure: Callable[[tuple[float, list[JobTimes]]], float]) -> float:
-    """Print medians and the ratio ours/theirs with its spread; give the median of theirs."""
+    """Print medians and the ratio ours/theirs with its spread. Returns the median of theirs."""
     ours = [figure(pair.ours) for pair in pairs]
     theirs = [figure(pair.theirs) for pair in pairs]
     ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))

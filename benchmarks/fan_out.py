@@ -81,7 +81,7 @@ NONE = Hold(0.0, 0.0, 0.0)
 
 @asynccontextmanager
 async def serving(model_dir: Path) -> AsyncIterator[tuple[dict[str, Process], httpx.AsyncClient]]:
-    """The three processes, ready, and a client of the gateway."""
+    """The three ready processes and a client of the gateway."""
     worker, router, port = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}", free_port()
     flags = {
         "worker": ["--model", str(model_dir), "--listen", worker, "--max-context-tokens", str(LONGEST_PROMPT)],

@@ -100,7 +100,7 @@ class Way:
         return [await self._stream(_request(number * STREAMS_IN_A_ROW + turn)) for turn in range(STREAMS_IN_A_ROW)]
 
     async def _stream(self, raw: bytes) -> float:
-        """Read a whole stream; milliseconds to its first message."""
+        """Read a whole stream. Returns the milliseconds to its first message."""
         began = time.perf_counter()
         call = self._call(raw)
         num_messages, ttft_ms = 0, 0.0

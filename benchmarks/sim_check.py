@@ -56,7 +56,7 @@ def figures(times: list[JobTimes]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run both and print."""
+    """Run both and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--requests", type=int, default=40)

@@ -1,4 +1,4 @@
-"""The text edge: takes HTTP and gRPC requests with text, and sends routers requests with tokens."""
+"""The text edge: accepts requests with text over HTTP and gRPC, and sends requests with token ids to routers."""
 
 import sys
 

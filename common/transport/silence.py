@@ -57,7 +57,7 @@ class Silences:
         return min(self._clock(), self._ticked_s + TICK_S) - self._late_s
 
     def tick(self) -> None:
-        """The event loop has run: add up its delay."""
+        """Note that the event loop has run, and add its delay."""
         now_s = self._clock()
         late_s = max(now_s - self._ticked_s - TICK_S, 0.0)
         self._ticked_s = now_s

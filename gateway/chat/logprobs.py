@@ -96,7 +96,7 @@ class CompletionLogprobs:
 def prompt_logprobs_value(
     logprobs: Iterable[TokenLogprob], num_top: int, token_bytes: Sequence[bytes]
 ) -> list[dict[str, Any] | None]:
-    """The `prompt_logprobs` of an answer: null for the first token, then an object by token id for each."""
+    """The `prompt_logprobs` of an answer: null for the first token, then one object by token id for each token."""
     found: list[dict[str, Any] | None] = [None]
     for one in logprobs:
         opinions = {one.token_id: (one.logprob, one.rank)}

@@ -240,8 +240,8 @@ class Admission:
         return ticket.turn.result()
 
     def _left_s(self, ticket: _Ticket, *, is_alone: bool) -> float:
-        """Seconds that a request may still wait for its turn. Time in which no worker was there does not count against
-        --max-ttft: requests that waited for a restart are not refused when it is over."""
+        """Seconds that a request may still wait for its turn. Time without any worker does not count against
+        --max-ttft, so that requests that waited for a restart are not refused afterwards."""
         now_s = self._clock()
         if is_alone and ticket.alone_since_s is None:
             ticket.alone_since_s = now_s
@@ -258,7 +258,7 @@ class Admission:
         return StatusError(Reason.NO_CAPACITY, problem, retry_after_s=_CAPACITY_RETRY_S)
 
     def _tell_of_absence(self, model: str) -> None:
-        """Log that requests wait for a worker of a model, not too often."""
+        """Log that requests wait for a worker of a model, at limited intervals."""
         now_s = self._clock()
         if now_s - self._told_s < _TELL_AGAIN_S:
             return

@@ -288,7 +288,8 @@ class Forwarding:
             return None
 
     def _place_again(self, request: RoutedRequest, card: worker_pb2.ModelCard) -> PlacedRequest | None:
-        """Decide now. A worker that failed is used again only if it has come back and there is no other."""
+        """Place the request again. A worker that failed is used again only if it has come back and there is no
+        other."""
         placed = self._fleet.place(request, card, self._failed.keys())
         if placed is None and self._failed:
             still_failed = {link for link, incarnation in self._failed.items() if link.incarnation == incarnation}

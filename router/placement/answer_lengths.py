@@ -40,7 +40,7 @@ class AnswerLengths:
         self._means: OrderedDict[str, _Mean] = OrderedDict()
 
     def __len__(self) -> int:
-        """Models of which something is known."""
+        """Number of models with a learned length."""
         return len(self._means)
 
     def ended(self, model: str, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""A small Llama as a GGUF file, with the weights of the one that is exported, and what the converter makes of it."""
+"""A small Llama as a GGUF file, with the weights of the exported one, and its converted model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Three hosts with mutual TLS, a join token and Redis: who gets in, where load goes, a host that is added under load.
+"""Three hosts with mutual TLS, a join token and Redis: authentication, placement, and a host that joins under load.
 
-Network namespaces; skipped where they are not permitted.
+The hosts are network namespaces. The tests are skipped where these are not permitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A router in this process, workers that it can be given, and a client."""
+"""A router in this process, fake workers for it, and a client."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _policy_in_force(root: Path) -> str:
 
 
 def _nearest(node: int, place: Path, with_memory: tuple[int, ...]) -> int:
-    """The node itself if it has memory, else the nearest node with memory; the lower number of two."""
+    """The node itself if it has memory, otherwise the nearest node with memory. Ties go to the lower number."""
     if node in with_memory or not with_memory:
         return node
     others = sorted(int(found.name.removeprefix("node")) for found in place.parent.glob("node[0-9]*"))

@@ -49,7 +49,7 @@ class SizeCorrections:
         self._ratios[num_tokens] = ratio if old is None else old + _NEWEST * (ratio - old)
 
     def of(self, num_tokens: int) -> float:
-        """The correction for a size: its own, or that of the nearest size that was seen."""
+        """The correction for a size: its own, or that of the nearest observed size."""
         found = self._ratios.get(num_tokens)
         if found is None and self._ratios:
             found = self._ratios[min(self._ratios, key=lambda size: (abs(size - num_tokens), size))]

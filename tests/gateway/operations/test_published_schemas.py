@@ -104,7 +104,7 @@ REQUIRED: dict[str, dict[str, str]] = {
 
 
 def missing(protocol: str, value: Any, name: str = "", parent: str = "") -> Iterator[str]:
-    """Required fields that are missing anywhere in an answer."""
+    """The required fields that are missing in an answer, at any depth."""
     if isinstance(value, list):
         for one in value:
             yield from missing(protocol, one, name, parent)
