@@ -18,6 +18,7 @@ from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.host.binding import Region
+from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_pool import BlockPool, Journal
@@ -88,6 +89,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     warm_up(engine, has_adapters=config.max_adapters > 0)
     adapters = load_adapters(config, runner)
     touching.join()
+    give_back_weights(config)
     fingerprint = hashing.result()
     if runner.depends_on_context:
         fingerprint = for_context(fingerprint, longest)
@@ -276,6 +278,17 @@ def warm_up(engine: Engine, *, has_adapters: bool = False) -> None:
         time.monotonic() - start,
         engine.scheduler.step_costs.decode.predict_ms(ONE_STREAM),
         engine.scheduler.step_costs.prompts.token_ms,
+    )
+
+
+def give_back_weights(config: WorkerConfig) -> None:
+    """Give back the memory of the weights' file. The warm-up has made OpenVINO's own copies, in the order that its
+    kernels read."""
+    given_back = give_back(config.model_dir / WEIGHTS)
+    log.info(
+        "the model takes %.2f GiB of memory beside its KV cache; %.2f GiB of the weights' file were given back",
+        private_bytes() / GIB,
+        given_back / GIB,
     )
 
 
