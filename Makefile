@@ -74,10 +74,10 @@ test: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done
 	@touch $@
 
 # PyTorch and optimum-intel export the small models of tests/architectures, and nothing else needs them.
-.make/architectures/.done: tests/architectures/requirements.txt
+.make/architectures/.done: tests/architectures/requirements.txt tests/architectures/encoder_requirements.txt
 	@echo "installing what exports small models into .make/architectures" >&2
 	@$(PYTHON) -m venv .make/architectures
-	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/architectures/requirements.txt
+	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps $(addprefix -r ,$^)
 	@touch $@
 
 # All families, and prompts of 2,000 tokens; the models are exported once, which takes minutes.

@@ -24,6 +24,8 @@ from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import GrpcService, start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.encoding.planning import Encodings
+from headrace.gateway.encoding.running import EncodingRunner
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
@@ -110,9 +112,18 @@ def _services(settings: Settings, security: Security, threads: _Threads) -> Serv
     )
     models = Models(upstream, threads.loading)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
-    chats = Chats(models, Prompts(threads.tokenizing), Constraints(threads.translating), formats)
+    prompts = Prompts(threads.tokenizing)
     generator = Generator(upstream, metrics)
-    return Services(models, chats, generator, Answering(generator), upstream, metrics)
+    return Services(
+        models,
+        Chats(models, prompts, Constraints(threads.translating), formats),
+        generator,
+        Answering(generator),
+        Encodings(models, prompts),
+        EncodingRunner(upstream, metrics),
+        upstream,
+        metrics,
+    )
 
 
 async def _run(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from headrace.gateway.chat.answering import Answering
 from headrace.gateway.chat.generation import Generator
 from headrace.gateway.chat.planning import Chats
+from headrace.gateway.encoding.planning import Encodings
+from headrace.gateway.encoding.running import EncodingRunner
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.routers import Upstream
@@ -20,5 +22,7 @@ class Services:
     chats: Chats
     generator: Generator
     answering: Answering
+    encodings: Encodings
+    encoding_runner: EncodingRunner
     upstream: Upstream
     metrics: Metrics

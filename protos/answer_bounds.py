@@ -27,8 +27,16 @@ _TOKEN_BYTES = 5
 _BIAS_BYTES = 14
 
 
-def check_context(num_prompt_tokens: int, num_resumed_tokens: int, max_context_tokens: int) -> None:
-    """Raise StatusError (CONTEXT_TOO_LONG) if a prompt leaves no room for an answer, or less than was generated."""
+def check_context(
+    num_prompt_tokens: int, num_resumed_tokens: int, max_context_tokens: int, *, encodes: bool = False
+) -> None:
+    """Raise StatusError (CONTEXT_TOO_LONG) if a prompt leaves no room for an answer, or less than was generated. A
+    model that `encodes` prompts needs room for the prompt only."""
+    if encodes:
+        if num_prompt_tokens > max_context_tokens:
+            problem = f"the text has {num_prompt_tokens} tokens, and this model takes at most {max_context_tokens}"
+            raise StatusError(Reason.CONTEXT_TOO_LONG, f"{problem}; shorten or split it", field="token_ids")
+        return
     room = max_context_tokens - num_prompt_tokens
     if room < 1 or num_resumed_tokens > room:
         raise StatusError(

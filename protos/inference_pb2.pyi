@@ -7,14 +7,25 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TASK_UNSPECIFIED: _ClassVar[Task]
+    TASK_EMBED: _ClassVar[Task]
+    TASK_RANK: _ClassVar[Task]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_ENCODED: _ClassVar[FinishReason]
+TASK_UNSPECIFIED: Task
+TASK_EMBED: Task
+TASK_RANK: Task
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_ENCODED: FinishReason
 
 class SessionRequest(_message.Message):
     __slots__ = ("begins", "cancelled_call_ids", "shared")
@@ -80,7 +91,7 @@ class CallEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256", "prediction_token_ids")
+    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256", "prediction_token_ids", "task", "num_first_text_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +108,8 @@ class GenerateRequest(_message.Message):
     BELIEF_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIRST_TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     adapter: str
@@ -113,7 +126,9 @@ class GenerateRequest(_message.Message):
     belief: Belief
     tokenizer_sha256: str
     prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    task: Task
+    num_first_text_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, str]] = ..., num_first_text_tokens: _Optional[int] = ...) -> None: ...
 
 class Belief(_message.Message):
     __slots__ = ("watcher_id", "placement_id", "num_cached_tokens", "slack_ms", "num_requests", "num_uncached_tokens", "ms_per_token", "ms_per_request")
@@ -213,7 +228,7 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("start_pos", "token_ids", "logprobs", "num_cached_tokens", "finish", "prompt_logprobs", "model_identity", "num_drafted_tokens", "num_accepted_tokens")
+    __slots__ = ("start_pos", "token_ids", "logprobs", "num_cached_tokens", "finish", "prompt_logprobs", "model_identity", "num_drafted_tokens", "num_accepted_tokens", "vector")
     START_POS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +238,7 @@ class GenerateResponse(_message.Message):
     MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
     start_pos: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
@@ -232,7 +248,8 @@ class GenerateResponse(_message.Message):
     model_identity: str
     num_drafted_tokens: int
     num_accepted_tokens: int
-    def __init__(self, start_pos: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., model_identity: _Optional[str] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+    vector: bytes
+    def __init__(self, start_pos: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., model_identity: _Optional[str] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., vector: _Optional[bytes] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs")

@@ -41,7 +41,7 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
         cache_salt=request.cache_salt,
         session_key=request.session_key,
     )
-    check_context(len(request.token_ids), 0, card.max_context_tokens)
+    check_context(len(request.token_ids), 0, card.max_context_tokens, encodes=bool(card.task))
     routed = RoutedRequest(message, Prompt(request.token_ids))
     fleet.adapters.choose(routed, card)
     await routed.prepare(fleet.cards(card.name))

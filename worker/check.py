@@ -12,7 +12,10 @@ from pathlib import Path
 
 import openvino as ov
 
+from headrace.common.model_files.task import task_of
 from headrace.worker.config import ConfigurationError
+from headrace.worker.encoder.files import read_encoder_files
+from headrace.worker.encoder.runner import read_encoder
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import replace_head
@@ -22,6 +25,9 @@ from headrace.worker.model.paging import read_paged
 def check_servable(model_dir: Path) -> None:
     """Raise ConfigurationError for a model that a worker would refuse to load."""
     read_model_dir(model_dir)
+    if task := task_of(model_dir):
+        read_encoder(ov.Core(), model_dir, read_encoder_files(model_dir, task, None))
+        return
     graph = read_paged(ov.Core(), model_dir).graph
     fuse_projections(graph)
     replace_head(graph, is_bfloat16=False)

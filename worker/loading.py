@@ -16,7 +16,10 @@ from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
+from headrace.worker.engine.fetching import Fetching
+from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
+from headrace.worker.engine.thread import EngineThread
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
@@ -53,6 +56,14 @@ class LoadedModel:
     kept: KeptCache | None = None
     disk: DiskTier | None = None
     adapters: AdapterLibrary | None = None
+
+    def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
+        """The thread that serves the mailbox. Blocks on the disk can be used from now on."""
+        fetching = Fetching(self.engine.scheduler, self.disk) if self.disk is not None else None
+        if self.disk is not None:
+            self.disk.on_arrival = mailbox.wake
+            self.disk.start()
+        return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, fetching=fetching)
 
 
 def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health
 
+from headrace.common.model_files.task import task_of
 from headrace.common.stores.redis_link import connect
 from headrace.common.telemetry.logs import without_secrets
 from headrace.common.transport.channels import SERVER_OPTIONS, Transport
@@ -20,8 +21,9 @@ from headrace.common.transport.session_server import SessionServer
 from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.model_identity import model_identity
 from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.encoder.load import LoadedEncoder, load_encoder
+from headrace.worker.encoder.thread import EncoderThread
 from headrace.worker.engine.ending import end_process
-from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import Watchdog, watch_engine
@@ -45,7 +47,8 @@ async def serve(config: WorkerConfig) -> None:
     stop = _stop_signal()
     if config.redis_url is not None:
         check_redis_url(config.redis_url)
-    memory = open_memory(config.kv_memory, config.worker_id) if config.kv_memory is not None else None
+    has_memory = config.kv_memory is not None and not task_of(config.model_dir)
+    memory = open_memory(config.kv_memory or "", config.worker_id) if has_memory else None
     try:
         await _serve_until(stop, config, memory)
     except ConfigurationError:
@@ -58,21 +61,17 @@ async def serve(config: WorkerConfig) -> None:
 async def _serve_until(stop: asyncio.Event, config: WorkerConfig, memory: HostMemory | None) -> None:
     transport = Transport(config.tls_dir, config.join_token_file)
     server = _bound_server(config, transport)
-    loading = asyncio.create_task(asyncio.to_thread(load_model, config, memory))
+    loading = asyncio.create_task(asyncio.to_thread(load, config, memory))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
         return
     model = loading.result()
-    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.engine.scheduler.kv_cache.block_size)
+    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size)
     mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish)
     observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
     health, sessions = add_services(server, config, model, mailbox, hub, observer)
-    fetching = Fetching(model.engine.scheduler, model.disk) if model.disk is not None else None
-    thread = EngineThread(model.engine, mailbox, max_wait_s=config.max_ttft_s, fetching=fetching)
-    if model.disk is not None:
-        model.disk.on_arrival = mailbox.wake
-        model.disk.start()
+    thread = model.make_thread(mailbox, config.max_ttft_s)
     thread.start()
     background = [
         asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind)),
@@ -100,6 +99,12 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, memory: HostMe
     await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
     mailbox.stop()
     thread.join(1.0)
+
+
+def load(config: WorkerConfig, memory: HostMemory | None) -> LoadedModel | LoadedEncoder:
+    """Make the model ready to serve, for the task that its files show. ConfigurationError."""
+    task = task_of(config.model_dir)
+    return load_encoder(config, task) if task else load_model(config, memory)
 
 
 async def _keep_in_use(memory: HostMemory) -> None:
@@ -145,7 +150,7 @@ def _registrations(config: WorkerConfig, transport: Transport, hub: WatchHub) ->
 
 
 async def watch_over(
-    thread: EngineThread, stuck_after_s: float, hub: WatchHub, servicer: health.aio.HealthServicer
+    thread: EngineThread | EncoderThread, stuck_after_s: float, hub: WatchHub, servicer: health.aio.HealthServicer
 ) -> None:
     """While the engine is stuck, send nothing to watchers and report NOT_SERVING."""
 
@@ -184,7 +189,7 @@ def check_redis_url(url: str) -> None:
 def add_services(
     server: grpc.aio.Server,
     config: WorkerConfig,
-    model: LoadedModel,
+    model: LoadedModel | LoadedEncoder,
     mailbox: Mailbox,
     hub: WatchHub,
     observer: RequestObserver,
@@ -199,6 +204,7 @@ def add_services(
         eos_token_ids=frozenset(card.eos_token_ids),
         model_identity=model_identity(card),
         tokenizer_sha256=card.tokenizer_sha256,
+        task=card.task,
     )
     grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
     adapters = AdapterDesk(model.adapters, hub, card.name)

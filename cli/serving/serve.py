@@ -38,6 +38,7 @@ from headrace.cli.models.model_cache import (
 from headrace.cli.models.offline import offline_option
 from headrace.cli.models.reference import parse_reference
 from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
+from headrace.cli.serving.first_requests import first_requests
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.placement import place_workers
@@ -177,9 +178,8 @@ class Serving:
         url = self.options.url
         print(f"ready: {url}/v1", flush=True)
         self.log.line("serve", f"{self.options.model_name} is ready after {waited_s:.1f} s; try:")
-        body = f'{{"model":"{self.options.model_name}","messages":[{{"role":"user","content":"Hello!"}}]}}'
-        self.log.line("serve", f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
-        self.log.line("serve", f"  headrace chat --url {url}")
+        for command in first_requests(url, self.options.model_name, self.options.model_directory):
+            self.log.line("serve", f"  {command}")
         if self.options.grpc_port:
             self.log.line("serve", f"gRPC on {self.options.host}:{self.options.grpc_port}; Ctrl-C stops")
 

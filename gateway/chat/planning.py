@@ -28,6 +28,8 @@ from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.structure.fields import structure_of
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.models import Model, Models
+from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
+from headrace.protos.tasks import check_task
 
 # Fields of a tokenization that apply only to a conversation.
 _OF_CONVERSATIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -104,14 +106,14 @@ class Chats:
     async def _prompted(self, request: Chat) -> tuple[Model, ToolUse, Conversation, ChatPrompt]:
         check_chat(request)
         use = tool_use_of(request)
-        model = await self._models.find(request.model or "")
+        model = await self._generating(request.model)
         conversation = conversation_of(request, model.chat_template(), use.listed, self.reasons(model))
         return model, use, conversation, await self._prompts.of_conversation(model, conversation)
 
     async def plan_completion(self, request: Completion) -> CompletionPlan:
         """Check a completion and tokenize its prompts. Raises `StatusError`."""
         check_completion(request)
-        model = await self._models.find(request.model or "")
+        model = await self._generating(request.model)
         sampling = await self._sampling(request, model)
         plans: list[Plan] = []
         echoes: list[str] = []
@@ -150,6 +152,12 @@ class Chats:
         conversation = conversation_of(request, model.chat_template(), tools)
         prompt = await self._prompts.of_conversation(model, conversation)
         return model, list(prompt.token_ids)
+
+    async def _generating(self, name: str | None) -> Model:
+        """The model of this name, if it generates text. Raises `StatusError`."""
+        model = await self._models.find(name or "")
+        check_task(TASK_UNSPECIFIED, model.card.task, model.name)
+        return model
 
     async def _sampling(self, request: Chat | Completion, model: Model) -> Sampling:
         """The sampling of a checked request for this model."""

@@ -20,6 +20,9 @@ MAX_PENDING = 256
 # What a message costs besides its content.
 _MESSAGE_CHARS = 20
 
+# What a text among others costs besides its characters.
+_TEXT_CHARS = 100
+
 # What a word costs to tokenize, twice, as characters of one long text.
 _WORD_CHARS = 500
 
@@ -75,6 +78,14 @@ class Prompts:
             return model.text.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         return await self._run(encode, len(text))
+
+    async def of_texts(self, model: Model, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several texts with special tokens around them."""
+
+        def encode() -> list[list[int]]:
+            return model.text.tokenizer.encode_many(texts)
+
+        return await self._run(encode, sum(map(len, texts)) + len(texts) * _TEXT_CHARS)
 
     async def of_words(self, model: Model, words: Sequence[str]) -> list[list[int]]:
         """Token ids of words, each at the beginning of a text and after a space."""

@@ -52,6 +52,22 @@ class OllamaGenerateAnswer(_Answer, kw_only=True):
     context: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class OllamaEmbedded(Shape):
+    """A vector for each text; times are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Shape):
+    """The vector of one text."""
+
+    embedding: list[float]
+
+
 class OllamaDetails(Shape):
     """The known properties of a model's files."""
 

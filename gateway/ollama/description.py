@@ -45,9 +45,23 @@ OPERATIONS: tuple[Operation, ...] = (
     _operation("GET", "/api/tags", "List the models", answer_types.OllamaList),
     _operation("GET", "/api/ps", "List the models, as those that run", answer_types.OllamaRunningList),
     _operation("GET", "/api/version", "The version of Ollama's API", answer_types.OllamaVersion),
-    *(
-        _operation("POST", path, "Refused: no model here makes embeddings", None, (types.OllamaModel,), status=None)
-        for path in ("/api/embed", "/api/embeddings")
+    _operation(
+        "POST",
+        "/api/embed",
+        "Turn texts into vectors, for Ollama's clients",
+        answer_types.OllamaEmbedded,
+        (types.OllamaEmbed,),
+        is_generated=True,
+        neutral=types.NEUTRAL_OPTIONS,
+    ),
+    _operation(
+        "POST",
+        "/api/embeddings",
+        "Turn a text into a vector, for Ollama's clients",
+        answer_types.OllamaEmbedding,
+        (types.OllamaEmbeddings,),
+        is_generated=True,
+        neutral=types.NEUTRAL_OPTIONS,
     ),
     *(
         _operation(method, path, "Refused: a model's operator manages it", None, status=None)

@@ -12,9 +12,10 @@ from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.ollama.answers import NDJSON, OLLAMA_ERRORS, line, time_of
 from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.turns import check_fields
-from headrace.gateway.ollama.types import OllamaModel, OllamaPull, OllamaShow
+from headrace.gateway.ollama.types import OllamaPull, OllamaShow
 from headrace.gateway.services import Services
 from headrace.gateway.text.models import Model
+from headrace.protos.inference_pb2 import TASK_EMBED
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -57,8 +58,6 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
         reading("GET", "/api/version", "ollama_version", own.version, is_open=True),
         reading("POST", "/api/show", "ollama_models", own.show),
         reading("POST", "/api/pull", "ollama_pull", own.pull),
-        reading("POST", "/api/embed", "ollama_embed", own.embed),
-        reading("POST", "/api/embeddings", "ollama_embed", own.embed),
         *(
             reading("DELETE" if verb == "delete" else "POST", path, "ollama_manage", _refusing(verb))
             for path, verb in _MANAGED.items()
@@ -107,6 +106,8 @@ class _Models:
         await exchange.respond(encode(value))
 
     def _capabilities(self, model: Model) -> list[str]:
+        if model.card.task:
+            return ["embedding"] if model.card.task == TASK_EMBED else []
         chats = self._services.chats
         found = ["completion"]
         if model.text.template is not None:
@@ -131,11 +132,6 @@ class _Models:
         exchange.stream_type = NDJSON
         statuses = (f"the model '{model.name}' is served already", "success")
         await exchange.write(b"".join(line({"status": status}) for status in statuses), last=True)
-
-    async def embed(self, exchange: Exchange) -> None:
-        model = await find(self._services.models, decode_body(await exchange.body(), OllamaModel).model)
-        problem = f"the model '{model.name}' offers chat and generate, not embeddings"
-        raise StatusError(Reason.NOT_FOUND, problem, field="model")
 
 
 def _refusing(verb: str) -> Handler:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from headrace.gateway.ollama import endpoints, model_endpoints
+from headrace.gateway.ollama import embed_endpoints, endpoints, model_endpoints
 from headrace.gateway.ollama.description import OPERATIONS
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
 
 class _Ollama(OpenProtocol):
     def __init__(self, setup: Setup) -> None:
-        self.endpoints = [*endpoints.endpoints(setup.services), *model_endpoints.endpoints(setup.services)]
+        self.endpoints = [
+            *endpoints.endpoints(setup.services),
+            *embed_endpoints.endpoints(setup.services),
+            *model_endpoints.endpoints(setup.services),
+        ]
 
 
 PROTOCOL = Protocol(_Ollama, OPERATIONS)

@@ -19,6 +19,7 @@ from headrace.gateway.ollama.types import (
     NEUTRAL_OPTIONS,
     Format,
     OllamaChat,
+    OllamaEmbed,
     OllamaGenerate,
     OllamaMessage,
     OllamaOptions,
@@ -42,6 +43,10 @@ CHAT_NAMES = FieldNames(_OPTIONS)
 """The names of a chat's fields here."""
 
 
+# Fields that have a meaning in these requests, and in others only neutral values.
+_OWN_MEANING = {(OllamaGenerate, "system"), (OllamaEmbed, "truncate")}
+
+
 def check_fields(request: msgspec.Struct) -> None:
     """Raise `StatusError` for what cannot be honoured."""
     _refuse(request, NEUTRAL, "")
@@ -60,7 +65,7 @@ def _refuse(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], pre
         value = getattr(request, name)
         if name not in neutral or value is None or isinstance(value, OllamaOptions):
             continue
-        if isinstance(request, OllamaGenerate) and name == "system":
+        if (type(request), name) in _OWN_MEANING:
             continue
         if value not in neutral[name]:
             instead = INSTEAD.get(name, f"it may only be {json.dumps(neutral[name][0])}")

@@ -133,12 +133,40 @@ class OllamaShow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     options: Any = None
 
 
-class OllamaModel(msgspec.Struct, kw_only=True):
-    """A request that no model supports. Only its model is read."""
+class OllamaEmbed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/embed. Texts that are too long are truncated unless `truncate` is false."""
 
     model: str | None = None
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: int | None = None
+    options: OllamaOptions | None = None
+    keep_alive: Duration | None = None
 
 
+class OllamaEmbeddings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/embeddings."""
+
+    model: str | None = None
+    prompt: str
+    options: OllamaOptions | None = None
+    keep_alive: Duration | None = None
+
+
+HINTS = frozenset(
+    {
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "num_thread",
+        "numa",
+        "low_vram",
+        "f16_kv",
+        "use_mmap",
+        "use_mlock",
+    }
+)
+"""Options that change nothing: how an engine that is no worker of ours would load a model."""
 NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "tfs_z": (1, 1.0),

@@ -14,7 +14,7 @@ from headrace.protos.status import Reason, StatusError
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
-    """POST embeddings and rerank."""
+    """POST rerank."""
 
     def refusing(ability: str) -> Handler:
         async def refuse(exchange: Exchange) -> None:
@@ -26,10 +26,11 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
         return refuse
 
     return [
-        *at_api("POST", "/embeddings", "embeddings", refusing("embeddings")),
         *at_api("POST", "/rerank", "rerank", refusing("rerank")),
     ]
 
 
 def _abilities(model: Model) -> str:
+    if model.card.task:
+        return "embeddings"
     return "completions" if model.text.template is None else "chat/completions and completions"

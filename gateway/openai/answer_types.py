@@ -158,8 +158,10 @@ class ModelCard(Shape):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
+    task: Literal["generate", "embed", "rank"]
+    dimensions: int | None
 
 
 class ModelList(Shape):
@@ -167,6 +169,30 @@ class ModelList(Shape):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class EmbeddingUsage(Shape):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Shape):
+    """A vector: its numbers, or little-endian float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(Shape):
+    """A vector for each text, in their order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 class Tokens(Shape):

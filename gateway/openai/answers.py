@@ -17,6 +17,7 @@ from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, pro
 from headrace.gateway.chat.output import WholeChat
 from headrace.gateway.edge.failures import error_value, failure_of
 from headrace.gateway.edge.wire import encode
+from headrace.protos.tasks import NAMES
 from headrace.protos.worker_pb2 import ModelCard
 
 
@@ -190,4 +191,6 @@ def model_value(card: ModelCard) -> dict[str, Any]:
         "root": card.name,
         "parent": card.parent or None,
         "max_model_len": card.max_context_tokens,
+        "task": NAMES[card.task],
+        "dimensions": card.dimensions or None,
     }

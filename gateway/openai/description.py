@@ -28,16 +28,22 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("GET", "/models", "List the models", answer_types.ModelList, prefixes=API),
     Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=API),
-    *(
-        Operation(
-            "POST",
-            path,
-            f"Say what a model is good for: none {what}",
-            requests=(types.ModelRequest,),
-            prefixes=API,
-            status=None,
-        )
-        for path, what in (("/embeddings", "gives embeddings"), ("/rerank", "ranks documents"))
+    Operation(
+        "POST",
+        "/embeddings",
+        "Turn texts into vectors",
+        answer_types.EmbeddingList,
+        (types.EmbeddingRequest,),
+        is_generated=True,
+        prefixes=API,
+    ),
+    Operation(
+        "POST",
+        "/rerank",
+        "Say what a model is good for: none ranks documents",
+        requests=(types.ModelRequest,),
+        prefixes=API,
+        status=None,
     ),
     Operation("POST", "/tokenize", "Turn text into tokens", answer_types.Tokens, (types.TokenizeRequest,)),
     Operation("POST", "/detokenize", "Turn tokens into text", answer_types.DetokenizedText, (types.DetokenizeRequest,)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.gateway.openai import absent_endpoints, endpoints, model_endpoints
+from headrace.gateway.openai import absent_endpoints, embedding_endpoints, endpoints, model_endpoints
 from headrace.gateway.openai.description import OPERATIONS
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
@@ -11,6 +11,7 @@ class _OpenAi(OpenProtocol):
     def __init__(self, setup: Setup) -> None:
         self.endpoints = [
             *endpoints.endpoints(setup.services),
+            *embedding_endpoints.endpoints(setup.services),
             *model_endpoints.endpoints(setup.services),
             *absent_endpoints.endpoints(setup.services),
         ]

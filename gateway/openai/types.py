@@ -6,7 +6,7 @@ An explicit null is the same as leaving the field out. docs/protocol.md has the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -66,6 +66,18 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """Body of a request for an ability that no model has. Only the model matters."""
 
     model: str | None = None
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/embeddings. `user` is taken and not used."""
+
+    model: str | None = None
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
 
 class TokenizeRequest(Tokenization, kw_only=True):

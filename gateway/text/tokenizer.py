@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from headrace.gateway.upstream.bundle import BundleError
 
 _NO_LIMIT = 2**31 - 1
 _GRAPHS = ("openvino_tokenizer", "openvino_detokenizer")
+# Texts that the graph tokenizes together.
+_AT_ONCE = 64
 _the_core: Any = None
 
 
@@ -55,6 +58,20 @@ class Tokenizer:
         output of a chat template already has them.
         """
         return (self._encoder if add_special_tokens else self._plain_encoder).encode(text)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts with special tokens around them, as `encode` gives them, for an eighth of its time."""
+        found: list[list[int]] = []
+        for start in range(0, len(texts), _AT_ONCE):
+            found += self._encoder.encode_many(texts[start : start + _AT_ONCE])
+        return found
+
+    @cached_property
+    def special_around(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
+        with_them, without = self._encoder.encode("a"), self._plain_encoder.encode("a")
+        before = next((i for i in range(len(with_them)) if with_them[i : i + len(without)] == without), 0)
+        return with_them[:before], with_them[before + len(without) :]
 
     def close(self) -> None:
         """Release the OpenVINO objects before the interpreter ends. No `encode` may follow or be running."""
@@ -96,19 +113,29 @@ class _Encoder:
         self._idle: deque[Any] = deque()
 
     def encode(self, text: str) -> list[int]:
+        (token_ids,) = self._run([text])
+        return token_ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._mask is None:  # then padding cannot be told from tokens
+            return [self.encode(text) for text in texts]
+        return self._run(texts)
+
+    def _run(self, texts: Sequence[str]) -> list[list[int]]:
         try:
             request = self._idle.pop()
         except IndexError:
             request = self._compiled.create_infer_request()
         try:
-            raw = np.frombuffer(text.encode(), np.uint8)
-            request.infer([np.zeros(1, np.int32), np.array([raw.size], np.int32), raw], share_inputs=True)
-            token_ids = request.get_output_tensor(self._ids).data[0]
-            if self._mask is not None:
-                mask = request.get_output_tensor(self._mask).data[0]
-                if not mask.all():  # a graph that pads to a fixed length
-                    token_ids = token_ids[mask != 0]
-            return list(map(int, token_ids.tolist()))
+            raws = [text.encode() for text in texts]
+            ends = np.cumsum([len(raw) for raw in raws], dtype=np.int32)
+            begins = np.concatenate([np.zeros(1, np.int32), ends[:-1]])
+            request.infer([begins, ends, np.frombuffer(b"".join(raws), np.uint8)], share_inputs=True)
+            rows = request.get_output_tensor(self._ids).data
+            if self._mask is None:
+                return [list(map(int, row.tolist())) for row in rows]
+            mask = request.get_output_tensor(self._mask).data != 0
+            return [list(map(int, row[kept].tolist())) for row, kept in zip(rows, mask, strict=True)]
         finally:
             self._idle.append(request)
 

@@ -21,13 +21,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.dispatch.fair_queue import Entry, FairQueue
 from headrace.router.dispatch.refusals import queue_full, tenant_full, too_late
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
-from headrace.router.placement.policy import predicted_wait_ms
+from headrace.router.placement.policy import Priors, predicted_wait_ms
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +197,7 @@ class Admission:
             queue = FairQueue(self._config.tenant_weights)
         tenant, priority = message.tenant, message.priority
         candidates = self._fleet.candidates(card)
-        priors = self._fleet.answer_lengths.priors(card.name)
+        priors = self._priors(card)
         wait_s = predicted_wait_ms(queue.num_ahead(tenant, priority), candidates, priors) / 1000
         if candidates and wait_s > bound_s:
             raise too_late(wait_s, bound_s)
@@ -220,6 +222,11 @@ class Admission:
             victim.item.turn.set_exception(full)
         queue.remove(victim)
 
+    def _priors(self, card: worker_pb2.ModelCard) -> Priors:
+        """What to assume of a request. One of a model without answers ends like an answer of one token."""
+        priors = self._fleet.answer_lengths.priors(card.name)
+        return structs.replace(priors, answer_tokens=1) if card.task else priors
+
     async def _turn_of(self, ticket: _Ticket) -> PlacedRequest:
         waits_since_s = self._clock()
         while not ticket.turn.done():
@@ -234,7 +241,7 @@ class Admission:
                     raise self.no_capacity(ticket.card.name)
             elif left_s <= 0:
                 waited_s = now_s - waits_since_s
-                priors = self._fleet.answer_lengths.priors(ticket.card.name)
+                priors = self._priors(ticket.card)
                 more_s = predicted_wait_ms(0, self._fleet.candidates(ticket.card), priors) / 1000
                 raise too_late(waited_s + more_s, waited_s)
         return ticket.turn.result()

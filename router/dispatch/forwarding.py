@@ -244,7 +244,8 @@ class Forwarding:
         while True:
             card = self._card or self._resolved(is_new)
             if card is not None:
-                check_context(delivery.prompt.num_tokens, len(delivery.token_ids), card.max_context_tokens)
+                num_resumed = len(delivery.token_ids)
+                check_context(delivery.prompt.num_tokens, num_resumed, card.max_context_tokens, encodes=bool(card.task))
                 self._fleet.adapters.choose(request, card)
                 await request.prepare(self._fleet.cards(card.name))
             if card is not None and is_new:

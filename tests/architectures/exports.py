@@ -26,6 +26,11 @@ def exported_adapters(names: Sequence[str]) -> Path:
     return _made(names, "adapters", (*_MADE_BY, "adapters.py"))
 
 
+def exported_encoders(names: Sequence[str]) -> Path:
+    """The directory that holds a directory for each of the encoders. Those that are missing are exported."""
+    return _made(names, "encoders", ("requirements.txt", "encoder_requirements.txt", "encoders.py", "texts.py"))
+
+
 def _made(names: Sequence[str], module: str, made_by: Sequence[str]) -> Path:
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in made_by)).hexdigest()[:16]
     root = cache_directory() / "test-architectures" / digest

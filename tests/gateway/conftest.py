@@ -35,6 +35,8 @@ from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.encoding.planning import Encodings
+from headrace.gateway.encoding.running import EncodingRunner
 from headrace.gateway.protocol import Protocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
@@ -382,9 +384,17 @@ async def serving_gateway(
     with ThreadPoolExecutor(2) as executor:
         metrics, upstream = Metrics(), Upstream(routers, plain_grpc=plain_grpc)
         models = Models(upstream, executor)
-        chats = Chats(models, Prompts(executor), Constraints(executor))
-        generator = Generator(upstream, metrics)
-        services = Services(models, chats, generator, Answering(generator), upstream, metrics)
+        prompts, generator = Prompts(executor), Generator(upstream, metrics)
+        services = Services(
+            models,
+            Chats(models, prompts, Constraints(executor)),
+            generator,
+            Answering(generator),
+            Encodings(models, prompts),
+            EncodingRunner(upstream, metrics),
+            upstream,
+            metrics,
+        )
         opened = {
             name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))
             for name, protocol in PROTOCOLS.items()

@@ -29,10 +29,11 @@ from headrace.worker.request.params import SamplingParams
 
 
 class FinishReason(enum.Enum):
-    """Why a generation ended without an error."""
+    """Why a request ended without an error."""
 
     STOP = enum.auto()
     LENGTH = enum.auto()
+    ENCODED = enum.auto()
 
 
 class RequestState(enum.Enum):
@@ -77,6 +78,10 @@ class Request:
     """How long it may wait for others before its first token."""
     prediction: Sequence[int] = ()
     """Tokens that the caller expects the answer to have. They are proposed as drafts."""
+    tenant: str = ""
+    """Who asks, for fair shares among texts that are encoded."""
+    num_first_text_tokens: int = 0
+    """Of a pair of texts, the tokens of the first one; 0 for a single text."""
     adapter_slot: int = -1
     """Slot of its adapter's weights, which stay there until it has ended; -1 without an adapter."""
     prompt_hashes: list[int] = field(default_factory=list)

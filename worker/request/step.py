@@ -33,7 +33,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     """The output of one step for one request. It is the request's last output if `finish` or `error` is set.
 
     `start_pos` is the position of the first of `token_ids` among the generated tokens. `num_drafted` draft tokens were
-    verified, and `num_accepted` of them are in `token_ids`.
+    verified, and `num_accepted` of them are in `token_ids`. `vector` is the result of a request that was encoded, as
+    little-endian float32.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     error: StatusError | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    vector: bytes = b""
 
     @property
     def is_last(self) -> bool:

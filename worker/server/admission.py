@@ -15,6 +15,7 @@ from headrace.protos.answer_bounds import Ends, check_context, stop_tokens
 from headrace.protos.block_hash import root_hash
 from headrace.protos.model_identity import identity_of
 from headrace.protos.status import Reason, StatusError
+from headrace.protos.tasks import check_task
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
@@ -42,6 +43,7 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     model_identity: str = ""
     tokenizer_sha256: str = ""
+    task: inference_pb2.Task = inference_pb2.TASK_UNSPECIFIED
 
     def identity(self, adapter_sha256: str) -> str:
         """The identity of answers: that of the model, or of the model with an adapter."""
@@ -149,6 +151,7 @@ def admit(
         raise StatusError(
             Reason.MODEL_NOT_FOUND, f"this worker serves {limits.model!r}, not {message.model[:100]!r}", field="model"
         )
+    check_task(message.task, limits.task, limits.model)
     if message.model_identity and message.model_identity != limits.identity(adapter_sha256):
         problem = (
             "the answer was begun with other model files than this worker's and cannot be continued here; start again"
@@ -158,13 +161,17 @@ def admit(
         problem = "the prompt was made with another tokenizer than this worker's; start again"
         raise StatusError(Reason.MODEL_CHANGED, problem, field="tokenizer_sha256")
     num_prompt_tokens = len(message.token_ids) if shared is None else len(shared.token_ids)
-    check_context(num_prompt_tokens, len(message.resume_token_ids), limits.max_context_tokens)
+    check_context(
+        num_prompt_tokens, len(message.resume_token_ids), limits.max_context_tokens, encodes=bool(limits.task)
+    )
     if shared is not None and shared.highest < limits.vocab_size:
         prompt = shared.token_ids
     else:
         prompt = _token_ids(message.token_ids if shared is None else shared.token_ids, "token_ids", limits)
     if not prompt:
         raise _invalid("token_ids", "must have at least one token")
+    if limits.task:
+        return _text_to_encode(message, prompt, request_id=request_id, arrival_s=arrival_s)
     prediction = _token_ids(message.prediction_token_ids, "prediction_token_ids", limits)
     resume = _token_ids(message.resume_token_ids, "resume_token_ids", limits)
     room = limits.max_context_tokens - len(prompt)
@@ -189,6 +196,27 @@ def admit(
             "for fewer, or shorten the prompt",
         )
     return admitted
+
+
+def _text_to_encode(
+    message: inference_pb2.GenerateRequest, prompt: Sequence[int], *, request_id: str, arrival_s: float
+) -> Request:
+    """The request for a model that generates no text."""
+    if message.resume_token_ids or message.sampling.max_tokens:
+        raise _invalid("sampling.max_tokens", "must be 0, without resume_token_ids: the model generates no text")
+    if message.num_first_text_tokens >= len(prompt):
+        raise _invalid("num_first_text_tokens", f"must be below the {len(prompt)} tokens of both texts")
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=0, seed=0),
+        root_hash=0,
+        priority=message.priority,
+        arrival_s=arrival_s,
+        max_wait_s=message.max_wait_ms / 1000 if message.HasField("max_wait_ms") else math.inf,
+        tenant=message.tenant,
+        num_first_text_tokens=message.num_first_text_tokens,
+    )
 
 
 def already_finished(request: Request) -> tuple[FinishReason, int | None] | None:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _REASON_ON_WIRE = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ENCODED: inference_pb2.FINISH_REASON_ENCODED,
 }
 
 
@@ -215,6 +216,7 @@ def _response_of(request: Request, outputs: Sequence[RequestOutput]) -> inferenc
     if request.sampling.num_logprobs is not None:
         response.logprobs.extend(_logprobs_of(entry) for output in outputs for entry in output.logprobs)
     if last.finish is not None:
+        response.vector = last.vector
         response.finish.CopyFrom(_finish_of(request, last.finish, last.stop_token_id))
     return response
 

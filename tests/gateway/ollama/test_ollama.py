@@ -434,13 +434,6 @@ async def test_a_pull_tells_whether_the_model_is_served(front: Any) -> None:
         assert (response.status_code, name in response.json()["error"]) == (400, True)
 
 
-@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings"])
-async def test_embeddings_are_refused_with_what_the_model_offers(front: Any, path: str) -> None:
-    response = await front.http.post(path, json={"model": "tiny", "input": "a"})
-    assert response.status_code == 404
-    assert response.json() == {"error": "the model 'tiny' offers chat and generate, not embeddings"}
-
-
 @pytest.mark.parametrize(
     ("method", "verb"), [("POST", "create"), ("POST", "copy"), ("POST", "push"), ("DELETE", "delete")]
 )

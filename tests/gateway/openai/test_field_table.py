@@ -12,6 +12,8 @@ from headrace.gateway.anthropic.types import MessagesRequest
 from headrace.gateway.chat.request import AnswerFields, ChatMessage
 from headrace.gateway.ollama.types import (
     OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
     OllamaGenerate,
     OllamaMessage,
     OllamaOptions,
@@ -22,6 +24,7 @@ from headrace.gateway.openai.types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     StreamOptions,
     TokenizeRequest,
 )
@@ -38,11 +41,14 @@ PARTS: dict[type[msgspec.Struct], str] = {
     StreamOptions: "## Fields of chats and completions",
     TokenizeRequest: "## Tokens and models",
     DetokenizeRequest: "## Tokens and models",
+    EmbeddingRequest: "## Embeddings",
     ResponsesRequest: "## Responses",
     MessagesRequest: "## Messages",
     AnswerFields: "## Messages",
     OllamaChat: "## Ollama's API",
     OllamaGenerate: "## Ollama's API",
+    OllamaEmbed: "## Ollama's API",
+    OllamaEmbeddings: "## Ollama's API",
     OllamaMessage: "## Ollama's API",
     OllamaOptions: "## Ollama's API",
     OllamaPull: "## Ollama's API",

@@ -170,6 +170,8 @@ async def test_models_are_listed_and_found_by_name(gateway: Any, prefix: str) ->
         "root": "tiny",
         "parent": None,
         "max_model_len": 256,
+        "task": "generate",
+        "dimensions": None,
     }
     assert listed["data"] == [card]
     assert (await gateway.http.get(f"{prefix}/models/tiny")).json() == card

@@ -13,6 +13,7 @@ import pytest
 from headrace.gateway.openai import types as openai_types
 from headrace.gateway.operations.openapi import document
 from headrace.gateway.protocols import OPERATIONS
+from tests.gateway.encoder_model import VECTORS, cards
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI = [{"role": "user", "content": "hi"}]
@@ -69,16 +70,20 @@ async def test_what_generates_takes_a_time_within_which_it_must_answer(gateway: 
         "completions": {"prompt": "hi"},
         "responses": {"input": "hi"},
         "messages": {"messages": HI, "max_tokens": 9},
+        "embeddings": {"model": VECTORS, "input": "hi"},
     }
     bodies: dict[str, Any] = {f"{prefix}/{name}": body for prefix in ("/v1", "/v3") for name, body in api.items()}
     bodies |= {"/api/chat": {"messages": HI}, "/api/generate": {"prompt": "hi"}}
+    bodies |= {"/api/embed": {"model": VECTORS, "input": "hi"}}
+    bodies |= {"/api/embeddings": {"model": VECTORS, "prompt": "hi"}}
     bodies |= {path: {"inputs": "hi"} for path in ("/", "/generate", "/generate_stream")}
     for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         text = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hi"]}
         bodies |= {f"{model}/infer": {"inputs": [text]}}
         bodies |= {f"{model}/{name}": {"text_input": "hi"} for name in ("generate", "generate_stream")}
     assert set(described) == set(bodies)
-    router.script = never
+    router.script, router.cards = never, cards(router)
+    await gateway.models.refresh()
     for path, schema in described.items():
         body = bodies[path] if path.startswith("/v2/") else {"model": "tiny", **bodies[path]}
         path = path.format(name="tiny", version="1")
@@ -128,7 +133,7 @@ async def test_the_status_of_models_is_as_openvino_model_server_tells_it(gateway
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/v3"])
-@pytest.mark.parametrize("path", ["embeddings", "rerank"])
+@pytest.mark.parametrize("path", ["rerank"])
 async def test_what_no_model_offers_is_answered_with_what_it_does_offer(gateway: Any, prefix: str, path: str) -> None:
     for body in ({"model": "tiny", "input": "a"}, {"query": "a", "documents": ["b"]}):
         response = await gateway.http.post(f"{prefix}/{path}", json=body)

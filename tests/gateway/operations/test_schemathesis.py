@@ -25,6 +25,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 
 from headrace.gateway import protocols
 from headrace.gateway.operations.openapi import document
+from tests.gateway.encoder_model import VECTORS, cards, encode
 
 SOAK = bool(os.environ.get("HEADRACE_SOAK"))
 # For each operation, of requests that are as the document says and of requests that are not.
@@ -35,6 +36,8 @@ TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson }}<tool_call>{%- en
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor %}<|im_end|>
 {%- endfor %}{% if enable_thinking %}<think>{% endif %}"""
 MAX_ERROR_BYTES = 4096
+# Requests that are not for the ordinary model.
+ENCODERS = {"EmbeddingRequest": VECTORS, "OllamaEmbed": VECTORS, "OllamaEmbeddings": VECTORS}
 CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance]
 
 
@@ -44,7 +47,7 @@ def described() -> dict[str, Any]:
     for schema in whole["components"]["schemas"].values():
         for branch in schema.get("properties", {}).get("model", {}).get("anyOf", ()):
             if branch["type"] == "string":
-                branch["enum"] = ["tiny"]
+                branch["enum"] = [ENCODERS.get(schema["title"], "tiny")]
         if schema["title"] == "ChatMessage":  # most messages need it
             schema["required"].append("content")
             schema["properties"]["content"]["anyOf"] = schema["properties"]["content"]["anyOf"][:2]
@@ -78,13 +81,17 @@ def address(kit_of_module: Any, tiny_files: dict[str, bytes]) -> Iterator[str]:
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def answer(router: Any, stream: Any, send: Any) -> None:
+        if stream.request.task:
+            await encode(router, stream, send)
+            return
         most = min(stream.request.sampling.max_tokens, 4)
         await send(kit.tokens_of("aé!")[:most], 0, kit.inference_pb2.FINISH_REASON_LENGTH)
 
     async def serve() -> None:
         fake = kit.FakeRouter(kit.tar_of({**tiny_files, "chat_template.jinja": TEMPLATE.encode()}))
         fake.script = answer
-        fake.cards = [fake.card(max_context_tokens=2**20)]
+        fake.max_context_tokens = 2**20
+        fake.cards = cards(fake)
         async with kit.serving_router(fake) as (router, _), kit.serving_gateway(router) as gateway:
             polling = asyncio.create_task(gateway.models.run())
             url.append(gateway.url)

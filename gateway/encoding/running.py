@@ -1,0 +1,112 @@
+"""Runs encodings: each text is one call upstream, and a request has a bounded number of them at a time.
+
+Texts go longest first, so that those which are at a worker together are of about the same length and pad each other
+little. The first that fails ends the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from headrace.gateway.access.admission import Authorization
+from headrace.gateway.access.caller import Caller
+from headrace.gateway.encoding.planning import EncodingPlan
+from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.telemetry.spans import describe_generation
+from headrace.gateway.upstream.routers import Upstream
+from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
+from headrace.protos.status import Reason, StatusError
+
+# Calls of one request at a time: they fill batches of a few workers and leave room for other requests.
+MAX_CALLS = 64
+# Texts of all requests together.
+MAX_TEXTS = 65536
+
+
+class EncodingRunner:
+    """Runs plans."""
+
+    def __init__(self, upstream: Upstream, metrics: Metrics) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._num_texts = 0
+
+    async def run(self, plan: EncodingPlan, caller: Caller) -> list[bytes]:
+        """The vector of each prompt, as little-endian float32, in their order. Raises `StatusError`."""
+        if caller.authorization is None:
+            return await self._all(plan, caller, "")
+        return await self._paid(plan, caller, caller.authorization)
+
+    async def _paid(self, plan: EncodingPlan, caller: Caller, authorization: Authorization) -> list[bytes]:
+        """As `run`, charged to the caller's key: for all tokens, or for none if the request fails."""
+        authorization.check(plan.model.name, plan.priority)
+        with authorization.held():
+            await authorization.take_tokens(plan.num_tokens)
+            num_used = 0
+            try:
+                vectors = await self._all(plan, caller, authorization.key.tenant)
+                num_used = plan.num_tokens
+                return vectors
+            finally:
+                authorization.settle(num_used - plan.num_tokens)
+
+    async def _all(self, plan: EncodingPlan, caller: Caller, tenant: str) -> list[bytes]:
+        prompts = plan.prompts
+        if self._num_texts + len(prompts) > MAX_TEXTS:
+            raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of texts to encode", retry_after_s=1.0)
+        vectors = [b""] * len(prompts)
+        order = iter(sorted(range(len(prompts)), key=lambda number: -len(prompts[number])))
+        first = self._request(plan, 0, tenant)
+        describe_generation(first, len(prompts), plan.num_tokens)
+        self._num_texts += len(prompts)
+        try:
+            await _together([self._some(plan, caller, tenant, order, vectors) for _ in prompts[:MAX_CALLS]])
+        finally:
+            self._num_texts -= len(prompts)
+        return vectors
+
+    async def _some(
+        self, plan: EncodingPlan, caller: Caller, tenant: str, order: Iterator[int], vectors: list[bytes]
+    ) -> None:
+        """Encode one text after the other, as long as there are any."""
+        for number in order:
+            request = self._request(plan, number, tenant)
+            answer = self._upstream.generate(request, caller.metadata, caller.deadline_s, card=plan.model.card)
+            num_tokens = len(plan.prompts[number])
+            async with aclosing(answer) as messages:
+                async for message in messages:
+                    if message.HasField("finish"):
+                        self._metrics.timed(message.finish)
+                    vectors[number] = message.vector
+            if not vectors[number]:
+                raise StatusError(Reason.INTERNAL, "the worker sent no vector; its version is older than the gateway's")
+            self._metrics.choice_ended(num_tokens, 0, 0, 0.0)
+
+    def _request(self, plan: EncodingPlan, number: int, tenant: str) -> GenerateRequest:
+        card = plan.model.card
+        return GenerateRequest(
+            request_id=secrets.token_hex(16),
+            model=card.name,
+            tokenizer_sha256=card.tokenizer_sha256,
+            token_ids=plan.prompts[number],
+            sampling=SamplingParams(max_tokens=0),
+            tenant=tenant,
+            priority=plan.priority,
+            task=card.task,
+            num_first_text_tokens=plan.num_first_text_tokens[number],
+        )
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all to their end. The first that fails cancels the others and is raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,72 @@
+"""Embeddings as Ollama's clients ask for them. docs/protocol.md has every field."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.gateway.checks import invalid
+from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.encoding.planning import TextsToEmbed
+from headrace.gateway.encoding.vectors import check_dimensions, floats_of, shortened
+from headrace.gateway.ollama.answers import OLLAMA_ERRORS
+from headrace.gateway.ollama.names import find
+from headrace.gateway.ollama.turns import check_fields
+from headrace.gateway.ollama.types import HINTS, NEUTRAL_OPTIONS, OllamaEmbed, OllamaEmbeddings
+from headrace.gateway.services import Services
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """POST /api/embed and /api/embeddings."""
+    own = _Embeddings(services)
+    return [
+        Endpoint("POST", "/api/embed", "ollama_embed", own.embed, OLLAMA_ERRORS),
+        Endpoint("POST", "/api/embeddings", "ollama_embed", own.embeddings, OLLAMA_ERRORS),
+    ]
+
+
+class _Embeddings:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def embed(self, exchange: Exchange) -> None:
+        """POST /api/embed: one or many texts, as vectors of length 1."""
+        request = decode_body(await exchange.body(), OllamaEmbed)
+        _check(request)
+        model = await find(self._services.models, request.model)
+        texts = [request.input] if isinstance(request.input, str) else request.input
+        keep = None if request.truncate is False else -1
+        plan = await self._services.encodings.plan(TextsToEmbed(model.name, texts, keep))
+        check_dimensions(request.dimensions, model.card.dimensions)
+        planned_s = time.monotonic()
+        vectors = await self._services.encoding_runner.run(plan, exchange.caller)
+        answer: dict[str, Any] = {
+            "model": model.name,
+            "embeddings": [floats_of(shortened(vector, request.dimensions)) for vector in vectors],
+            "total_duration": round(1e9 * (time.monotonic() - exchange.caller.arrived_s)),
+            "load_duration": round(1e9 * (planned_s - exchange.caller.arrived_s)),
+            "prompt_eval_count": plan.num_tokens,
+        }
+        await exchange.respond(encode(answer))
+
+    async def embeddings(self, exchange: Exchange) -> None:
+        """POST /api/embeddings: one text."""
+        request = decode_body(await exchange.body(), OllamaEmbeddings)
+        _check(request)
+        model = await find(self._services.models, request.model)
+        plan = await self._services.encodings.plan(TextsToEmbed(model.name, [request.prompt], -1, field="prompt"))
+        (vector,) = await self._services.encoding_runner.run(plan, exchange.caller)
+        await exchange.respond(encode({"embedding": floats_of(vector)}))
+
+
+def _check(request: OllamaEmbed | OllamaEmbeddings) -> None:
+    """Raise `StatusError` for what cannot be honoured."""
+    check_fields(request)
+    options = request.options
+    for field in () if options is None else options.__struct_fields__:
+        if field not in HINTS and field not in NEUTRAL_OPTIONS and getattr(options, field) is not None:
+            name = f"options.{field}"
+            raise invalid(name, f"{name} is for models that generate text; leave it out")

@@ -1,0 +1,50 @@
+"""Embeddings of the OpenAI API. docs/protocol.md has every field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.gateway.checks import invalid
+from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.encoding.planning import Text, TextsToEmbed
+from headrace.gateway.encoding.vectors import base64_of, check_dimensions, floats_of, shortened
+from headrace.gateway.openai.types import EmbeddingRequest
+from headrace.gateway.services import Services
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """POST embeddings."""
+
+    async def embeddings(exchange: Exchange) -> None:
+        request = decode_body(await exchange.body(), EmbeddingRequest)
+        texts = texts_of(request)
+        plan = await services.encodings.plan(
+            TextsToEmbed(request.model or "", texts, request.truncate_prompt_tokens, request.priority or 0)
+        )
+        check_dimensions(request.dimensions, plan.model.card.dimensions)
+        vectors = await services.encoding_runner.run(plan, exchange.caller)
+        shown = base64_of if request.encoding_format == "base64" else floats_of
+        data = [
+            {"object": "embedding", "index": index, "embedding": shown(shortened(vector, request.dimensions))}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": plan.num_tokens, "total_tokens": plan.num_tokens}
+        answer: dict[str, Any] = {"object": "list", "data": data, "model": plan.model.name, "usage": usage}
+        await exchange.respond(encode(answer))
+
+    return at_api("POST", "/embeddings", "embeddings", embeddings)
+
+
+def texts_of(request: EmbeddingRequest) -> Sequence[Text]:
+    """The texts of a request, each a text or its tokens. Raises `StatusError`."""
+    given = request.input
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(entry, int) for entry in given):
+        return [given]  # type: ignore[list-item]
+    if all(isinstance(entry, str) for entry in given) or all(isinstance(entry, list) for entry in given):
+        return given  # type: ignore[return-value]
+    raise invalid("input", "input must be a text, a list of texts, a list of tokens or a list of lists of tokens")

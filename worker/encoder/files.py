@@ -1,0 +1,161 @@
+"""What the files of an encoder say: its task, pooling, normalisation, longest text and special tokens.
+
+modules.json                 the stages after the network: pooling, normalisation    (sentence-transformers)
+1_Pooling/config.json        the mode of pooling                                     (sentence-transformers)
+sentence_bert_config.json    max_seq_length                                          (if there)
+config.json                  longest position, padding token, labels, activation of a score
+tokenizer.json               special tokens around and between two texts             (rerankers)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.protos.inference_pb2 import TASK_RANK, Task
+from headrace.worker.config import ConfigurationError
+from headrace.worker.encoder.pooling import Activation, Pooling
+from headrace.worker.model.directory import context_of, read_config
+
+MODULES = "modules.json"
+_MODES = {
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+    "cls": Pooling.CLS,
+    "mean": Pooling.MEAN,
+    "lasttoken": Pooling.LAST,
+}
+# Their position ids begin behind that of the padding token.
+_OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet"}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFiles:
+    """What is done with a text. `pooling` and `normalizes` are for embeddings, `activation` and `pair_separator`, the
+    tokens between two texts, for scores. `max_tokens` of a text include special tokens."""
+
+    task: Task
+    max_tokens: int
+    pad_token_id: int
+    pooling: Pooling = Pooling.MEAN
+    normalizes: bool = False
+    activation: Activation = Activation.IDENTITY
+    pair_separator: tuple[int, ...] = ()
+
+
+def read_encoder_files(model_dir: Path, task: Task, max_tokens: int | None) -> EncoderFiles:
+    """What the files say. `max_tokens` replaces their own longest text, up to the longest position. ConfigurationError
+    names the file that is missing or not supported."""
+    config = read_config(model_dir)
+    pad = config.get("pad_token_id")
+    pad_token_id = pad if isinstance(pad, int) and pad >= 0 else 0
+    positions = context_of(config, model_dir)
+    if config.get("model_type") in _OFFSET_POSITIONS:
+        positions -= pad_token_id + 1
+    own = _json(model_dir / "sentence_bert_config.json", {}).get("max_seq_length")
+    longest = min(own, positions) if isinstance(own, int) and own > 0 else positions
+    if max_tokens is not None:
+        if max_tokens > positions:
+            raise ConfigurationError(
+                f"--max-context-tokens {max_tokens} is more than the model's longest text, {positions} tokens"
+            )
+        longest = max_tokens
+    if task == TASK_RANK:
+        separator = pair_separator(_json(model_dir / "tokenizer.json", {}), model_dir)
+        return EncoderFiles(task, longest, pad_token_id, activation=_activation(config), pair_separator=separator)
+    pooling, normalizes = _stages(model_dir)
+    return EncoderFiles(task, longest, pad_token_id, pooling=pooling, normalizes=normalizes)
+
+
+def _stages(model_dir: Path) -> tuple[Pooling, bool]:
+    """The pooling, and whether vectors are normalised."""
+    modules = _json(model_dir / MODULES, None)
+    if not isinstance(modules, list):
+        raise ConfigurationError(
+            f"{model_dir} does not say how a text's vectors become one: {MODULES} is missing; copy it and "
+            "1_Pooling/config.json from the model's repository into the directory"
+        )
+    pooling, normalizes = None, False
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""
+        if kind == "Pooling":
+            path = model_dir / str(module.get("path", "")) / "config.json"
+            pooling = _pooling(_json(path, {}), path)
+        elif kind == "Normalize":
+            normalizes = True
+        elif kind != "Transformer":
+            raise ConfigurationError(
+                f"{model_dir / MODULES} has a stage {kind or 'without a type'}; only Transformer, Pooling and "
+                "Normalize are supported"
+            )
+    if pooling is None:
+        raise ConfigurationError(f"{model_dir / MODULES} has no stage Pooling, so it gives no vector for a whole text")
+    return pooling, normalizes
+
+
+def _pooling(config: Mapping[str, Any], path: Path) -> Pooling:
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    if isinstance(config.get("pooling_mode"), str):
+        modes = [config["pooling_mode"]]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise ConfigurationError(
+            f"{path} has the pooling {' and '.join(modes) or 'of no kind'}; one of cls, mean and last token is "
+            "supported"
+        )
+    return _MODES[modes[0]]
+
+
+def _activation(config: Mapping[str, Any]) -> Activation:
+    """That of a cross-encoder of sentence-transformers: sigmoid, unless its files name none."""
+    own = config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"
+    kind = str(named).rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise ConfigurationError(f"config.json names the activation {named}; Sigmoid and Identity are supported")
+    return Activation.SIGMOID if kind == "Sigmoid" else Activation.IDENTITY
+
+
+def pair_separator(tokenizer: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
+    """The tokens between two texts, as the tokenizer's post-processor has them. ConfigurationError."""
+    stack = [tokenizer.get("post_processor")]
+    while stack:
+        step = stack.pop()
+        if not isinstance(step, dict):
+            continue
+        stack += reversed(step.get("processors", []))
+        if step.get("type") in ("BertProcessing", "RobertaProcessing"):
+            number = 2 if step["type"] == "RobertaProcessing" else 1
+            return (int(step["sep"][1]),) * number
+        if step.get("type") == "TemplateProcessing":
+            return _between(step["pair"], step["special_tokens"])
+    raise ConfigurationError(
+        f"{model_dir} does not say what stands between a query and a document: tokenizer.json is missing, or its "
+        "post-processor is of no known kind; export the model again with its fast tokenizer"
+    )
+
+
+def _between(pair: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]) -> tuple[int, ...]:
+    found: list[int] = []
+    is_between = False
+    for part in pair:
+        if "Sequence" in part:
+            if is_between:
+                break
+            is_between = True
+        elif is_between:
+            found += special_tokens[part["SpecialToken"]["id"]]["ids"]
+    return tuple(found)
+
+
+def _json(path: Path, default: Any) -> Any:
+    if not path.is_file():
+        return default
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON ({error}); pull the model again") from error
