@@ -92,11 +92,15 @@ class Headrace:
         limits = StepLimits(min(128, most - 8), most, most, is_exact=True)
         self.engine: Engine = build_engine(runner, sampler, NUM_BLOCKS, limits, speculation=speculation)
         self._seed = 0
+        self._runner = runner
+        # As the worker has it: see OpenVINOModelRunner.
+        self._least_decode = 1 if speculation == "off" else 2
 
     def run(self, tasks: Sequence[Task], max_tokens: int) -> float:
         """Tokens a second, from the step after the last prompt to the last token."""
         scheduler = self.engine.scheduler
         scheduler.kv_cache.pool.forget_all()
+        self._runner.least_decode = self._least_decode
         self._seed += 1
         for number, (prompt, temperature) in enumerate(tasks):
             params = SamplingParams(max_tokens=max_tokens, seed=1000 * self._seed + number, temperature=temperature)

@@ -183,6 +183,7 @@ def compile_model(
         decode_graph=has_decode_graph,
         max_context_tokens=max_context_tokens,
         max_adapters=config.max_adapters,
+        speculates=config.speculation != "off",
     )
 
 

@@ -1,4 +1,5 @@
-"""Speculative decoding on the real model, in accuracy mode: every token and log-probability is that of a run without.
+"""Speculative decoding on the real model: in accuracy mode every token and log-probability is that of a run without. In
+performance mode every token is, where decode steps have the same bits in batches of any size.
 
 HEADRACE_SOAK=1 runs all layers of the model and 500 prompts.
 """
@@ -99,6 +100,30 @@ def answers(
         for outputs in given.values()
     ]
     return found, list(given)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_in_performance_mode_a_stream_is_the_same_with_drafts_alone_and_in_company(
+    directory: Path, prompts: list[list[int]], temperature: float
+) -> None:
+    runner = OpenVINOModelRunner(directory, threads=2, kv_precision="u8", execution_mode="performance", speculates=True)
+    runner.allocate(NUM_BLOCKS)
+    sampling = {"temperature": temperature, "num_logprobs": 1}
+    in_company, _ = answers(runner, prompts, 8, "off", **sampling)
+    if answers(runner, prompts, 4, "off", **sampling)[0] != in_company:
+        pytest.skip("on this CPU the bits of a decode step depend on its size")
+    for batch in (1, 8):
+        with_drafts, requests = answers(runner, prompts, batch, "ngram", **sampling)
+        assert_alike(with_drafts, in_company)
+        assert sum(request.num_accepted for request in requests) > 0
+    assert_alike(answers(runner, prompts, 1, "off", **sampling)[0], in_company)
+
+
+def assert_alike(found: Sequence[tuple[Any, ...]], expected: Sequence[tuple[Any, ...]]) -> None:
+    """The same tokens. The sums behind log-probabilities are added up in another order where there are few rows."""
+    for (token_ids, logprobs, finish), (of_expected, others, of_finish) in zip(found, expected, strict=True):
+        assert (token_ids, finish) == (of_expected, of_finish)
+        assert [entry.logprob for entry in logprobs] == pytest.approx([entry.logprob for entry in others], abs=1e-6)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64] if SOAK else [1, 8])

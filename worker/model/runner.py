@@ -52,8 +52,9 @@ class OpenVINOModelRunner:
     `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`). `adapters` is the
     memory of `max_adapters` adapters of the `linears`; None without any.
 
-    In accuracy mode a token does not depend on how many others its step has. Decode steps have at least two tokens and
-    two sampled rows then, because other kernels compute a single one.
+    Decode steps have at least `least_decode` tokens and sampled rows: two in accuracy mode and with `speculates`,
+    because other kernels compute a single one. A token then does not depend on how many others its step has, in
+    performance mode only on some CPUs (docs/decisions/0048).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class OpenVINOModelRunner:
         decode_graph: bool = False,
         max_context_tokens: int | None = None,
         max_adapters: int = 0,
+        speculates: bool = False,
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
@@ -89,7 +91,7 @@ class OpenVINOModelRunner:
         if of_adapters is not None:
             self._make_adapters(core, of_adapters, asked, max_adapters, is_bfloat16=is_bfloat16)
         self.small_decode = SMALL_DECODE if decode_graph else 0
-        self.least_decode = 2 if execution_mode == "accuracy" else 1
+        self.least_decode = 2 if execution_mode == "accuracy" or speculates else 1
         self._slot = main.slots[0]
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
