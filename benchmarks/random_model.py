@@ -71,8 +71,8 @@ _LAST_NORM = 4.0
 def write_random_model(
     directory: Path, shape: Shape = SHAPES["qwen2.5-0.5b"], kind: Kind = Kind.Q4_0, *, keeps_file: bool = False
 ) -> Path:
-    """Make a model in a directory, through a GGUF file, random.gguf, which is deleted unless `keeps_file`. `kind` is of
-    the layers' weights. The smallest takes some 20 s."""
+    """Create a model in a directory, by way of a GGUF file, random.gguf, which is deleted unless `keeps_file`. `kind`
+    is the quantisation of the layers' weights. The smallest model takes about 20 s."""
     path = directory / "random.gguf"
     writer = GGUFWriter(path, "qwen2")
     _write_metadata(writer, shape)

@@ -66,7 +66,7 @@ class RedisServer:
         return redis.Redis(port=self.port, socket_timeout=2)
 
     def start(self) -> RedisServer:
-        """Listen."""
+        """Start the server and wait until it listens."""
         listen = ["--bind", "127.0.0.1", *([self.address] if self.address != "127.0.0.1" else [])]
         open_to_others = ["--protected-mode", "no"]  # or it would refuse whoever comes from elsewhere
         command = [binary(), *listen, *open_to_others, "--port", str(self.port), "--save", "", *self._config]

@@ -229,7 +229,7 @@ def test_a_circle_is_found() -> None:
 
 
 def upward_imports(package: str, graph: dict[str, set[str]]) -> Iterator[str]:
-    """Imports that TIERS forbids, each as a sentence that says what to do."""
+    """The imports that TIERS forbids, each as a sentence with the remedy."""
     tiers = TIERS[package]
     tier_of = {wing: number for number, wings in enumerate(tiers) for wing in wings}
     for module, names in sorted(graph.items()):

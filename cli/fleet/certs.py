@@ -1,7 +1,8 @@
-"""`headrace certs`: an authority, certificates and secrets for a fleet, to try mutual TLS out or to run a small one.
+"""`headrace certs`: creates an authority, certificates and secrets for a fleet, to try out mutual TLS or to run a small
+fleet.
 
-Uses the openssl command, which every server has, because a library for a rare command would be installed everywhere.
-If there is an authority already, let it sign instead.
+It calls the openssl command, which every server has, to avoid a library that all installations would carry for a rare
+command. If you already have an authority, let it sign instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`headrace chat`: a conversation in the terminal, over the OpenAI HTTP interface. A pipe gives one question a line."""
+"""`headrace chat`: a conversation in the terminal over the OpenAI HTTP API. If standard input is a pipe, each line is a
+question."""
 
 from __future__ import annotations
 

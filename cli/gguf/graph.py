@@ -1,7 +1,7 @@
-"""The graph of a Llama-like model (llama, mistral, qwen2, qwen3), made of the tensors of a GGUF file.
+"""Builds the graph of a Llama-like model (llama, mistral, qwen2, qwen3) from the tensors of a GGUF file.
 
-It has the form that OpenVINO's paging of attention and its fusions know: stateful keys and values, rotated halves, and
-weights that are decompressed where they are multiplied.
+The graph has the form that OpenVINO's attention paging and fusions recognise: stateful keys and values, rotated halves,
+and weights that are decompressed directly before their products.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _by_row(groups: Groups, rows: int) -> Groups:
 
 
 def _centred(integers: _Array, middle: int) -> _Array:
-    """Integers without a sign as i8, with 0 where `middle` was."""
+    """Unsigned integers as i8, shifted so that `middle` becomes 0."""
     return integers.astype(np.int8) - np.int8(middle)
 
 

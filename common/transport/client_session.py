@@ -39,7 +39,7 @@ class SessionOwner(Protocol):
         """A session is over."""
 
     def listen(self, silent: ClientSession) -> None:
-        """A session was given up because its server is silent."""
+        """Note that a session was given up because its server is silent."""
 
     def count_unread(self, call: ClientCall, num_bytes: int) -> None:
         """Add to the number of unread bytes that a call holds; negative numbers subtract."""
@@ -93,7 +93,7 @@ class ClientSession:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the server was given up before this session, and has not been heard in it."""
+        """Whether the server has sent nothing in this session, and was given up for silence before it."""
         return self._was_silent and not self.is_over
 
     def cancel(self, call_id: int) -> None:

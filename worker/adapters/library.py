@@ -181,7 +181,7 @@ class AdapterLibrary:
         return adapter.slot
 
     def release(self, adapter: Adapter) -> None:
-        """A request has ended."""
+        """Release the adapter of a request that has ended."""
         assert adapter.num_requests > 0
         adapter.num_requests -= 1
         adapter.used_s = self._clock()

@@ -59,7 +59,7 @@ class Source:
 
 
 def has(source: Source, num_chars: int) -> Steps[bool]:
-    """Wait until there are this many characters to take; False if the text ends before."""
+    """Wait until this many characters are available. Returns False if the text ends before."""
     while len(source.text) - source.pos < num_chars:
         if source.closed:
             return False

@@ -1,4 +1,4 @@
-"""Mutual TLS and the join token between two ends on loopback: who is let in, and certificates that change."""
+"""Mutual TLS and the join token between two ends on loopback: authentication, and replaced certificates."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ grpc.stop_stream()
 
 
 async def asynchronously() -> str:
-    """The text through the other client."""
+    """The text of an answer from the asynchronous client."""
 
     async def requests():
         yield {"model_name": MODEL, "inputs": inputs_of(over_grpc_aio.InferInput, PROMPT, stream=True)}

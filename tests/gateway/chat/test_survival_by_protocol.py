@@ -18,7 +18,7 @@ MOST = 40
 
 
 def texts(response: str, prefix: str, read: Callable[[Any], str]) -> str:
-    """The text of a stream whose events or lines begin like this."""
+    """The concatenated text of the events or lines with this prefix."""
     lines = [line.removeprefix(prefix) for line in response.splitlines() if line.startswith(prefix or "{")]
     return "".join(read(json.loads(line)) for line in lines if line.startswith("{"))
 

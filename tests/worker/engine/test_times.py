@@ -141,7 +141,7 @@ def test_a_refusal_is_counted_by_its_reason_and_ends_its_span_as_failed() -> Non
 
 
 def observed(receiver: Receiver, request: Request, *, is_whole: bool, error: StatusError | None = None) -> list[str]:
-    """Names of the spans that a request leaves, sorted by their beginning."""
+    """The names of a request's spans, in order of their start."""
     observer = RequestObserver()
     start_tracing("worker", receiver.url)
     span = observer.arrived(GenerateRequest(), ())

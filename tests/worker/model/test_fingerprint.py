@@ -1,4 +1,4 @@
-"""The fingerprint of a model: every byte of its weights counts, and nothing else does."""
+"""The fingerprint of a model depends on every byte of its weights, and on nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products that are fused, on graphs of nothing but products."""
+"""Fusion of projections, on graphs that contain only products."""
 
 from __future__ import annotations
 
