@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headrace.cli.models.shape import ModelShape
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
@@ -25,6 +27,7 @@ class CatalogueEntry:
     gguf_member: str
     gguf_sha256: str
     sampling: Mapping[str, float] = field(default_factory=dict)
+    shape: ModelShape | None = None
 
     def source(self) -> dict[str, str]:
         """The entry in the manifest of the pulled model. When it changes, the model is pulled again; if only `sampling`
@@ -48,6 +51,7 @@ CATALOGUE = {
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             # A model this small falls into loops, and then writes on to the end of the context.
             sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 512},
+            shape=ModelShape(30, 3, 64, 8192),
         ),
     )
 }

@@ -43,6 +43,7 @@ from headrace.cli.models.reference import HubReference, parse_reference
 from headrace.cli.models.requirements import Requirements, check_disk, check_weights_fit
 from headrace.cli.models.selection import HubChoice, HubListing, choose_files
 from headrace.cli.models.shape import shape_of
+from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
@@ -63,6 +64,8 @@ def source_of(model: str, name: str | None = None) -> Source:
     path = Path(model).expanduser()
     if model in CATALOGUE:
         return Source("catalogue", model, name or model)
+    if model in SHORT_NAMES and not path.exists():
+        return Source("hub", str(SHORT_NAMES[model].reference), name or model)
     if path.is_dir():
         return Source("directory", str(path.absolute()), name or path.resolve().name)
     if path.suffix == ".gguf":
@@ -73,7 +76,8 @@ def source_of(model: str, name: str | None = None) -> Source:
         return Source("hub", str(reference), name or reference.name)
     raise CommandError(
         f"nothing is known of a model {model!r}: name one of {', '.join(sorted(CATALOGUE))}, "
-        "a .gguf file, a model directory, or a hub model as OWNER/NAME[:QUANTISATION][@REVISION]"
+        "a .gguf file, a model directory, or a hub model as OWNER/NAME[:QUANTISATION][@REVISION]; "
+        "headrace models catalogue lists more names"
     )
 
 
@@ -325,7 +329,7 @@ def _finish(directory: Path, source: Source, record: dict[str, str]) -> None:
 def pull(model: str, name: str | None, force: bool, offline: bool) -> None:
     """Put MODEL into the cache.
 
-    MODEL is a name of the catalogue (smollm2-135m), a GGUF file, a directory with an OpenVINO model, or
+    MODEL is a name of the catalogue (headrace models catalogue), a GGUF file, a directory with an OpenVINO model, or
     OWNER/NAME[:QUANTISATION][@REVISION] on a hub (HF_ENDPOINT, HF_TOKEN), an OpenVINO or a GGUF repository.
     """
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import running_serves
+from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import (
     cache_directory,
     cached_names,
@@ -26,8 +27,10 @@ from headrace.cli.models.model_cache import (
 from headrace.cli.models.progress import say
 from headrace.cli.models.requirements import GIB, PROCESS_BYTES, kv_cache_gib
 from headrace.cli.models.shape import ModelShape, shape_of
+from headrace.cli.models.short_names import SHORT_NAMES
 
 _CONTEXTS = (8192, 32768)
+_CATALOGUE_TITLES = ("name", "source", "licence", "size", "context", "memory 8k", "32k", "tools", "checked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,69 @@ def _memory(weight_bytes: int, shape: ModelShape) -> dict[str, float]:
 
 @click.group()
 def models() -> None:
-    """List, show and remove the models in the cache."""
+    """List, show and remove the models in the cache, and list those with short names."""
+
+
+@models.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def catalogue(as_json: bool) -> None:
+    """List the models with short names: source, licence, size and memory.
+
+    Sizes are approximate. Memory is that of one worker with one context of 8192 and of 32768 tokens; "-" if the model's
+    context is shorter. Tests run smollm2-135m. Of the others they check the architecture or the reader of GGUF files
+    with small random weights; their own weights were not run.
+    """
+    rows = _catalogue_rows()
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    _echo_table([_CATALOGUE_TITLES, *map(_catalogue_cells, rows)])
+
+
+def _catalogue_rows() -> list[dict[str, Any]]:
+    """The models as JSON: sizes in bytes, memory in GiB."""
+    own = [
+        (entry.name, entry.distribution, entry.license, entry.wheel_bytes, entry.shape, "", "run by tests")
+        for entry in CATALOGUE.values()
+    ]
+    named = [
+        (name, str(model.reference), model.license, int(model.weight_gb * 1e9), model.shape, model.tools, model.checked)
+        for name, model in SHORT_NAMES.items()
+    ]
+    return [
+        {
+            "name": name,
+            "source": source,
+            "license": license_name,
+            "weight_bytes": weight_bytes,
+            "context_tokens": None if shape is None else shape.context_tokens,
+            "kv_bytes_per_token": None if shape is None else shape.kv_bytes_per_token,
+            "memory_gib": {} if shape is None else _memory(weight_bytes, shape),
+            "tools": tools or None,
+            "checked": checked,
+        }
+        for name, source, license_name, weight_bytes, shape, tools, checked in (*own, *named)
+    ]
+
+
+def _catalogue_cells(row: dict[str, Any]) -> list[str]:
+    memory = [row["memory_gib"].get(str(length)) for length in _CONTEXTS]
+    return [
+        row["name"],
+        row["source"],
+        row["license"],
+        f"{row['weight_bytes'] / 1e9:.1f} GB",
+        str(row["context_tokens"] or "-"),
+        *("-" if gib is None else f"{gib:.1f} GiB" for gib in memory),
+        row["tools"] or "-",
+        row["checked"],
+    ]
+
+
+def _echo_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 @models.command(name="list")
@@ -141,9 +206,7 @@ def list_models(as_json: bool) -> None:
         return
     if not found:
         click.echo("no models; headrace pull or headrace serve fetches one", err=True)
-    widths = [max((len(text) for text in column), default=0) for column in zip(*map(_cells, found), strict=True)]
-    for model in found:
-        click.echo("  ".join(text.ljust(width) for text, width in zip(_cells(model), widths, strict=True)).rstrip())
+    _echo_table([_cells(model) for model in found])
 
 
 def _cells(model: CachedModel) -> tuple[str, str, str]:

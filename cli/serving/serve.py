@@ -38,6 +38,7 @@ from headrace.cli.models.model_cache import (
 from headrace.cli.models.offline import offline_option
 from headrace.cli.models.reference import parse_reference
 from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
+from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.cli.serving.first_requests import first_requests
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
@@ -72,7 +73,7 @@ def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, s
         check_model_directory(path)
         manifest = read_manifest(path)
         return path.absolute(), manifest.name if manifest is not None else path.resolve().name
-    if path.suffix == ".gguf" or model in CATALOGUE or reference is not None:
+    if path.suffix == ".gguf" or model in CATALOGUE or model in SHORT_NAMES or reference is not None:
         # A deferred import: serving a cached model does not need it.
         from headrace.cli.models.pull import pull_model, source_of
 
@@ -80,7 +81,8 @@ def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, s
         return pull_model(source, offline=offline, num_workers=num_workers), source.name
     known = ", ".join(sorted({*CATALOGUE, *cached_names()}))
     raise CommandError(
-        f"unknown model {model!r}: it is not one of {known}, nor a directory, a .gguf file or a hub's OWNER/NAME"
+        f"unknown model {model!r}: it is not one of {known}, nor a directory, a .gguf file or a hub's OWNER/NAME; "
+        "headrace models catalogue lists more names"
     )
 
 

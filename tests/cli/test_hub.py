@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from click.testing import CliRunner, Result
 from headrace.cli.errors import CommandError
 from headrace.cli.main import cli
 from headrace.cli.models import pull
+from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import model_directory, read_manifest
 from headrace.cli.models.reference import HubReference, parse_reference
 from headrace.cli.models.requirements import check_weights_fit
 from headrace.cli.models.selection import HubFile, HubListing, choose_files
 from headrace.cli.models.shape import ModelShape, shape_of
+from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.cli.serving.serve import find_model
+from headrace.gateway.chat.output_parsers.families import TOOL_FORMATS
 from tests.cli.conftest import write_files
 from tests.hub import Hub
 
@@ -314,3 +318,42 @@ def test_prune_waits_for_no_pull_that_runs(cache: Path) -> None:
 )
 def test_the_shape_is_read_from_the_names_that_models_use(config: dict[str, object], shape: ModelShape | None) -> None:
     assert shape_of(config) == shape
+
+
+def test_a_short_name_is_pulled_from_its_repository_under_that_name(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = replace(SHORT_NAMES["qwen3-8b"], reference=HubReference("owner/model"))
+    monkeypatch.setitem(SHORT_NAMES, "qwen3-8b", model)
+    hub.add("owner/model", {**model_files, "config.json": json.dumps(CONFIG).encode()})
+    assert find_model("qwen3-8b") == (model_directory("qwen3-8b"), "qwen3-8b")
+    manifest = read_manifest(model_directory("qwen3-8b"))
+    assert manifest is not None
+    assert manifest.source["repository"] == "owner/model"
+    num_seen = len(hub.seen)
+    assert "already there" in run("pull", "qwen3-8b").stderr
+    assert len(hub.seen) == num_seen
+
+
+def test_the_catalogue_says_memory_and_what_was_checked() -> None:
+    rows = {row["name"]: row for row in json.loads(run("models", "catalogue", "--json").stdout)}
+    assert set(rows) == {*CATALOGUE, *SHORT_NAMES}
+    large = rows["qwen3-8b"]
+    # 36 layers of 8 heads with 128 numbers and 8 bytes beside them, keys and values.
+    assert large["kv_bytes_per_token"] == 2 * 36 * 8 * 136
+    assert large["memory_gib"]["32768"] - large["memory_gib"]["8192"] == pytest.approx(
+        large["kv_bytes_per_token"] * (32768 - 8192) / 2**30, abs=0.01
+    )
+    assert rows["phi-4-mini"]["memory_gib"] == {}
+    assert [name for name, row in rows.items() if row["checked"] == "run by tests"] == list(CATALOGUE)
+    lines = run("models", "catalogue").stdout.splitlines()
+    assert len(lines) == 1 + len(rows)
+    assert "OpenVINO/Qwen3-8B-int4-ov" in next(line for line in lines if line.startswith("qwen3-8b "))
+
+
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_short_names_are_names_and_their_formats_exist(name: str) -> None:
+    model = SHORT_NAMES[name]
+    assert parse_reference(name) is None
+    assert parse_reference(str(model.reference)) == model.reference
+    assert model.tools in {"", *TOOL_FORMATS}
