@@ -115,7 +115,7 @@ def test_what_goes_ahead_counts(engine: EngineUnderTest, forecast: Forecast, rat
 def test_a_prompt_that_is_nearly_cached_overtakes_what_is_longer_than_its_rest(
     engine: EngineUnderTest, forecast: Forecast
 ) -> None:
-    prompt = distinct(1, 1_000) + distinct(2, 11_000)
+    prompt = distinct(1, 500) + distinct(2, 1_500)
     engine.request(prompt, max_tokens=1)
     engine.run()
     engine.request(distinct(3, 1_500))

@@ -129,7 +129,7 @@ def test_a_first_guess_that_is_far_off_is_corrected() -> None:
 @pytest.mark.parametrize("shape", PROBES)
 def test_hours_of_the_same_step_leave_all_predictions_sane(shape: StepShape) -> None:
     model, rng = learned(), random.Random(3)
-    for _ in range(60_000):
+    for _ in range(20_000):
         model.observe(shape, true_cost(shape) * rng.uniform(0.95, 1.05))
     assert model.predict_ms(shape) == pytest.approx(true_cost(shape), rel=0.05)
     # What was not seen for so long is at its share of the reference, whose proportions are others.

@@ -48,8 +48,8 @@ def test_padding_is_neither() -> None:
 
 def test_both_follow_a_machine_that_became_slower() -> None:
     costs = StepCosts()
-    for slower in (1.0, 2.0):
-        for _ in range(15_000):
+    for slower, num_steps in ((1.0, 1_000), (2.0, 8_000)):
+        for _ in range(num_steps):
             observed(costs, [(0, 256)], 100.0 * slower)
             observed(costs, [(100, 1)], 10.0 * slower)
     assert costs.rates.prefill_tokens_per_s == pytest.approx(1280, rel=0.06)
