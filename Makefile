@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv bench-lora dev clean
+.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv bench-lora bench-embeddings dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make bench-gateway                            CPU per streamed token, idle streams, open connections'
 	@echo 'make bench-speculation                        speculative decoding, with and without, and beside a peer'
 	@echo 'make bench-kv                                 cached prefixes after a worker died'
+	@echo 'make bench-embeddings                         embeddings, beside openvino-genai and sentence-transformers'
 	@echo 'make bench-lora                               LoRA adapters in one batch, and more of them than fit into memory'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
@@ -194,6 +195,15 @@ bench-gateway: .venv/.dev
 # Alternating pairs, with and without, and beside openvino-genai's prompt lookup.
 bench-speculation: .venv/.dev .links/headrace
 	$(BIN)/python -m benchmarks speculation
+
+# Peers beside the environment that exports models, so that its tests do not see them.
+.make/sentence-transformers/.done: .make/architectures/.done benchmarks/sentence_transformers.txt
+	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps --target .make/sentence-transformers \
+	    --upgrade -r benchmarks/sentence_transformers.txt
+	@touch $@
+
+bench-embeddings: .venv/.dev .links/headrace .make/sentence-transformers/.done
+	$(BIN)/python -m benchmarks.embeddings $(ARGS)
 
 bench-kv: .venv/.dev
 	$(BIN)/python -m benchmarks.kv $(ARGS)

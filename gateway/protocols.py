@@ -16,6 +16,7 @@ from headrace.gateway.services import Services
 
 NAMES = (
     "openai",
+    "rerank",
     "responses",
     "anthropic",
     "ollama",

@@ -79,11 +79,11 @@ class Prompts:
 
         return await self._run(encode, len(text))
 
-    async def of_texts(self, model: Model, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts with special tokens around them."""
+    async def of_texts(self, model: Model, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts as they are."""
 
         def encode() -> list[list[int]]:
-            return model.text.tokenizer.encode_many(texts)
+            return model.text.tokenizer.encode_many(texts, add_special_tokens=add_special_tokens)
 
         return await self._run(encode, sum(map(len, texts)) + len(texts) * _TEXT_CHARS)
 

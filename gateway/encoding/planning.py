@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.gateway.chat.prompts import Prompts
 from headrace.gateway.checks import check_range, invalid
 from headrace.gateway.text.models import Model, Models
-from headrace.protos.inference_pb2 import TASK_EMBED, Task
+from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, Task
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
 
@@ -30,6 +30,23 @@ class TextsToEmbed:
     None: a text that is too long is refused."""
     priority: int = 0
     field: str = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class PairsToScore:
+    """Pairs of a query and a document. `query_fields` and `document_fields` are their names in errors, `field` that of
+    the list of pairs."""
+
+    model: str
+    pairs: Sequence[tuple[str, str]]
+    query_fields: Sequence[str]
+    document_fields: Sequence[str]
+    field: str
+    truncate_prompt_tokens: int | None = None
+    """Keep so many tokens of a longer pair by truncating its document; -1: as many as the model takes."""
+    max_tokens_per_doc: int | None = None
+    """Keep so many tokens of the beginning of a longer document."""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +88,37 @@ class Encodings:
             prompts.append(_fitting(token_ids, request.truncate_prompt_tokens, num_last, at, model))
         return EncodingPlan(model, prompts, [0] * len(prompts), request.priority)
 
+    async def plan_pairs(self, request: PairsToScore) -> EncodingPlan:
+        """Check pairs and tokenize them: special tokens, query, separator, document, special tokens. Raises
+        `StatusError`."""
+        _check_number(len(request.pairs), request.field)
+        _check_truncation(request.truncate_prompt_tokens)
+        model = await self._found(request.model, TASK_RANK)
+        queries = list(dict.fromkeys(query for query, _ in request.pairs))
+        documents = [document for _, document in request.pairs]
+        encoded = await self._prompts.of_texts(model, [*queries, *documents], add_special_tokens=False)
+        query_ids = dict(zip(queries, encoded, strict=False))
+        before, behind = model.text.tokenizer.special_around
+        most = model.card.max_context_tokens
+        keep = most if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
+        prompts: list[Sequence[int]] = []
+        num_firsts = []
+        for number, (query, _) in enumerate(request.pairs):
+            first = [*before, *query_ids[query], *model.card.pair_separator_token_ids]
+            document_ids = encoded[len(queries) + number][: request.max_tokens_per_doc]
+            room = most - len(first) - len(behind)
+            if room < 1:
+                raise _too_long(request.query_fields[number], len(query_ids[query]), most, model, "shorten it")
+            if keep is not None:
+                document_ids = document_ids[: max(keep - len(first) - len(behind), 0)]
+            if len(document_ids) > room:
+                remedy = "split it, or set truncate_prompt_tokens to -1 to use its beginning"
+                name = request.document_fields[number]
+                raise _too_long(f"{name} with its query", len(document_ids) + most - room, most, model, remedy, name)
+            prompts.append([*first, *document_ids, *behind])
+            num_firsts.append(len(first))
+        return EncodingPlan(model, prompts, num_firsts, request.priority)
+
     async def _found(self, name: str, task: Task) -> Model:
         model = await self._models.find(name)
         check_task(task, model.card.task, model.name)
@@ -110,7 +158,11 @@ def _fitting(token_ids: Sequence[int], keep: int | None, num_last: int, at: str,
     if not token_ids:
         raise invalid(at, f"{at} must not be empty")
     if len(token_ids) > most:
-        problem = f"{at} has {len(token_ids)} tokens, and the model '{model.name}' takes at most {most}"
         remedy = "split it, or set truncate_prompt_tokens to -1 to use its beginning"
-        raise StatusError(Reason.CONTEXT_TOO_LONG, f"{problem}; {remedy}", field=at)
+        raise _too_long(at, len(token_ids), most, model, remedy)
     return token_ids
+
+
+def _too_long(at: str, num_tokens: int, most: int, model: Model, remedy: str, field: str = "") -> StatusError:
+    problem = f"{at} has {num_tokens} tokens, and the model '{model.name}' takes at most {most}"
+    return StatusError(Reason.CONTEXT_TOO_LONG, f"{problem}; {remedy}", field=field or at)

@@ -37,14 +37,6 @@ OPERATIONS: tuple[Operation, ...] = (
         is_generated=True,
         prefixes=API,
     ),
-    Operation(
-        "POST",
-        "/rerank",
-        "Say what a model is good for: none ranks documents",
-        requests=(types.ModelRequest,),
-        prefixes=API,
-        status=None,
-    ),
     Operation("POST", "/tokenize", "Turn text into tokens", answer_types.Tokens, (types.TokenizeRequest,)),
     Operation("POST", "/detokenize", "Turn tokens into text", answer_types.DetokenizedText, (types.DetokenizeRequest,)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.gateway.openai import absent_endpoints, embedding_endpoints, endpoints, model_endpoints
+from headrace.gateway.openai import embedding_endpoints, endpoints, model_endpoints
 from headrace.gateway.openai.description import OPERATIONS
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
@@ -13,7 +13,6 @@ class _OpenAi(OpenProtocol):
             *endpoints.endpoints(setup.services),
             *embedding_endpoints.endpoints(setup.services),
             *model_endpoints.endpoints(setup.services),
-            *absent_endpoints.endpoints(setup.services),
         ]
 
 

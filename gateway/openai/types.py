@@ -62,12 +62,6 @@ class CompletionRequest(Completion, kw_only=True):
     suffix: str | None = None
 
 
-class ModelRequest(msgspec.Struct, kw_only=True):
-    """Body of a request for an ability that no model has. Only the model matters."""
-
-    model: str | None = None
-
-
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/embeddings. `user` is taken and not used."""
 

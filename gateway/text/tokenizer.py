@@ -59,11 +59,12 @@ class Tokenizer:
         """
         return (self._encoder if add_special_tokens else self._plain_encoder).encode(text)
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts with special tokens around them, as `encode` gives them, for an eighth of its time."""
+    def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts, as `encode` gives them, for an eighth of its time."""
+        encoder = self._encoder if add_special_tokens else self._plain_encoder
         found: list[list[int]] = []
         for start in range(0, len(texts), _AT_ONCE):
-            found += self._encoder.encode_many(texts[start : start + _AT_ONCE])
+            found += encoder.encode_many(texts[start : start + _AT_ONCE])
         return found
 
     @cached_property

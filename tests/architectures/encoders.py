@@ -1,9 +1,12 @@
 """Export models that encode, and what transformers computes with them: `encoders.py OUTDIR NAME...`.
 
-Runs in the environment of `export.py`. minilm is all-MiniLM-L6-v2, a real model that a package brings along.
+Runs in the environment of `export.py`. minilm is all-MiniLM-L6-v2, a real model that a package brings along. ranker is
+the same network with a random head that scores two texts.
 
 OUTDIR/NAME/               the model as optimum-intel writes it, with the files of sentence-transformers
-OUTDIR/NAME/reference.npz  vectors f32 [NUM_TEXTS, dimensions] of `made_up_texts(NUM_TEXTS)`
+OUTDIR/NAME/reference.npz
+    minilm  vectors f32 [NUM_TEXTS, dimensions] of `made_up_texts(NUM_TEXTS)`
+    ranker  scores f32 [NUM_QUERIES, NUM_DOCUMENTS] of the first texts as queries, and of those after them as documents
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,13 +23,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import torch
 from optimum.exporters.openvino import main_export
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.architectures.texts import made_up_texts
 
 NUM_TEXTS = 1000
 MAX_TOKENS = 256
 _AT_ONCE = 16
+NUM_QUERIES, NUM_DOCUMENTS = 6, 24
+_OPTIONS = {"library_name": "transformers", "convert_tokenizer": True}
 _OF_SENTENCE_TRANSFORMERS = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json")
 
 
@@ -54,18 +60,42 @@ def vectors(model_dir: Path, texts: list[str]) -> np.ndarray:
     return np.stack([found[number] for number in range(len(texts))])
 
 
-def export(name: str, directory: Path) -> None:
-    """Write one model and its reference."""
-    source = {"minilm": minilm}[name]()
-    part = directory.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    main_export(
-        str(source), output=part, task="feature-extraction", library_name="transformers", convert_tokenizer=True
-    )
+def export_minilm(part: Path) -> None:
+    """Write the embedder and its vectors."""
+    source = minilm()
+    main_export(str(source), output=part, task="feature-extraction", **_OPTIONS)
     for file in _OF_SENTENCE_TRANSFORMERS:
         (part / file).parent.mkdir(exist_ok=True)
         shutil.copy(source / file, part / file)
     np.savez(part / "reference.npz", vectors=vectors(source, made_up_texts(NUM_TEXTS)))
+
+
+def export_ranker(part: Path) -> None:
+    """Write the reranker and its scores."""
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(minilm(), num_labels=1).eval()
+    with torch.no_grad():  # so that scores differ
+        model.classifier.weight.mul_(20)
+    tokenizer = AutoTokenizer.from_pretrained(minilm())
+    with tempfile.TemporaryDirectory() as source:
+        model.save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        main_export(source, output=part, task="text-classification", **_OPTIONS)
+    texts = made_up_texts(NUM_QUERIES + NUM_DOCUMENTS)
+    rows = []
+    with torch.no_grad():
+        for query in texts[:NUM_QUERIES]:
+            options = {"return_tensors": "pt", "padding": True, "truncation": "only_second", "max_length": 512}
+            inputs = tokenizer([query] * NUM_DOCUMENTS, texts[NUM_QUERIES:], **options)
+            rows.append(torch.sigmoid(model(**inputs).logits[:, 0]).numpy())
+    np.savez(part / "reference.npz", scores=np.stack(rows))
+
+
+def export(name: str, directory: Path) -> None:
+    """Write one model and its reference."""
+    part = directory.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    {"minilm": export_minilm, "ranker": export_ranker}[name](part)
     part.rename(directory)
 
 

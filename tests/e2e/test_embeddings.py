@@ -20,6 +20,7 @@ from tests.e2e.serving import Serve, headrace, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # the model is exported once
 
+ROOT = Path(__file__).parents[2]
 SOAK = bool(os.environ.get("HEADRACE_SOAK"))
 NUM_TEXTS = 1000 if SOAK else 200
 NAME = "minilm"
@@ -116,13 +117,31 @@ def test_a_text_that_is_too_long_is_refused_with_its_length(client: openai.OpenA
         client.embeddings.create(model=NAME, input=["a", "word " * 400])
 
 
+@pytest.mark.parametrize("client_name", ["langchain", "llama_index", "ollama"])
+def test_clients_of_other_makers_work_unmodified(system: Serve, client_name: str) -> None:
+    python = ROOT / ".make" / "clients" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("the clients are not installed: make test")
+    script = ROOT / "tests" / "e2e" / "clients" / f"embeddings_{client_name}.py"
+    environment = {
+        **os.environ,
+        "HEADRACE_TEST_BASE_URL": f"{system.base_url}/v1",
+        "HEADRACE_TEST_MODEL": NAME,
+        "PYTHONPATH": str(ROOT),
+        "LANGSMITH_TRACING": "false",
+        "DO_NOT_TRACK": "1",
+    }
+    done = subprocess.run([python, script], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
 def test_when_a_worker_is_killed_the_vectors_come_from_the_other_one(
     system: Serve, client: openai.OpenAI, texts: list[str], reference: np.ndarray
 ) -> None:
     """All requests are under way when it dies, and none fails."""
     number = int(system.metric("headrace_worker_requests_finished_total"))
-    with concurrent.futures.ThreadPoolExecutor(8) as callers:
-        asked = [callers.submit(embed, client, texts) for _ in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(4) as callers:
+        asked = [callers.submit(embed, client, texts) for _ in range(4)]
         until(lambda: system.metric("headrace_worker_requests_finished_total") > number + 20, "vectors")
         os.kill(system.process_of("worker-0")["pid"], signal.SIGKILL)
         for one in asked:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 # A protocol's own tests, and which of them are run without the others.
 TESTS = {
     "openai": ("openai/test_http_chat.py", "v3 or usage"),
+    "rerank": ("rerank/test_rerank.py", "pair"),
     "responses": ("responses/test_responses.py", "stored"),
     "anthropic": ("anthropic/test_messages.py", "count"),
     "ollama": ("ollama/test_ollama.py", "listed or context_of"),

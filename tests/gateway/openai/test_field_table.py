@@ -28,6 +28,7 @@ from headrace.gateway.openai.types import (
     StreamOptions,
     TokenizeRequest,
 )
+from headrace.gateway.rerank.types import DocumentText, RerankRequest, ScoreRequest
 from headrace.gateway.responses.types import ResponsesRequest
 from headrace.gateway.tgi.types import TgiGrammar, TgiParameters, TgiRequest
 from headrace.protos import text_pb2
@@ -42,6 +43,9 @@ PARTS: dict[type[msgspec.Struct], str] = {
     TokenizeRequest: "## Tokens and models",
     DetokenizeRequest: "## Tokens and models",
     EmbeddingRequest: "## Embeddings",
+    RerankRequest: "## Rerank and score",
+    DocumentText: "## Rerank and score",
+    ScoreRequest: "## Rerank and score",
     ResponsesRequest: "## Responses",
     MessagesRequest: "## Messages",
     AnswerFields: "## Messages",

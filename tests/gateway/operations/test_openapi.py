@@ -13,7 +13,7 @@ import pytest
 from headrace.gateway.openai import types as openai_types
 from headrace.gateway.operations.openapi import document
 from headrace.gateway.protocols import OPERATIONS
-from tests.gateway.encoder_model import VECTORS, cards
+from tests.gateway.encoder_model import SCORES, VECTORS, cards
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI = [{"role": "user", "content": "hi"}]
@@ -71,9 +71,12 @@ async def test_what_generates_takes_a_time_within_which_it_must_answer(gateway: 
         "responses": {"input": "hi"},
         "messages": {"messages": HI, "max_tokens": 9},
         "embeddings": {"model": VECTORS, "input": "hi"},
+        "rerank": {"model": SCORES, "query": "hi", "documents": ["ho"]},
+        "score": {"model": SCORES, "text_1": "hi", "text_2": "ho"},
     }
     bodies: dict[str, Any] = {f"{prefix}/{name}": body for prefix in ("/v1", "/v3") for name, body in api.items()}
     bodies |= {"/api/chat": {"messages": HI}, "/api/generate": {"prompt": "hi"}}
+    bodies |= dict.fromkeys(("/rerank", "/v2/rerank"), api["rerank"]) | {"/score": api["score"]}
     bodies |= {"/api/embed": {"model": VECTORS, "input": "hi"}}
     bodies |= {"/api/embeddings": {"model": VECTORS, "prompt": "hi"}}
     bodies |= {path: {"inputs": "hi"} for path in ("/", "/generate", "/generate_stream")}
@@ -130,16 +133,3 @@ async def test_fields_that_are_only_known_say_which_values_they_take(gateway: An
 async def test_the_status_of_models_is_as_openvino_model_server_tells_it(gateway: Any) -> None:
     version = {"version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": "OK"}}
     assert (await gateway.http.get("/v1/config")).json() == {"tiny": {"model_version_status": [version]}}
-
-
-@pytest.mark.parametrize("prefix", ["/v1", "/v3"])
-@pytest.mark.parametrize("path", ["rerank"])
-async def test_what_no_model_offers_is_answered_with_what_it_does_offer(gateway: Any, prefix: str, path: str) -> None:
-    for body in ({"model": "tiny", "input": "a"}, {"query": "a", "documents": ["b"]}):
-        response = await gateway.http.post(f"{prefix}/{path}", json=body)
-        assert response.status_code == 404
-        error = response.json()["error"]
-        assert (error["param"], error["code"]) == ("model", "not_found")
-        assert error["message"] == f"the model 'tiny' offers chat/completions and completions, not {path}"
-    response = await gateway.http.post(f"{prefix}/{path}", json={"model": "other"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")

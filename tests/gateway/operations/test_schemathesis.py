@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 
 from headrace.gateway import protocols
 from headrace.gateway.operations.openapi import document
-from tests.gateway.encoder_model import VECTORS, cards, encode
+from tests.gateway.encoder_model import SCORES, VECTORS, cards, encode
 
 SOAK = bool(os.environ.get("HEADRACE_SOAK"))
 # For each operation, of requests that are as the document says and of requests that are not.
@@ -38,6 +38,7 @@ TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson }}<tool_call>{%- en
 MAX_ERROR_BYTES = 4096
 # Requests that are not for the ordinary model.
 ENCODERS = {"EmbeddingRequest": VECTORS, "OllamaEmbed": VECTORS, "OllamaEmbeddings": VECTORS}
+ENCODERS |= {"RerankRequest": SCORES, "ScoreRequest": SCORES}
 CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance]
 
 

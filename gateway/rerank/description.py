@@ -1,0 +1,30 @@
+"""The description of these endpoints for the OpenAPI document (pure)."""
+
+from __future__ import annotations
+
+from headrace.gateway.edge.description import API, Operation
+from headrace.gateway.rerank import answer_types, types
+
+_UNVERSIONED = ("", "/v2")
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "POST",
+        "/rerank",
+        "Order documents by how well they answer a query",
+        answer_types.Reranked,
+        (types.RerankRequest,),
+        is_generated=True,
+        prefixes=(*API, *_UNVERSIONED),
+    ),
+    Operation(
+        "POST",
+        "/score",
+        "Score pairs of texts",
+        answer_types.ScoreList,
+        (types.ScoreRequest,),
+        is_generated=True,
+        prefixes=(*API, ""),
+    ),
+)
+"""All operations."""

@@ -1,0 +1,100 @@
+"""Rerank in the form of Cohere and Jina, score in that of vLLM. docs/protocol.md has every field."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.gateway.checks import invalid
+from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore
+from headrace.gateway.encoding.vectors import floats_of
+from headrace.gateway.rerank.types import RerankRequest, ScoreRequest
+from headrace.gateway.services import Services
+
+
+def endpoints(services: Services) -> Sequence[Endpoint]:
+    """POST rerank and score, with and without a version of the API."""
+    own = _Ranking(services)
+    return [
+        *at_api("POST", "/rerank", "rerank", own.rerank),
+        Endpoint("POST", "/rerank", "rerank", own.rerank),
+        Endpoint("POST", "/v2/rerank", "rerank", own.rerank),
+        *at_api("POST", "/score", "score", own.score),
+        Endpoint("POST", "/score", "score", own.score),
+    ]
+
+
+class _Ranking:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def rerank(self, exchange: Exchange) -> None:
+        """Order documents by their score, best first; of equal ones the earlier first."""
+        request = decode_body(await exchange.body(), RerankRequest)
+        texts = [document if isinstance(document, str) else document.text for document in request.documents]
+        pairs = PairsToScore(
+            request.model or "",
+            [(request.query, text) for text in texts],
+            ["query"] * len(texts),
+            [f"documents[{number}]" for number in range(len(texts))],
+            "documents",
+            request.truncate_prompt_tokens,
+            request.max_tokens_per_doc,
+            request.priority or 0,
+        )
+        plan, scores = await self._scored(exchange, pairs)
+        order = sorted(range(len(scores)), key=lambda number: -scores[number])[: request.top_n]
+        results: list[dict[str, Any]] = []
+        for number in order:
+            result: dict[str, Any] = {"index": number, "relevance_score": scores[number]}
+            if request.return_documents:
+                result["document"] = {"text": texts[number]}
+            results.append(result)
+        name = f"rerank-{exchange.caller.request_id}"
+        await exchange.respond(
+            encode({"id": name, "model": plan.model.name, "results": results, "usage": _usage(plan)})
+        )
+
+    async def score(self, exchange: Exchange) -> None:
+        """Score each pair: one text with many, or as many with as many."""
+        request = decode_body(await exchange.body(), ScoreRequest)
+        first, second = request.text_1, request.text_2
+        firsts = [first] if isinstance(first, str) else first
+        seconds = [second] if isinstance(second, str) else second
+        if len(firsts) == 1:
+            firsts = firsts * len(seconds)
+        if len(firsts) != len(seconds):
+            problem = f"text_1 has {len(firsts)} texts, and text_2 has {len(seconds)}"
+            raise invalid("text_1", f"{problem}; text_1 takes one text, or as many as text_2")
+        pairs = PairsToScore(
+            request.model or "",
+            list(zip(firsts, seconds, strict=True)),
+            ["text_1" if isinstance(first, str) or len(first) == 1 else f"text_1[{i}]" for i in range(len(firsts))],
+            ["text_2" if isinstance(second, str) else f"text_2[{i}]" for i in range(len(seconds))],
+            "text_2",
+            request.truncate_prompt_tokens,
+            priority=request.priority or 0,
+        )
+        plan, scores = await self._scored(exchange, pairs)
+        answer: dict[str, Any] = {
+            "id": f"score-{exchange.caller.request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": plan.model.name,
+            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
+            "usage": _usage(plan),
+        }
+        await exchange.respond(encode(answer))
+
+    async def _scored(self, exchange: Exchange, pairs: PairsToScore) -> tuple[EncodingPlan, list[float]]:
+        plan = await self._services.encodings.plan_pairs(pairs)
+        vectors = await self._services.encoding_runner.run(plan, exchange.caller)
+        return plan, [floats_of(vector)[0] for vector in vectors]
+
+
+def _usage(plan: EncodingPlan) -> dict[str, int]:
+    return {"prompt_tokens": plan.num_tokens, "total_tokens": plan.num_tokens}

@@ -1,0 +1,118 @@
+"""Rerank and score over a fake router whose model counts the tokens that two texts share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.protos import inference_pb2
+from tests.gateway.encoder_model import SCORES, SEPARATOR, VECTORS, cards, encode
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+BOS = 0
+DOCUMENTS = ["xyz", "abx", "abc", "qrs", "ab"]
+# The share of each document's characters that are in "abc".
+EXPECTED = [0, 2 / 3, 1, 0, 1]
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def _encoder(router: Any, gateway: Any) -> None:
+    router.reset()
+    router.script, router.cards = encode, cards(router)
+    await gateway.models.refresh()
+
+
+@pytest.fixture
+def ask(gateway: Any) -> Any:
+    async def post(path: str = "/v1/rerank", **body: Any) -> Any:
+        defaults = {"model": SCORES, "query": "abc", "documents": DOCUMENTS} if path.endswith("rerank") else {}
+        return await gateway.http.post(path, json={"model": SCORES, **defaults, **body})
+
+    return post
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/v3/rerank", "/rerank"])
+async def test_documents_come_best_first_and_equal_ones_in_order(ask: Any, path: str) -> None:
+    answer = (await ask(path)).json()
+    assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == [
+        (number, pytest.approx(EXPECTED[number])) for number in (2, 4, 1, 0, 3)
+    ]
+    assert answer["model"] == SCORES
+    assert answer["id"].startswith("rerank-req_")
+    assert not any("document" in one for one in answer["results"])
+
+
+async def test_the_best_are_returned_with_their_texts_if_wanted(ask: Any) -> None:
+    documents = [{"text": text} for text in DOCUMENTS]
+    answer = (await ask(documents=documents, top_n=2, return_documents=True)).json()
+    assert [one["document"] for one in answer["results"]] == [{"text": "abc"}, {"text": "ab"}]
+    assert len((await ask(top_n=99)).json()["results"]) == len(DOCUMENTS)
+
+
+async def test_a_pair_is_query_separator_and_document_with_special_tokens(ask: Any, router: Any, kit: Any) -> None:
+    answer = (await ask(documents=["xé"], priority=2)).json()
+    (stream,) = router.streams
+    request = stream.request
+    query = [BOS, *kit.tokens_of("abc"), SEPARATOR]
+    assert list(request.token_ids) == [*query, *kit.tokens_of("xé")]
+    assert request.num_first_text_tokens == len(query)
+    assert (request.task, request.priority, request.model) == (inference_pb2.TASK_RANK, 2, SCORES)
+    assert answer["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
+
+
+async def test_long_documents_are_cut_if_that_is_wanted(ask: Any, router: Any) -> None:
+    assert (await ask(documents=["x" * 300], truncate_prompt_tokens=-1)).status_code == 200
+    assert len(router.streams[-1].request.token_ids) == 256
+    assert (await ask(documents=["x" * 300], max_tokens_per_doc=7)).status_code == 200
+    assert len(router.streams[-1].request.token_ids) == 5 + 7
+    assert (await ask(documents=["x" * 300], truncate_prompt_tokens=20)).status_code == 200
+    assert len(router.streams[-1].request.token_ids) == 20
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/v3/score", "/score"])
+async def test_scores_come_in_the_order_of_the_pairs(ask: Any, path: str) -> None:
+    answer = (await ask(path, text_1="abc", text_2=DOCUMENTS)).json()
+    assert [one["index"] for one in answer["data"]] == [0, 1, 2, 3, 4]
+    assert [one["score"] for one in answer["data"]] == pytest.approx(EXPECTED)
+    assert answer["object"] == "list"
+    assert {one["object"] for one in answer["data"]} == {"score"}
+
+
+async def test_texts_are_paired_one_by_one_or_one_with_many(ask: Any) -> None:
+    async def scores(first: Any, second: Any) -> list[float]:
+        answer = await ask("/v1/score", text_1=first, text_2=second)
+        return [one["score"] for one in answer.json()["data"]]
+
+    assert await scores("abc", "abx") == pytest.approx([2 / 3])
+    assert await scores(["abc"], ["abx", "ab"]) == pytest.approx([2 / 3, 1])
+    assert await scores(["abc", "x"], ["abx", "ab"]) == pytest.approx([2 / 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "message"),
+    [
+        ("/v1/rerank", {"documents": []}, "documents", "must have at least one text"),
+        ("/v1/rerank", {"documents": ["a"] * 2049}, "documents", "at most 2048 texts"),
+        ("/v1/rerank", {"documents": ["a", "x" * 300]}, "documents[1]", "has 305 tokens, and the model 'scores' takes"),
+        ("/v1/rerank", {"query": "x" * 300}, "query", "query has 300 tokens"),
+        ("/v1/rerank", {"documents": ["a", 5]}, "documents[1]", "got 'int'"),
+        ("/v1/rerank", {"documents": [{"title": "a"}]}, "documents[0].text", "is required"),
+        ("/v1/rerank", {"top_n": 0}, "top_n", ">= 1"),
+        ("/v1/rerank", {"max_tokens_per_doc": 0}, "max_tokens_per_doc", ">= 1"),
+        ("/v1/rerank", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least 1"),
+        ("/v1/rerank", {"model": "tiny"}, "model", "offers chat/completions and completions, not scores of documents"),
+        ("/v1/rerank", {"model": VECTORS}, "model", "offers embeddings"),
+        ("/v1/embeddings", {"model": SCORES, "input": "a"}, "model", "offers rerank and score"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "text_1 has 2 texts, and text_2 has 1"),
+        ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "must have at least one text"),
+        ("/v1/score", {"text_1": "a"}, "text_2", "is required"),
+    ],
+)
+async def test_what_is_wrong_is_named(ask: Any, router: Any, path: str, body: Any, field: str, message: str) -> None:
+    response = await ask(path, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
+    assert message in error["message"]
+    assert not router.streams
