@@ -115,12 +115,12 @@ def server_of(url: str) -> tuple[str, ...]:
     return (service, *sorted(host if host.rpartition(":")[2].isdigit() else f"{host}:{default}" for host in hosts))
 
 
-async def state_of(redis: RedisClient) -> RedisState:
-    """Whether a Redis can be used, by a small write."""
+async def state_of(redis: RedisClient, num_bytes: int = 64) -> RedisState:
+    """Whether a Redis can be used, by a write of `num_bytes`."""
     from redis.exceptions import ResponseError
 
     try:
-        await redis.set(PROBE_KEY, b"1" * 64, px=60_000)
+        await redis.set(PROBE_KEY, b"1" * num_bytes, px=60_000)
     except ResponseError:
         return REDIS_STATE_UNWRITABLE
     except failures():

@@ -23,6 +23,8 @@ PREFIX = "headrace:response:"
 OWNERS_PREFIX = "headrace:responses:"
 TIMEOUT_S = 2.0
 LOOK_S = 5.0
+# The size of a conversation. A Redis that is nearly full still takes smaller values.
+PROBE_BYTES = 64 << 10
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -112,7 +114,7 @@ class RedisStore:
     async def _state(self) -> RedisState:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await state_of(self._redis)
+                return await state_of(self._redis, PROBE_BYTES)
         except TimeoutError:
             return REDIS_STATE_UNREACHABLE
 

@@ -22,6 +22,7 @@ from headrace.gateway.responses import redis_store
 from headrace.gateway.responses import store as response_store
 from headrace.gateway.responses.redis_store import RedisStore
 from headrace.gateway.responses.store import MemoryStore, StoredResponse, StoreError, packed, unpacked
+from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNWRITABLE
 from tests.redis_server import RedisServer
 
 RESPONSES = "/v1/responses"
@@ -316,6 +317,23 @@ async def test_health_has_the_state_of_the_redis_of_the_responses(
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             server.kill()
+
+
+async def test_a_redis_with_room_for_a_few_bytes_only_is_not_ok(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, "--maxmemory-policy", "noeviction").start()
+    store = RedisStore(server.url)
+    try:
+        used = int(server.client().info("memory")["used_memory"])
+        server.client().config_set("maxmemory", used + 30_000)
+        assert server.client().set("small", "1")
+        with pytest.raises(StoreError, match="maxmemory"):
+            await store.put("large", bytes(50_000), owner="one")
+        assert await store._state() == REDIS_STATE_UNWRITABLE
+        server.client().config_set("maxmemory", 0)
+        assert await store._state() == REDIS_STATE_OK
+    finally:
+        await store.close()
+        server.kill()
 
 
 # --- owners ---------------------------------------------------------------------------------------------------------
