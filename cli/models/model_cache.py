@@ -42,6 +42,8 @@ OPTIONAL_FILES = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
+ENCODER_FILES = ("1_Pooling/config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json")
+"""Files with which encoders say how texts become vectors and scores."""
 MANIFEST_NAME = "headrace.json"
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(f"{_PART}(/{_PART})?(:{_PART})?(@{_PART})?")
@@ -163,8 +165,8 @@ def read_manifest(directory: Path) -> Manifest | None:
 def write_manifest(directory: Path, name: str, source: dict[str, str], version: str) -> Manifest:
     """Record source and checksums of all files of the directory in headrace.json."""
     files = tuple(
-        FileRecord(path.name, path.stat().st_size, sha256_of(path))
-        for path in sorted(directory.iterdir())
+        FileRecord(str(path.relative_to(directory)), path.stat().st_size, sha256_of(path))
+        for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name != MANIFEST_NAME
     )
     manifest = Manifest(name, source, version, files)

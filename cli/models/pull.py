@@ -199,6 +199,7 @@ def _renew_settings(source: Source, entry: CatalogueEntry, target: Path) -> None
 
 
 def _link_or_copy(path: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
     try:
         target.hardlink_to(path)
     except OSError:  # not on every filesystem

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.cli.errors import CommandError
-from headrace.cli.models.model_cache import OPTIONAL_FILES, REQUIRED_FILES
+from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES, REQUIRED_FILES
 
 # Chosen without being asked for, best first: a good answer for few bytes, then ever more bytes.
 _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "F16", "BF16", "F32")
@@ -68,7 +68,10 @@ def choose_files(listing: HubListing, quantisation: str | None = None) -> HubCho
         missing = [name for name in REQUIRED_FILES if name not in by_path]
         if missing:
             raise CommandError(f"{listing.repository} has openvino_model.xml but lacks {', '.join(missing)}")
-        return HubChoice(tuple(by_path[name] for name in OPTIONAL_FILES + REQUIRED_FILES if name in by_path), False)
+        # Models that generate text do without tokenizer.json, which may be large.
+        encoder_files = ENCODER_FILES if GENERATION_CONFIG_NAME not in by_path else ()
+        wanted = OPTIONAL_FILES + encoder_files + REQUIRED_FILES
+        return HubChoice(tuple(by_path[name] for name in wanted if name in by_path), False)
     if not variants:
         raise CommandError(
             f"{listing.repository} has neither openvino_model.xml (an OpenVINO export) nor a .gguf file "

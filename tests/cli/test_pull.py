@@ -374,6 +374,20 @@ def test_an_openvino_repository_is_fetched_with_the_files_that_matter(hub: Hub, 
     assert "already there" in run("owner/model").stderr
 
 
+def test_an_encoder_brings_the_files_that_say_how_texts_become_vectors(hub: Hub, model_files: dict[str, bytes]) -> None:
+    of_encoders = {"1_Pooling/config.json": b"{}", "modules.json": b"[]", "tokenizer.json": b"{}"}
+    files = {name: content for name, content in model_files.items() if name != "generation_config.json"}
+    hub.add("owner/encoder", {**files, **of_encoders, "1_Pooling/other.json": b"{}"})
+    assert run("owner/encoder").exit_code == 0
+    directory = model_directory("owner/encoder")
+    for name, content in of_encoders.items():
+        assert (directory / name).read_bytes() == content
+    assert not (directory / "1_Pooling" / "other.json").exists()
+    (directory / "1_Pooling" / "config.json").write_bytes(b"damaged")
+    assert run("owner/encoder").exit_code == 0
+    assert (directory / "1_Pooling" / "config.json").read_bytes() == b"{}"
+
+
 def test_a_hub_download_that_broke_off_goes_on(hub: Hub, model_files: dict[str, bytes], cache: Path) -> None:
     weights = b"weights" * 5000
     hub.add("owner/model", {**model_files, "openvino_model.bin": weights})

@@ -49,10 +49,10 @@ async function refusal(response, hadKey) {
   return new ApiError(response.status, message, Number(response.headers.get("retry-after")) || undefined);
 }
 
-/** Names of the models that can be asked for. */
+/** Names of the models that can chat. */
 export async function listModels() {
   const answer = await (await request("v1/models")).json();
-  return answer.data.map((model) => model.id);
+  return answer.data.filter((model) => model.task === "generate").map((model) => model.id);
 }
 
 /** What runs, and what the gateway measured in its intervals from number `since` on. */

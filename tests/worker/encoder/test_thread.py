@@ -1,0 +1,103 @@
+"""The thread of an encoder between a real mailbox and a runner that ends its batches in threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from headrace.worker.encoder.batcher import Batcher, BatchLimits
+from headrace.worker.encoder.encoder import Encoder
+from headrace.worker.encoder.pooling import Floats
+from headrace.worker.encoder.thread import EncoderThread
+from headrace.worker.engine.mailbox import LoadReport, Mailbox
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+
+
+class ThreadedRunner:
+    """Each batch ends a little later, from another thread."""
+
+    num_places = 3
+
+    def __init__(self) -> None:
+        self.ended: deque[int] = deque()
+        self.on_end: Callable[[], None] = lambda: None
+        self.batches: dict[int, Sequence[Request]] = {}
+        self.rng = random.Random(1)
+
+    def begin(self, place: int, batch: Sequence[Request]) -> None:
+        self.batches[place] = batch
+        threading.Timer(self.rng.uniform(0, 0.003), self._end, (place,)).start()
+
+    def _end(self, place: int) -> None:
+        self.ended.append(place)
+        self.on_end()
+
+    def result(self, place: int) -> Floats:
+        return np.array([[request.num_tokens] for request in self.batches.pop(place)], np.float32)
+
+
+def text(num_tokens: int) -> Request:
+    return Request("t", [7] * num_tokens, SamplingParams(max_tokens=0, seed=0), 0, arrival_s=time.monotonic())
+
+
+async def test_each_stream_has_its_vector_and_closed_ones_leave_nothing_behind() -> None:
+    reports: list[LoadReport] = []
+    mailbox, runner = Mailbox(1000, reports.append), ThreadedRunner()
+    runner.on_end = mailbox.wake
+    encoder = Encoder(runner, Batcher(BatchLimits(max_tokens=64)))
+    failures: list[str] = []
+    thread = EncoderThread(encoder, mailbox, runner.ended, lambda why, error: failures.append(f"{why}: {error}"))
+    thread.start()
+    rng = random.Random(2)
+
+    async def one(num_tokens: int, gives_up: bool) -> None:
+        await asyncio.sleep(rng.uniform(0, 0.2))
+        stream = mailbox.submit(text(num_tokens))
+        try:
+            if gives_up:
+                await asyncio.sleep(rng.uniform(0, 0.004))
+                return
+            (output,) = await stream.next()
+            assert np.frombuffer(output.vector, "<f4").tolist() == [num_tokens]
+        finally:
+            stream.close()
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(one(rng.randint(1, 60), rng.random() < 0.3) for _ in range(300)))
+        assert await mailbox.wait_until_empty(5)
+        while encoder.has_work or not thread.is_idle:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    stats = encoder.stats
+    assert stats.requests_admitted == stats.requests_finished + stats.requests_cancelled
+    assert stats.requests_cancelled > 0
+    assert reports[-1].num_taken == 300
+    assert reports[-1].num_running == reports[-1].num_waiting == reports[-1].num_uncached_tokens == 0
+    mailbox.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert not failures
+
+
+async def test_what_raises_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox, runner = Mailbox(10, lambda report: None), ThreadedRunner()
+    encoder = Encoder(runner, Batcher(BatchLimits()))
+    failures: list[str] = []
+    thread = EncoderThread(encoder, mailbox, runner.ended, lambda why, error: failures.append(f"{why}: {error}"))
+
+    def spoiled() -> None:
+        raise ZeroDivisionError("spoiled")
+
+    monkeypatch.setattr(encoder, "begin_batches", spoiled)
+    thread.start()
+    mailbox.submit(text(3))
+    await asyncio.to_thread(thread.join, 5)
+    assert failures == ["the encoder failed: spoiled"]
