@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
+from gguf import GGUFWriter, bytes_to_unicode
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,11 @@ def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:
 def _write_tokenizer(writer: GGUFWriter, vocabulary: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{token_id}" for token_id in range(vocabulary)])
-    writer.add_token_types([1] * vocabulary)
+    characters = list(bytes_to_unicode().values())
+    words = [f"t{number}" for number in range(vocabulary - len(characters) - 1)]
+    writer.add_token_list([*characters, *words, "<|end|>"])
+    # openvino-genai reads no tokenizer without a special token.
+    writer.add_token_types([1] * (vocabulary - 1) + [3])
     writer.add_token_merges(["t 0"])
     writer.add_bos_token_id(vocabulary - 1)
     writer.add_eos_token_id(vocabulary - 1)
