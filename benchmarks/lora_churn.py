@@ -9,7 +9,7 @@ linear layer, with weights of their own. Some streams without an adapter run all
 
 Printed are the milliseconds of LoadAdapter and to a caller's first token, the gaps between the tokens of the streams,
 and how many answers are those that the same adapter gives when nothing else runs. What is not known here goes to the
-worker: with --execution-mode accuracy, an answer does not depend on what else is in its batch.
+worker: with --execution-mode=accuracy, an answer does not depend on what else is in its batch.
 """
 
 from __future__ import annotations
