@@ -84,10 +84,10 @@ DEFAULT_MAX_ADAPTERS = 16
 @click.option(
     "--speculation",
     type=click.Choice(["auto", "off", "ngram"]),
-    default="off",
     help="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: propose what "
     "followed the same tokens earlier in prompt or answer, always. auto: as ngram, as many tokens as make this worker "
-    "faster. Both also propose a request's prediction and what its grammar forces.",
+    "faster. Both also propose a request's prediction and what its grammar forces.  [default: auto; off on CPUs with "
+    "AMX, unless --execution-mode is accuracy]",
 )
 @click.option(
     "--max-num-seqs",

@@ -28,7 +28,7 @@ class WorkerConfig:
     kv_precision: str = "u8"
     execution_mode: str = "performance"
     decode_graph: bool | None = None
-    speculation: str = "off"
+    speculation: str | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_mixed_tokens: int | None = None

@@ -30,7 +30,7 @@ from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
 from headrace.worker.kv.memory import GIB, available_bytes, available_on_node, kv_cache_budget
-from headrace.worker.model.decode_graph import wants_decode_graph
+from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
 from headrace.worker.model.step_limits import StepLimits, step_limits
@@ -183,7 +183,7 @@ def compile_model(
         decode_graph=has_decode_graph,
         max_context_tokens=max_context_tokens,
         max_adapters=config.max_adapters,
-        speculates=config.speculation != "off",
+        speculates=speculation_for(config, with_amx=has_amx()) != "off",
     )
 
 
@@ -240,6 +240,14 @@ def num_blocks_for(config: WorkerConfig, block_bytes: int, kept_bytes: int = 0, 
     return num_blocks
 
 
+def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
+    """How much to speculate: as the flag says, else "auto". On CPUs with AMX it is "off" in performance mode, because
+    there the bits of a decode step depend on its size, and the size on when drafts pay."""
+    if config.speculation is not None:
+        return config.speculation
+    return "off" if config.execution_mode == "performance" and with_amx else "auto"
+
+
 def engine_for(
     config: WorkerConfig,
     runner: ModelRunner,
@@ -256,7 +264,7 @@ def engine_for(
         limits,
         target_step_ms=config.target_tpot_ms,
         journal=journal,
-        speculation=config.speculation,
+        speculation=speculation_for(config, with_amx=has_amx()),
     )
 
 

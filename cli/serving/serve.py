@@ -254,7 +254,8 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--speculation",
     type=click.Choice(["auto", "off", "ngram"]),
-    help="Verify several proposed tokens in a step: when it makes answers faster, always, or never.  [default: off]",
+    help="Verify several proposed tokens in a step: when it makes answers faster, always, or never.  [default: auto, "
+    "or off on CPUs with AMX]",
 )
 @click.option(
     "--kv-precision",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from headrace.worker.config import ConfigurationError
+from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_meter import StepSize
+from headrace.worker.loading import speculation_for
 from headrace.worker.model.batch import Graph
 from headrace.worker.model.decode_graph import wants_decode_graph
 from tests.worker.conftest import make_engine
@@ -52,6 +54,14 @@ def test_by_default_it_is_not_made_on_other_cpus(model_dir: Path) -> None:
 def test_what_is_asked_for_is_done(model_dir: Path) -> None:
     assert wants(model_dir, model_dir, True, available=0)
     assert not wants(model_dir, machine(model_dir, "amx_tile"), False)
+
+
+def test_drafts_are_verified_by_default_where_answers_do_not_depend_on_when(model_dir: Path) -> None:
+    default = WorkerConfig(model_dir, name="m", worker_id="w", listen="", advertise="")
+    assert speculation_for(default, with_amx=False) == "auto"
+    assert speculation_for(default, with_amx=True) == "off"
+    assert speculation_for(replace(default, execution_mode="accuracy"), with_amx=True) == "auto"
+    assert speculation_for(replace(default, speculation="ngram"), with_amx=True) == "ngram"
 
 
 @pytest.mark.parametrize("different", [{"execution_mode": "accuracy"}, {"kv_precision": "bf16"}])
