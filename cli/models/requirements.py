@@ -14,6 +14,9 @@ from headrace.cli.models.shape import ModelShape
 GIB = 1 << 30
 # A worker's process without weights and KV cache, as docs/how-to/sizing.md has it.
 PROCESS_BYTES = GIB // 2
+# Weights of 4 bits in a worker: reordered for the kernels, with scales in float32 (docs/decisions/0058). Weights of
+# more bits take a smaller multiple.
+_IN_MEMORY = 1.65
 USUAL_CONTEXT_TOKENS = 8192
 # A converted model beside its GGUF file; tokenizers and what the file system takes.
 _CONVERTED_SHARE = 1.1
@@ -43,9 +46,14 @@ class Requirements:
         return f"{disk}; serving takes {memory_sentence(self.weight_bytes, self.shape)}"
 
 
+def worker_bytes(weight_bytes: int) -> int:
+    """The memory of a worker without its KV cache, as measured with weights of 4 bits."""
+    return int(_IN_MEMORY * weight_bytes) + PROCESS_BYTES
+
+
 def memory_sentence(weight_bytes: int, shape: ModelShape | None) -> str:
     """A sentence about the memory that serving needs."""
-    base = f"{(weight_bytes + PROCESS_BYTES) / GIB:.1f} GiB of memory"
+    base = f"{worker_bytes(weight_bytes) / GIB:.1f} GiB of memory"
     if shape is None:
         return f"{base} and the KV cache"
     context = min(USUAL_CONTEXT_TOKENS, shape.context_tokens or USUAL_CONTEXT_TOKENS)
@@ -70,7 +78,8 @@ def check_disk(name: str, needed: Requirements, folder: Path) -> None:
 def check_weights_fit(
     name: str, weight_bytes: int, num_workers: int = 1, meminfo: Path = Path("/proc/meminfo")
 ) -> None:
-    """Raise CommandError if the weights of all workers are larger than the memory that is available."""
+    """Raise CommandError if the weights of all workers are larger than the memory that is available. Workers usually
+    need more, but not in all formats."""
     available = available_memory(meminfo)
     needed = num_workers * (weight_bytes + PROCESS_BYTES)
     if available is not None and needed > available:

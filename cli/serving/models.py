@@ -25,7 +25,7 @@ from headrace.cli.models.model_cache import (
     remove_path,
 )
 from headrace.cli.models.progress import say
-from headrace.cli.models.requirements import GIB, PROCESS_BYTES, kv_cache_gib
+from headrace.cli.models.requirements import GIB, kv_cache_gib, worker_bytes
 from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
 
@@ -124,7 +124,7 @@ def _row(model: CachedModel) -> dict[str, Any]:
 
 def _memory(weight_bytes: int, shape: ModelShape) -> dict[str, float]:
     """Context length in tokens -> GiB for weights, process and one context of that length."""
-    base = (weight_bytes + PROCESS_BYTES) / GIB
+    base = worker_bytes(weight_bytes) / GIB
     fitting = [length for length in _CONTEXTS if length <= (shape.context_tokens or length)]
     return {str(length): round(base + kv_cache_gib(shape, length), 2) for length in fitting}
 
@@ -239,7 +239,7 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
         yield "architecture", str(architecture)
     shape = model.shape
     if shape is None:
-        yield "memory", f"{(model.weight_bytes + PROCESS_BYTES) / GIB:.1f} GiB plus the KV cache"
+        yield "memory", f"{worker_bytes(model.weight_bytes) / GIB:.1f} GiB plus the KV cache"
     else:
         if shape.context_tokens:
             yield "context", f"{shape.context_tokens} tokens"
