@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.session_client import MAX_UNREAD_BYTES
 from headrace.common.transport.silence import Silences
@@ -278,7 +276,7 @@ class Fleet:
             members = members.where(lambda link, its_card: link not in excluded and request.may_go_to(its_card))
         if not members:
             return None
-        cached_blocks = self._cached_blocks(request, members)
+        cached_blocks = members.cached_blocks(self.index, request.hashes)
         placement = self._decide(request, card.name, members, cached_blocks, self._rng, request.num_described)
         link, its_card = members.links[placement.number]
         booking, prediction = self._settle_on(request, link, its_card, placement, int(cached_blocks[placement.number]))
@@ -328,15 +326,8 @@ class Fleet:
         if not members:
             return None
         # A separate random generator breaks ties, so that this call does not affect later placements.
-        cached_blocks = self._cached_blocks(request, members)
+        cached_blocks = members.cached_blocks(self.index, request.hashes)
         return self._decide(request, card.name, members, cached_blocks, random.Random(0), len(members))
-
-    def _cached_blocks(self, request: RoutedRequest, members: Members) -> Depths:
-        """For each worker, the number of blocks from the start of the prompt that are cached there."""
-        cached_blocks: Depths = np.zeros(len(members), np.intp)
-        for card, numbers in members.chains:
-            cached_blocks[numbers] = self.index.depths(request.hashes(card))[members.slots[numbers]]
-        return cached_blocks
 
     def _decide(
         self,

@@ -14,6 +14,7 @@ import numpy as np
 from headrace.protos import worker_pb2
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.placement.candidates import Candidates, CandidateTable, Places
+from headrace.router.placement.prefix_index import Depths, PrefixIndex
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +71,14 @@ class Members:
     def candidates(self, table: CandidateTable) -> Candidates:
         """These workers as candidates for the policy."""
         return Candidates(self.worker_ids, self.numbers, table.at(self.slots))
+
+    def cached_blocks(self, index: PrefixIndex, hashes: Callable[[worker_pb2.ModelCard], Sequence[int]]) -> Depths:
+        """For each worker, the number of blocks from the start of a prompt that are cached there. `hashes` gives the
+        hashes of the prompt's blocks for a card."""
+        cached_blocks: Depths = np.zeros(len(self), np.intp)
+        for card, numbers in self.chains:
+            cached_blocks[numbers] = index.depths(hashes(card))[self.slots[numbers]]
+        return cached_blocks
 
 
 NOBODY = Members.of([])
