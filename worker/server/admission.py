@@ -147,19 +147,7 @@ def admit(
 ) -> Request:
     """Check all fields and make the request, whose adapter has this hash. StatusError names the first wrong field."""
     message, shared = decoded.message, decoded.prompt
-    if message.model and message.model != limits.model:
-        raise StatusError(
-            Reason.MODEL_NOT_FOUND, f"this worker serves {limits.model!r}, not {message.model[:100]!r}", field="model"
-        )
-    check_task(message.task, limits.task, limits.model)
-    if message.model_identity and message.model_identity != limits.identity(adapter_sha256):
-        problem = (
-            "the answer was begun with other model files than this worker's and cannot be continued here; start again"
-        )
-        raise StatusError(Reason.MODEL_CHANGED, problem)
-    if message.tokenizer_sha256 and message.tokenizer_sha256 != limits.tokenizer_sha256:
-        problem = "the prompt was made with another tokenizer than this worker's; start again"
-        raise StatusError(Reason.MODEL_CHANGED, problem, field="tokenizer_sha256")
+    _check_model(message, limits, adapter_sha256)
     num_prompt_tokens = len(message.token_ids) if shared is None else len(shared.token_ids)
     check_context(
         num_prompt_tokens, len(message.resume_token_ids), limits.max_context_tokens, encodes=bool(limits.task)
@@ -196,6 +184,23 @@ def admit(
             "for fewer, or shorten the prompt",
         )
     return admitted
+
+
+def _check_model(message: inference_pb2.GenerateRequest, limits: ModelLimits, adapter_sha256: str) -> None:
+    """Raise StatusError unless the request is for this model, its task, its weights and its tokenizer."""
+    if message.model and message.model != limits.model:
+        raise StatusError(
+            Reason.MODEL_NOT_FOUND, f"this worker serves {limits.model!r}, not {message.model[:100]!r}", field="model"
+        )
+    check_task(message.task, limits.task, limits.model)
+    if message.model_identity and message.model_identity != limits.identity(adapter_sha256):
+        problem = (
+            "the answer was begun with other model files than this worker's and cannot be continued here; start again"
+        )
+        raise StatusError(Reason.MODEL_CHANGED, problem)
+    if message.tokenizer_sha256 and message.tokenizer_sha256 != limits.tokenizer_sha256:
+        problem = "the prompt was made with another tokenizer than this worker's; start again"
+        raise StatusError(Reason.MODEL_CHANGED, problem, field="tokenizer_sha256")
 
 
 def _text_to_encode(
