@@ -64,7 +64,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         with fleet(
             tmp_path_factory.mktemp("fleet"),
             num_workers=1,
-            worker_flags=(*common, "--metrics", f"127.0.0.1:{ports['worker']}"),
+            # Without drafts, so that the number of tokens in a step is known.
+            worker_flags=(*common, "--metrics", f"127.0.0.1:{ports['worker']}", "--speculation", "off"),
             router_flags=(*common, "--metrics", f"127.0.0.1:{ports['router']}"),
             gateway_flags=(*common, "--access-log"),
         ) as running:

@@ -52,7 +52,7 @@ async def test_redis_may_be_away_and_a_worker_started_meanwhile_is_used_when_it_
         async with load(own_fleet.base_url) as requests:
             await requests.more(8)
             redis_server.kill()
-            await asyncio.to_thread(until, lambda: all(said(own_fleet, "Redis cannot be read")), "both routers noticed")
+            await asyncio.to_thread(until, lambda: all(said(own_fleet, "cannot read Redis")), "both routers noticed")
             added = own_fleet.add_worker()
             added.start()
             await asyncio.to_thread(until, lambda: any("listening" in line for line in added.logs), "it listens", 60)

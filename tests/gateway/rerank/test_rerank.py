@@ -104,15 +104,24 @@ async def test_texts_are_paired_one_by_one_or_one_with_many(ask: Any) -> None:
         ("/v1/rerank", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least 1"),
         ("/v1/rerank", {"model": "tiny"}, "model", "offers chat/completions and completions, not scores of documents"),
         ("/v1/rerank", {"model": VECTORS}, "model", "offers embeddings"),
-        ("/v1/embeddings", {"model": SCORES, "input": "a"}, "model", "offers rerank and score"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "text_1 has 2 texts, and text_2 has 1"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "must have at least one text"),
         ("/v1/score", {"text_1": "a"}, "text_2", "is required"),
     ],
 )
-async def test_what_is_wrong_is_named(ask: Any, router: Any, path: str, body: Any, field: str, message: str) -> None:
+async def test_what_cannot_be_ranked_is_refused_with_its_field(
+    ask: Any, router: Any, path: str, body: Any, field: str, message: str
+) -> None:
     response = await ask(path, **body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field)
     assert message in error["message"]
+    assert not router.streams
+
+
+async def test_embeddings_of_a_reranker_are_refused(ask: Any, router: Any) -> None:
+    response = await ask("/v1/embeddings", model=SCORES, input="a")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "model"
+    assert "offers rerank and score" in response.json()["error"]["message"]
     assert not router.streams
