@@ -22,10 +22,9 @@ from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.model_identity import model_identity
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.load import LoadedEncoder, load_encoder
-from headrace.worker.encoder.thread import EncoderThread
 from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.mailbox import Mailbox
-from headrace.worker.engine.thread import EngineThread
+from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.engine.watchdog import Watchdog, watch_engine
 from headrace.worker.grammar.compiler import Grammars, Vocabulary
 from headrace.worker.host.binding import keep_binding_known
@@ -150,7 +149,7 @@ def _registrations(config: WorkerConfig, transport: Transport, hub: WatchHub) ->
 
 
 async def watch_over(
-    thread: EngineThread | EncoderThread, stuck_after_s: float, hub: WatchHub, servicer: health.aio.HealthServicer
+    thread: ServingThread, stuck_after_s: float, hub: WatchHub, servicer: health.aio.HealthServicer
 ) -> None:
     """While the engine is stuck, send nothing to watchers and report NOT_SERVING."""
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from headrace.worker.encoder.encoder import Encoder
 from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.mailbox import Command, Mailbox
+from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.request.step import RequestOutput
 
 # How often waiting texts are checked for those that have waited too long.
 _LOOK_S = 0.25
-_TOLD_FRAMES = 12
 
 
-class EncoderThread(threading.Thread):
-    """Runs the encoder from `start` until the mailbox is stopped. If anything raises, `on_failure` is called and the
-    thread ends. `ended` has the places of the runner whose batches have ended; it calls `wake` of the mailbox then."""
+class EncoderThread(ServingThread):
+    """Runs the encoder from `start` until the mailbox is stopped. `ended` has the places of the runner whose batches
+    have ended; it calls `wake` of the mailbox then."""
 
     def __init__(
         self,
@@ -30,15 +27,9 @@ class EncoderThread(threading.Thread):
         ended: deque[int],
         on_failure: Callable[[str, BaseException], None] = end_process,
     ) -> None:
-        super().__init__(name="encoder", daemon=True)
-        self.num_turns = 0
-        """Batches that ended. For `Watchdog`."""
-        self.is_idle = True
-        """Whether there is nothing to do. For `Watchdog`."""
+        super().__init__("encoder", mailbox, on_failure)
         self._encoder = encoder
-        self._mailbox = mailbox
         self._ended = ended
-        self._on_failure = on_failure
         self._num_taken = 0
         self._next_look_s = 0.0
 
@@ -47,21 +38,8 @@ class EncoderThread(threading.Thread):
         """How long a batch may take, judged by earlier ones."""
         return self._encoder.longest_batch_s
 
-    def run(self) -> None:
-        """Serve until stopped."""
-        try:
-            self._run()
-        except BaseException as error:
-            if not self._mailbox.is_stopped:  # else nobody is left to deliver to
-                self._on_failure("the encoder failed", error)
-
-    def position(self) -> str:
-        """Where in the code the thread is, innermost function first. Called by other threads, for the log."""
-        frame = sys._current_frames().get(self.ident or 0)
-        frames = traceback.extract_stack(frame, _TOLD_FRAMES) if frame is not None else []
-        return " < ".join(f"{at.filename.rpartition('/')[2]}:{at.lineno} {at.name}" for at in reversed(frames))
-
-    def _run(self) -> None:
+    def serve(self) -> None:
+        """Encode until stopped."""
         encoder = self._encoder
         self._mailbox.deliver((), encoder.report(self._num_taken))
         while (commands := self._take()) is not None:

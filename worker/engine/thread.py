@@ -7,10 +7,7 @@ workers, and whoever started the process restarts it.
 from __future__ import annotations
 
 import math
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
@@ -22,21 +19,20 @@ from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import Command, LoadReport, Mailbox
 from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
+from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.request.step import RequestOutput
 
 # The shortest time between two load reports, unless commands came or the engine becomes idle.
 REPORT_INTERVAL_S = 0.02
 # How long to wait while the disk fills blocks, in seconds: with other work that needs these blocks, and without.
 _POLL_S, _LOOK_S = 0.001, 0.1
-# How many frames of the stack to log if the engine is stuck.
-_TOLD_FRAMES = 6
 # Reading the fields by name is four times as fast as asdict().
 _COUNTERS = tuple(counter.name for counter in fields(SchedulerStats))
 
 
-class EngineThread(threading.Thread):
+class EngineThread(ServingThread):
     """Owns the engine from `start` until the mailbox is stopped. Refuses requests that would wait longer than
-    `max_wait_s` for others. If anything raises, `on_failure` is called and the thread ends."""
+    `max_wait_s` for others."""
 
     def __init__(
         self,
@@ -46,15 +42,9 @@ class EngineThread(threading.Thread):
         max_wait_s: float = math.inf,
         fetching: Fetching | None = None,
     ) -> None:
-        super().__init__(name="engine", daemon=True)
-        self.num_turns = 0
-        """Steps that ended, plus the times when there was nothing to do. For `Watchdog`."""
-        self.is_idle = True
-        """Whether there is nothing to do. For `Watchdog`."""
+        super().__init__("engine", mailbox, on_failure)
         self._engine = engine
         self._fetching = fetching
-        self._mailbox = mailbox
-        self._on_failure = on_failure
         self._next_report_s = 0.0
         self._report: LoadReport | None = None
         self._num_taken = 0
@@ -65,21 +55,8 @@ class EngineThread(threading.Thread):
         """The maximum expected time of the current step, given earlier steps."""
         return self._engine.meter.longest_expected_step_s
 
-    def run(self) -> None:
+    def serve(self) -> None:
         """Step until stopped. With nothing to compute, wait for a command."""
-        try:
-            self._run()
-        except BaseException as error:
-            if not self._mailbox.is_stopped:  # else nobody is left to deliver to
-                self._on_failure("the engine failed", error)
-
-    def position(self) -> str:
-        """The position of the thread in the code, innermost function first. Other threads call it for the log."""
-        frame = sys._current_frames().get(self.ident or 0)
-        frames = traceback.extract_stack(frame, _TOLD_FRAMES) if frame is not None else []
-        return " < ".join(f"{at.filename.rpartition('/')[2]}:{at.lineno} {at.name}" for at in reversed(frames))
-
-    def _run(self) -> None:
         self._mailbox.deliver((), report_of(self._engine.scheduler, self._engine.stats))
         while (commands := self._receive()) is not None:
             self._apply(commands)
