@@ -17,6 +17,7 @@ from typing import Protocol
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.encoder.batcher import Batcher
 from headrace.worker.encoder.pooling import Floats
+from headrace.worker.engine.forecast import has_waited_too_long, too_long_a_wait
 from headrace.worker.engine.mailbox import LoadReport
 from headrace.worker.request.request import FinishReason, Request, RequestState, StepNote
 from headrace.worker.request.step import RequestOutput
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 
 # Half-life of the learned rate, in seconds of work.
 _HALF_LIFE_S = 10.0
-_MIN_RETRY_S = 0.1
-_OVERDUE_RETRY_S = 2.0
 _NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's output for this text is not numbers")
 _FAILED = StatusError(Reason.INTERNAL, "the model failed on the texts of this batch; the worker's log has the reason")
 
@@ -163,13 +162,10 @@ class Encoder:
         ]
         outputs = []
         for request in late:
-            waited_s = now_s - request.arrival_s
-            problem = f"the service is busy: the request has waited {waited_s:.1f} s for others; try again later"
             self._batcher.remove(request)
             self._end(request)
             self.stats.requests_failed += 1
-            error = StatusError(Reason.QUEUE_FULL, problem, retry_after_s=_OVERDUE_RETRY_S)
-            outputs.append(_failed(request, error))
+            outputs.append(_failed(request, has_waited_too_long(now_s - request.arrival_s)))
         return outputs
 
     def begin_batches(self) -> None:
@@ -237,12 +233,7 @@ class Encoder:
         missed_s = wait_s - bound_s
         if missed_s <= 0 or not wait_s:
             return None
-        return StatusError(
-            Reason.QUEUE_FULL,
-            f"the request would wait about {wait_s:.1f} s for others, {missed_s:.1f} s longer than it may; "
-            "try again later",
-            retry_after_s=max(_MIN_RETRY_S, math.ceil(10 * missed_s) / 10),
-        )
+        return too_long_a_wait(wait_s, missed_s)
 
     def _observe(self, batch: _Batch) -> None:
         now_s = self._clock()

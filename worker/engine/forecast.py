@@ -35,6 +35,21 @@ _OVERDUE_RETRY_S = 2.0
 _MAX_LOOKED_UP = 256
 
 
+def too_long_a_wait(wait_s: float, missed_s: float) -> StatusError:
+    """The error for a new request that would wait `wait_s` seconds, `missed_s` longer than it may."""
+    return StatusError(
+        Reason.QUEUE_FULL,
+        f"the request would wait about {wait_s:.1f} s for others, {missed_s:.1f} s longer than it may; try again later",
+        retry_after_s=max(_MIN_RETRY_S, math.ceil(10 * missed_s) / 10),
+    )
+
+
+def has_waited_too_long(waited_s: float) -> StatusError:
+    """The error for a request that has waited so many seconds, longer than it may."""
+    problem = f"the service is busy: the request has waited {waited_s:.1f} s for others; try again later"
+    return StatusError(Reason.QUEUE_FULL, problem, retry_after_s=_OVERDUE_RETRY_S)
+
+
 class _Work(NamedTuple):
     """Prompt tokens to be computed, and the sum of their positions."""
 
@@ -95,12 +110,7 @@ class Forecast:
             missed_s = max(missed_s, wait_s + own_s - left_s)
         if missed_s <= 0:
             return None
-        return StatusError(
-            Reason.QUEUE_FULL,
-            f"the request would wait about {wait_s:.1f} s for others, {missed_s:.1f} s longer than it may; "
-            "try again later",
-            retry_after_s=max(_MIN_RETRY_S, math.ceil(10 * missed_s) / 10),
-        )
+        return too_long_a_wait(wait_s, missed_s)
 
     def overdue(self) -> list[tuple[Request, StatusError]]:
         """Requests that have waited too long without a step, with the error for each; their prediction was wrong.
@@ -114,8 +124,7 @@ class Forecast:
             waited_s = now_s - request.arrival_s
             bound_s = min(self._max_wait_s, request.max_wait_s)
             if waited_s >= bound_s and not request.scheduled_s and not request.is_resumed:
-                problem = f"the service is busy: the request has waited {waited_s:.1f} s for others; try again later"
-                found.append((request, StatusError(Reason.QUEUE_FULL, problem, retry_after_s=_OVERDUE_RETRY_S)))
+                found.append((request, has_waited_too_long(waited_s)))
         return found
 
     def wait_s(self, request: Request) -> tuple[float, float]:
