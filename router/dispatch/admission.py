@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from headrace.common.fair_queue import Entry, FairQueue
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError
-from headrace.router.dispatch.fair_queue import Entry, FairQueue
 from headrace.router.dispatch.refusals import queue_full, tenant_full, too_late
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest

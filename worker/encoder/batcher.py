@@ -3,21 +3,20 @@
 A batch is as long as its longest text, and the rest is padding. So texts of about the same length go together: the
 first in rank, and those nearest to it in length, as long as padding stays within a bound.
 
-Rank is priority, then fair shares of the tenants: each text gets a virtual time at which its tenant would have had it
-encoded if all tenants had equal shares (start-time fair queueing). The first in rank is in every next batch, so no text
-waits longer than for those before it. Only the first `window` texts in rank are looked at, which keeps a late text from
-overtaking many.
+Rank is priority, then fair shares of the tenants (`headrace.common.fair_queue`). The first in rank is in every
+next batch, so no text waits longer than for those before it. Only the first `window` texts in rank are looked at, which
+keeps a late text from overtaking many.
 
 Pure.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
 
+from headrace.common.fair_queue import Entry, FairQueue
 from headrace.worker.request.request import Request
 
 # The least tokens for which a text is worth a batch of its own instead of a place in another one.
@@ -34,15 +33,6 @@ class BatchLimits:
     max_padding: float = 0.1
 
 
-class _Waiting(NamedTuple):
-    """A text with its rank: the smallest goes first."""
-
-    priority: int
-    virtual_time: float
-    number: int
-    request: Request
-
-
 class Batcher:
     """The texts that wait."""
 
@@ -50,88 +40,86 @@ class Batcher:
         self.limits = limits
         self.num_tokens = 0
         """Of all that wait."""
-        self._waiting: list[_Waiting] = []
-        self._entries: dict[Request, _Waiting] = {}
-        self._virtual_time = 0.0
-        self._tenants: dict[str, float] = {}
-        self._num_ever = 0
+        self._queue: FairQueue[Request] = FairQueue()
+        self._entries: dict[Request, Entry[Request]] = {}
 
     def __len__(self) -> int:
         """How many wait."""
-        return len(self._waiting)
+        return len(self._entries)
 
     def requests(self) -> list[Request]:
         """Those that wait, first in rank first."""
-        return [entry.request for entry in self._waiting]
+        return [entry.item for entry in self._queue.in_order()]
 
     def add(self, request: Request) -> None:
         """A text comes."""
-        start = max(self._virtual_time, self._tenants.get(request.tenant, 0.0))
-        self._tenants[request.tenant] = start + request.num_tokens
-        self._num_ever += 1
-        entry = _Waiting(-request.priority, start, self._num_ever, request)
-        bisect.insort(self._waiting, entry)
-        self._entries[request] = entry
-        self.num_tokens += request.num_tokens
+        charge = request.num_tokens
+        self._entries[request] = self._queue.push(
+            request, tenant=request.tenant, priority=request.priority, charge=charge
+        )
+        self.num_tokens += charge
 
     def remove(self, request: Request) -> bool:
-        """A text is no longer wanted. False if it does not wait."""
+        """A text is no longer wanted; its tenant is not charged for it. False if it does not wait."""
         entry = self._entries.pop(request, None)
         if entry is None:
             return False
-        del self._waiting[bisect.bisect_left(self._waiting, entry)]
+        self._queue.remove(entry)
         self.num_tokens -= request.num_tokens
-        if not self._waiting:
-            self._tenants.clear()
         return True
 
-    def tokens_ahead(self, request: Request) -> int:
-        """Tokens of those that go before a text that waits."""
-        place = bisect.bisect_left(self._waiting, self._entries[request])
-        return sum(entry.request.num_tokens for entry in self._waiting[:place])
+    def tokens_ahead(self, request: Request) -> float:
+        """About how many tokens would go before those of a new text."""
+        return self._queue.charge_ahead(request.tenant, request.priority)
 
     def take(self, num_places: int = 1) -> Sequence[Request]:
         """The next batch, longest text last; empty if none waits. With `num_places` batches to begin now, it is at most
         an equal part of what waits, so that no core idles."""
-        if not self._waiting:
+        window = list(islice(self._queue.in_order(), self.limits.window))
+        if not window:
             return ()
-        self._virtual_time = max(self._virtual_time, self._waiting[0].virtual_time)
-        head = self._waiting[0].request
-        window = [entry.request for entry in self._waiting[: self.limits.window]]
-        window.sort(key=lambda request: request.num_tokens)
+        head = window[0]
+        window.sort(key=_num_tokens)
         part = -(-self.num_tokens // num_places)
         most = min(self.limits.max_tokens, max(part, _LEAST_TOKENS))
-        low, high = self._around(window, window.index(head), most)
-        batch = window[low : high + 1]
+        low, high = _around(
+            [entry.item.num_tokens for entry in window], window.index(head), most, self.limits.max_padding
+        )
+        batch = [self._queue.take(entry) for entry in window[low : high + 1]]
         for request in batch:
-            self.remove(request)
+            del self._entries[request]
+            self.num_tokens -= request.num_tokens
         return batch
-
-    def _around(self, window: Sequence[Request], place: int, most: int) -> tuple[int, int]:
-        """The first and the last of the texts around a place, in order of length, that go with the one there."""
-        low = high = place
-        total = window[place].num_tokens
-        while True:
-            choices = []
-            if low > 0:
-                choices.append((window[high].num_tokens, window[low - 1].num_tokens, low - 1, high))
-            if high + 1 < len(window):
-                longest = window[high + 1].num_tokens
-                choices.append((longest, longest, low, high + 1))
-            best = None
-            for longest, added, first, last in choices:
-                size = longest * (last - first + 1)
-                padding = 1 - (total + added) / size
-                if size <= most and padding <= self.limits.max_padding and (best is None or padding < best[0]):
-                    best = padding, added, first, last
-            if best is None:
-                return low, high
-            total += best[1]
-            _, _, low, high = best
 
     def check(self) -> None:
         """Assert the invariants. For tests."""
-        assert len(self._waiting) == len(self._entries)
-        assert self._waiting == sorted(self._waiting)
+        self._queue.check()
+        assert set(self.requests()) == set(self._entries)
         assert self.num_tokens == sum(request.num_tokens for request in self._entries)
-        assert self._waiting or not self._tenants
+
+
+def _num_tokens(entry: Entry[Request]) -> int:
+    return entry.item.num_tokens
+
+
+def _around(lengths: Sequence[int], place: int, most: int, max_padding: float) -> tuple[int, int]:
+    """The first and the last of some lengths, which ascend, that go with the one at a place: at most `most` tokens with
+    padding."""
+    low = high = place
+    total = lengths[place]
+    while True:
+        choices = []
+        if low > 0:
+            choices.append((lengths[high], lengths[low - 1], low - 1, high))
+        if high + 1 < len(lengths):
+            choices.append((lengths[high + 1], lengths[high + 1], low, high + 1))
+        best = None
+        for longest, added, first, last in choices:
+            size = longest * (last - first + 1)
+            padding = 1 - (total + added) / size
+            if size <= most and padding <= max_padding and (best is None or padding < best[0]):
+                best = padding, added, first, last
+        if best is None:
+            return low, high
+        total += best[1]
+        _, _, low, high = best

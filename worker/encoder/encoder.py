@@ -133,14 +133,12 @@ class Encoder:
 
     def add(self, request: Request) -> RequestOutput | None:
         """Take a text. The output with the refusal if it would wait too long."""
+        error = self._refusal(request)
+        if error is not None:
+            return _failed(request, error)
         self._batcher.add(request)
         self.stats.requests_admitted += 1
-        error = self._refusal(request)
-        if error is None:
-            return None
-        self._batcher.remove(request)
-        self.stats.requests_admitted -= 1
-        return _failed(request, error)
+        return None
 
     def cancel(self, request: Request) -> None:
         """Nobody waits for this text any more. One that has ended already is left alone."""

@@ -86,12 +86,28 @@ def test_a_tenant_with_many_texts_does_not_hold_up_another_one() -> None:
     assert late in [*batcher.take(), *batcher.take()]
 
 
+def test_a_tenant_is_not_charged_for_texts_that_nobody_waits_for_any_more() -> None:
+    batcher = Batcher(BatchLimits(max_tokens=100))
+    waiting = [text(100, tenant="gives up") for _ in range(50)]
+    for request in waiting:
+        batcher.add(request)
+    for _ in range(20):
+        batcher.add(text(100, tenant="waits"))
+    assert [batcher.take()[0].tenant for _ in range(4)] == ["gives up", "waits"] * 2
+    for request in waiting[2:]:
+        assert batcher.remove(request)
+    batcher.add(text(100, tenant="gives up"))
+    assert "gives up" in [request.tenant for _ in range(2) for request in batcher.take()]
+    batcher.check()
+
+
 def test_priority_goes_first_and_order_of_arrival_decides_otherwise() -> None:
     batcher = Batcher(BatchLimits(max_tokens=1))
     first, second, urgent = text(5), text(5), text(5, priority=3)
     for request in (first, second, urgent):
         batcher.add(request)
-    assert batcher.tokens_ahead(second) == 10
+    assert batcher.tokens_ahead(text(5)) == 15
+    assert batcher.tokens_ahead(text(5, priority=1)) == 5
     assert [batcher.take()[0] for _ in range(3)] == [urgent, first, second]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.router.dispatch.fair_queue import Entry, FairQueue
+from headrace.common.fair_queue import Entry, FairQueue
 
 
 def drained(queue: FairQueue[str]) -> list[str]:
@@ -30,6 +31,16 @@ def test_a_higher_priority_goes_before_all_lower_ones() -> None:
     for name, priority in (("low", -1), ("ordinary", 0), ("high", 5), ("high too", 5)):
         queue.push(name, tenant="t", priority=priority, charge=10)
     assert drained(queue) == ["high", "high too", "ordinary", "low"]
+
+
+def test_an_entry_can_be_taken_out_of_its_turn_and_is_charged() -> None:
+    queue: FairQueue[str] = FairQueue()
+    entries = [
+        queue.push(f"{tenant}{number}", tenant=tenant, priority=0, charge=10) for number in range(3) for tenant in "ab"
+    ]
+    assert queue.take(entries[4]) == "a2"
+    queue.check()
+    assert drained(queue) == ["b0", "a0", "b1", "a1", "b2"]
 
 
 def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
@@ -144,8 +155,14 @@ def test_the_number_ahead_is_the_number_that_goes_before(
         elif what == "remove" and entries:
             queue.remove(entries[int(str(rest[0])) % len(entries)])
     ahead = queue.num_ahead(tenant, priority)
+    charge_ahead = queue.charge_ahead(tenant, priority)
     queue.push(1, tenant=tenant, priority=priority, charge=1)
-    assert drained(queue).index(1) == ahead
+    order = list(queue.in_order())
+    charges = sum(entry.charge for entry in order[:ahead])
+    longest = sum(max(entry.charge for entry in order if entry.tenant == name) for name in {e.tenant for e in order})
+    assert charge_ahead == pytest.approx(charges, abs=longest)
+    assert drained(queue) == [entry.item for entry in order]
+    assert order[ahead].item == 1
 
 
 @given(

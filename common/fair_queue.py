@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
@@ -54,6 +55,7 @@ class _Level(Generic[T]):
         self.waiting: dict[str, OrderedDict[int, Entry[T]]] = {}
         self.heap: list[tuple[float, int, str]] = []
         self.tags: dict[str, float] = {}  # of all tenants that wait, and of some that waited
+        self.charges: dict[str, float] = {}  # sum of what each tenant's waiting entries are charged
         self.now = 0.0  # the tag that was served last
         self._weights = weights
 
@@ -62,8 +64,10 @@ class _Level(Generic[T]):
         entries = self.waiting.get(tenant)
         if entries is not None:
             entries[entry.number] = entry
+            self.charges[tenant] += entry.charge
             return
         self.waiting[tenant] = OrderedDict({entry.number: entry})
+        self.charges[tenant] = entry.charge
         self.tags[tenant] = tag = self.tag_of(tenant)
         heapq.heappush(self.heap, (tag, entry.number, tenant))
         self._compact()
@@ -90,9 +94,27 @@ class _Level(Generic[T]):
     def remove(self, entry: Entry[T]) -> None:
         entries = self.waiting[entry.tenant]
         del entries[entry.number]
+        self.charges[entry.tenant] -= entry.charge
         if not entries:
-            del self.waiting[entry.tenant]
+            del self.waiting[entry.tenant], self.charges[entry.tenant]
             self._compact()
+
+    def in_order(self) -> Iterator[Entry[T]]:
+        """The entries in the order in which they would be served."""
+        rest = {name: iter(entries.values()) for name, entries in self.waiting.items()}
+        if len(rest) == 1:
+            yield from rest.popitem()[1]
+            return
+        heap = [(self.tags[name], entry.number, entry) for name, entry in ((name, next(rest[name])) for name in rest)]
+        heapq.heapify(heap)
+        while heap:
+            tag, _, entry = heap[0]
+            yield entry
+            following = next(rest[entry.tenant], None)
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (tag + self.cost_of(entry), following.number, following))
 
     def tag_of(self, tenant: str) -> float:
         """The tag of the tenant's next entry."""
@@ -116,6 +138,15 @@ class _Level(Generic[T]):
                 tag += self.cost_of(entry)
         return number
 
+    def charge_ahead(self, tenant: str) -> float:
+        """Charges that would be served before a new entry of this tenant, to within an entry of each other tenant."""
+        ahead = self.charges.get(tenant, 0.0)
+        until = self.tag_of(tenant) + ahead / self._weights.get(tenant, DEFAULT_WEIGHT)
+        for other, charge in self.charges.items():
+            if other != tenant:
+                ahead += min(charge, max(until - self.tags[other], 0.0) * self._weights.get(other, DEFAULT_WEIGHT))
+        return ahead
+
     def _compact(self) -> None:
         """Keep the sizes of heap and tags within a constant factor of the number of waiting tenants."""
         most = 2 * len(self.waiting) + _SLACK
@@ -131,6 +162,9 @@ class _Level(Generic[T]):
     def check(self) -> None:
         assert self.waiting, "a priority without entries is removed"
         assert all(self.waiting.values()), "a tenant without entries is forgotten"
+        assert self.waiting.keys() == self.charges.keys(), "who waits is charged"
+        for name, entries in self.waiting.items():
+            assert math.isclose(self.charges[name], sum(entry.charge for entry in entries.values())), "by the sum"
         placed = {name for _, _, name in self.heap}
         assert self.waiting.keys() <= placed, "what waits has a place"
         assert self.waiting.keys() <= self.tags.keys(), "who waits has a tag"
@@ -178,9 +212,18 @@ class FairQueue(Generic[T]):
         """Remove the first entry and charge its tenant. The queue must not be empty."""
         entry = self.first()
         assert entry is not None, "the queue is empty"
+        return self.take(entry)
+
+    def take(self, entry: Entry[T]) -> T:
+        """Remove an entry, which need not be the first, and charge its tenant."""
         self._levels[entry.priority].serve(entry)
         self._took(entry)
         return entry.item
+
+    def in_order(self) -> Iterator[Entry[T]]:
+        """The entries in the order in which `pop` would return them. The queue must not change meanwhile."""
+        for priority in reversed(self._priorities):
+            yield from self._levels[priority].in_order()
 
     def remove(self, entry: Entry[T]) -> None:
         """Remove an entry before its turn, without charging its tenant. No effect if it was removed already."""
@@ -203,6 +246,18 @@ class FairQueue(Generic[T]):
             elif other == priority:
                 number += level.num_ahead(tenant)
         return number
+
+    def charge_ahead(self, tenant: str, priority: int) -> float:
+        """Sum of the charges that would go before a new entry of this tenant and priority. It takes the time of a look
+        at each tenant, and is exact to within an entry of each."""
+        charge = 0.0
+        for other in reversed(self._priorities):
+            level = self._levels[other]
+            if other > priority:
+                charge += sum(level.charges.values())
+            elif other == priority:
+                charge += level.charge_ahead(tenant)
+        return charge
 
     def to_displace(self, tenant: str, priority: int) -> Entry[T] | None:
         """The entry that should give way to a new one when there is no room; None if the new one should stay out.
