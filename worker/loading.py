@@ -82,7 +82,8 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     from headrace.worker.sampling.row_sums import reducer_for
 
     longest = config.max_context_tokens or model_dir.max_context_tokens
-    runner = compile_model(config, threads, longest, kept)
+    speculation = speculation_for(config, with_amx=has_amx())
+    runner = compile_model(config, threads, longest, kept, speculates=speculation != "off")
     num_blocks, arena = allocate_cache(config, runner, kept)
     log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     limits = step_limits(
@@ -93,7 +94,8 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     touching = threading.Thread(target=runner.touch, name="touch")
     touching.start()
     sampler = BatchSampler(reducer_for(runner.vocab_size, threads))
-    engine = engine_for(config, runner, sampler, num_blocks, limits, kept.journal if kept is not None else None)
+    journal = kept.journal if kept is not None else None
+    engine = engine_for(config, runner, sampler, num_blocks, limits, journal=journal, speculation=speculation)
     pool = engine.scheduler.kv_cache.pool
     if kept is not None:
         pool.put_last(kept.old_blocks())
@@ -162,7 +164,7 @@ def check_memory(config: WorkerConfig, kept_bytes: int = 0) -> None:
 
 
 def compile_model(
-    config: WorkerConfig, threads: int, max_context_tokens: int, kept: KeptCache | None = None
+    config: WorkerConfig, threads: int, max_context_tokens: int, kept: KeptCache | None, *, speculates: bool
 ) -> OpenVINOModelRunner:
     """Read and compile the model for contexts of up to `max_context_tokens`. It gets a second graph for small decode
     steps if that pays on this CPU."""
@@ -183,7 +185,7 @@ def compile_model(
         decode_graph=has_decode_graph,
         max_context_tokens=max_context_tokens,
         max_adapters=config.max_adapters,
-        speculates=speculation_for(config, with_amx=has_amx()) != "off",
+        speculates=speculates,
     )
 
 
@@ -254,7 +256,9 @@ def engine_for(
     sampler: BatchSampler,
     num_blocks: int,
     limits: StepLimits,
+    *,
     journal: Journal | None = None,
+    speculation: str = "off",
 ) -> Engine:
     """Build the engine for the given flags. `journal` records the contents of blocks."""
     return build_engine(
@@ -264,7 +268,7 @@ def engine_for(
         limits,
         target_step_ms=config.target_tpot_ms,
         journal=journal,
-        speculation=speculation_for(config, with_amx=has_amx()),
+        speculation=speculation,
     )
 
 

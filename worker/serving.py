@@ -19,6 +19,7 @@ from headrace.common.transport.channels import SERVER_OPTIONS, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
 from headrace.common.transport.session_server import SessionServer
 from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.inference_pb2 import Task
 from headrace.protos.model_identity import model_identity
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.load import LoadedEncoder, load_encoder
@@ -46,10 +47,11 @@ async def serve(config: WorkerConfig) -> None:
     stop = _stop_signal()
     if config.redis_url is not None:
         check_redis_url(config.redis_url)
-    has_memory = config.kv_memory is not None and not task_of(config.model_dir)
+    task = task_of(config.model_dir)
+    has_memory = config.kv_memory is not None and not task
     memory = open_memory(config.kv_memory or "", config.worker_id) if has_memory else None
     try:
-        await _serve_until(stop, config, memory)
+        await _serve_until(stop, config, task, memory)
     except ConfigurationError:
         _give_up(memory)
         raise
@@ -57,10 +59,10 @@ async def serve(config: WorkerConfig) -> None:
         _give_up(memory)
 
 
-async def _serve_until(stop: asyncio.Event, config: WorkerConfig, memory: HostMemory | None) -> None:
+async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, memory: HostMemory | None) -> None:
     transport = Transport(config.tls_dir, config.join_token_file)
     server = _bound_server(config, transport)
-    loading = asyncio.create_task(asyncio.to_thread(load, config, memory))
+    loading = asyncio.create_task(asyncio.to_thread(load, config, task, memory))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
@@ -88,8 +90,8 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, memory: HostMe
         model.kept.note_ready()
     log.info("listening on %s", config.listen)
     await stopping
-    for task in background:
-        task.cancel()
+    for job in background:
+        job.cancel()
     hub.stop()
     await set_serving(health, SERVICE_NAMES, False)
     await asyncio.gather(*(registration.close() for registration in registrations))
@@ -100,9 +102,8 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, memory: HostMe
     thread.join(1.0)
 
 
-def load(config: WorkerConfig, memory: HostMemory | None) -> LoadedModel | LoadedEncoder:
-    """Make the model ready to serve, for the task that its files show. ConfigurationError."""
-    task = task_of(config.model_dir)
+def load(config: WorkerConfig, task: Task, memory: HostMemory | None) -> LoadedModel | LoadedEncoder:
+    """Make the model ready to serve for a task. ConfigurationError."""
     return load_encoder(config, task) if task else load_model(config, memory)
 
 

@@ -78,18 +78,22 @@ def test_after_each_hash_of_each_message_what_was_told_is_closed_under_prefixes(
         assert mirror.known == set(hub.findable)
 
 
-@pytest.mark.parametrize(("asked_s", "given_s"), [(0.0, watch.MIN_INTERVAL_S), (0.25, 0.25), (9.0, 0.5)])
-async def test_reports_come_no_closer_than_a_watcher_asks(
-    asked_s: float, given_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Notes the times for which anything sleeps, in seconds, instead of sleeping."""
+    found: list[float] = []
     sleep = asyncio.sleep
 
     async def note(seconds: float) -> None:
-        pauses.append(seconds)
+        found.append(seconds)
         await sleep(0)
 
     monkeypatch.setattr(asyncio, "sleep", note)
+    return found
+
+
+@pytest.mark.parametrize(("asked_s", "given_s"), [(0.0, watch.MIN_INTERVAL_S), (0.25, 0.25), (9.0, 0.5)])
+async def test_reports_come_no_closer_than_a_watcher_asks(asked_s: float, given_s: float, pauses: list[float]) -> None:
     hub = WatchHub(1, 4, 4)
     told = hub.watch(1.0, asked_s)
     assert (await anext(told)).sequence == 0
@@ -100,15 +104,7 @@ async def test_reports_come_no_closer_than_a_watcher_asks(
     await told.aclose()  # type: ignore[attr-defined]
 
 
-async def test_the_interval_of_a_running_watch_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    sleep = asyncio.sleep
-
-    async def note(seconds: float) -> None:
-        pauses.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", note)
+async def test_the_interval_of_a_running_watch_can_be_changed(pauses: list[float]) -> None:
     hub = WatchHub(1, 4, 4)
     told = hub.watch(1.0, 0.1, watcher_id=5)
     await anext(told)
