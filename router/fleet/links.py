@@ -102,17 +102,15 @@ class WorkerLink:
         self.state = LinkState.UNREACHABLE
         self.detail = "not reached yet"
         self.incarnation = 0  # how often the worker has become ready
-        self.created_at_s = clock()
+        self.created_at_s = self.away_since_s = clock()
         self._own_id = ""
         self._heartbeat_ms = heartbeat_ms
         self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
-        self._lost_after_s = _LOST_HEARTBEATS * heartbeat_ms / 1000
         self._index = index
         self._on_change = on_change
         self._on_load = on_load
         self._on_room = on_room
         self._clock = clock
-        self.away_since_s = self.created_at_s
         self._bookings = Bookings()
         self._calls: dict[Abandonable, None] = {}  # in order of arrival, which is the order of resumption elsewhere
         self._wake = asyncio.Event()
@@ -299,7 +297,7 @@ class WorkerLink:
                     watcher_id=self.watcher_id,
                 )
             )
-            peer = self._silences.watch(self.address, self._lost_after_s)
+            peer = self._silences.watch(self.address, _LOST_HEARTBEATS * self._heartbeat_ms / 1000)
             silence = SilenceTimer(peer, self._suspect_after_s, self._judge_silence, watch.cancel)
             try:
                 await self._follow(watch, silence)
