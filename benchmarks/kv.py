@@ -4,6 +4,7 @@ It sends requests to one worker over its socket. A prefix is computed once, with
 
     restarted   the worker is killed with SIGKILL and restarted; the first request is the prefix with another tail
     warm        the prefix with another tail
+    again       the same once more: how much equal requests differ
     from disk   with --disk DIR: the same, after another prompt has evicted the prefix. Choose a --kv-cache-gb that
                 holds the prefix once
 
@@ -38,6 +39,8 @@ from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
 TAIL_TOKENS = 24
 TOKENS = range(100, 40_000)
 BOUND_S = 600.0
+# Until the journal has the blocks of the last request.
+SEAL_S = 0.5
 # Until the disk has what was driven out.
 SETTLE_S = 5.0
 
@@ -101,9 +104,10 @@ async def play(worker: Worker, rng: random.Random, args: argparse.Namespace) -> 
     cold = await ask(is_cached=False)
     rounds = []
     for _ in range(args.rounds):
+        await asyncio.sleep(SEAL_S)
         worker.kill()
         await worker.start()
-        taken = {"restarted": await ask(is_cached=True), "warm": await ask(is_cached=True)}
+        taken = {case: await ask(is_cached=True) for case in ("restarted", "warm", "again")}
         if args.disk:
             await worker.ttft_ms(rng.choices(TOKENS, k=args.tokens))
             await asyncio.sleep(SETTLE_S)

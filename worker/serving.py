@@ -28,7 +28,7 @@ from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.engine.watchdog import Watchdog, watch_engine
 from headrace.worker.grammar.compiler import Grammars, Vocabulary
-from headrace.worker.host.binding import keep_binding_known
+from headrace.worker.host.binding import keep_binding_known, read_binding
 from headrace.worker.kv.host_memory import STALE_AFTER_S, HostMemory, open_memory
 from headrace.worker.loading import LoadedModel, load_model
 from headrace.worker.server.adapters import AdapterDesk
@@ -74,6 +74,11 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     health, sessions = add_services(server, config, model, mailbox, hub, observer)
     thread = model.make_thread(mailbox, config.max_ttft_s)
     thread.start()
+    # Reading the binding and collecting garbage take 0.1 s of a core, so do both before the first request.
+    hub.bind(await asyncio.to_thread(read_binding, model.kv_cache))
+    # What exists now lives as long as the process: the garbage collector need not look at it while streams wait.
+    gc.collect()
+    gc.freeze()
     background = [
         asyncio.create_task(keep_binding_known(model.kv_cache, hub.bind)),
         asyncio.create_task(watch_over(thread, config.stuck_after_s, hub, health)),
@@ -81,9 +86,6 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     ]
     await server.start()
     probe = await _answer_probes(config.probe, health)
-    # What exists now lives as long as the process: the garbage collector need not look at it while streams wait.
-    gc.collect()
-    gc.freeze()
     await set_serving(health, SERVICE_NAMES, hub.silent_because is None)
     registrations = _registrations(config, transport, hub)
     if model.kept is not None:

@@ -73,11 +73,14 @@ def read_binding(kv_cache: Region, root: Path = Path("/")) -> Binding:
 
 
 async def keep_binding_known(kv_cache: Region, tell: Callable[[Binding], None]) -> None:
-    """Read the binding periodically, in a thread, until cancelled. As the cache fills, more of it becomes resident."""
+    """Read the binding periodically, in a thread, until cancelled. As the cache fills, more of it becomes resident. The
+    first reading is after an interval."""
+    took_s = 0.0
     while True:
+        await asyncio.sleep(max(MIN_INTERVAL_S, took_s / _SHARE_OF_TIME))
         started_s = time.monotonic()
         tell(await asyncio.to_thread(read_binding, kv_cache))
-        await asyncio.sleep(max(MIN_INTERVAL_S, (time.monotonic() - started_s) / _SHARE_OF_TIME))
+        took_s = time.monotonic() - started_s
 
 
 def _cpus_of_threads(process: Path) -> tuple[frozenset[int], int]:

@@ -179,10 +179,12 @@ def test_more_than_there_is_is_no_arena() -> None:
         KVArena(1 << 62, 1, huge_pages=True)
 
 
-async def test_the_binding_is_told_at_the_start() -> None:
+async def test_the_binding_is_told_after_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.worker.host.binding.MIN_INTERVAL_S", 0.01)
     told: asyncio.Queue[Binding] = asyncio.Queue()
     task = asyncio.create_task(keep_binding_known(Region(0, 0), told.put_nowait))
     async with asyncio.timeout(10):
+        await told.get()
         binding = await told.get()
     task.cancel()
     assert set(binding.cpus) == os.sched_getaffinity(0)
