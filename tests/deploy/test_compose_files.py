@@ -45,9 +45,14 @@ def interpolated(text: str) -> str:
     return text
 
 
-def services(file: str) -> dict[str, dict[str, Any]]:
+def parsed(file: str) -> dict[str, Any]:
     text = "\n".join(line for line in (ROOT / file).read_text().splitlines() if not line.lstrip().startswith("#"))
-    found: dict[str, dict[str, Any]] = yaml.safe_load(interpolated(text))["services"]
+    found: dict[str, Any] = yaml.safe_load(interpolated(text))
+    return found
+
+
+def services(file: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = parsed(file)["services"]
     return found
 
 
@@ -98,7 +103,7 @@ def test_compose_itself_accepts_the_files(name: str) -> None:
 @whole_files
 def test_commands_are_those_of_the_real_commands(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, service in services(file).items():
-        if "redis" not in name:
+        if "redis" not in name and "entrypoint" not in service:
             refuse_what_is_unknown(monkeypatch, service["command"], service.get("environment"))
             check = service.get("healthcheck", {}).get("test", ["CMD", "headrace", "health", "x"])
             assert check[:2] == ["CMD", "headrace"]
@@ -174,6 +179,31 @@ def test_every_container_is_confined(file: str) -> None:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+@whole_files
+def test_the_kv_cache_of_a_worker_outlives_its_container(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = services(file)
+    workers = [service for name, service in found.items() if name.startswith("worker")]
+    assert workers
+    for worker in workers:
+        params = refuse_what_is_unknown(monkeypatch, worker["command"], worker.get("environment"))
+        (volume,) = [mount.split(":")[0] for mount in worker["volumes"] if mount.endswith(f":{params['kv_memory']}")]
+        assert parsed(file)["volumes"][volume]["driver_opts"]["type"] == "tmpfs"
+        # Docker frees a tmpfs volume with its last container. This one runs as long as the workers may come back.
+        holders = [name for name, service in found.items() if f"{volume}:" in str(service.get("volumes"))]
+        (holder,) = [name for name in holders if not name.startswith("worker")]
+        assert worker["depends_on"][holder] == {"condition": "service_started"}
+        assert found[holder]["restart"] == "unless-stopped"
+        assert found[holder]["network_mode"] == "none"
+        assert "profiles" not in found[holder]
+
+
+@whole_files
+def test_the_memory_of_kv_caches_belongs_to_the_user_of_the_image(file: str) -> None:
+    (user,) = re.findall(r"^USER (\d+):\d+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    options = parsed(file)["volumes"]["kv"]["driver_opts"]["o"].split(",")
+    assert {f"uid={user}", "mode=0700"} <= set(options)
 
 
 def test_every_variable_is_explained_at_the_head_of_its_file() -> None:
