@@ -8,8 +8,8 @@ linear layer, with weights of their own. Some streams without an adapter run all
     churn    callers ask for adapters at random, most of which have to be read again
 
 Printed are the milliseconds of LoadAdapter and to a caller's first token, the gaps between the tokens of the streams,
-and how many answers are those that the same adapter gives when nothing else runs. What is not known here goes to the
-worker: with --execution-mode=accuracy, an answer does not depend on what else is in its batch.
+and how many answers are those that the same adapter gives when nothing else runs; the others in full. What is not
+known here goes to the worker: with --execution-mode=accuracy, an answer does not depend on what else is in its batch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Weights:
         self._linears = linears
         self._num = sum(RANK * (linear.num_inputs + linear.num_outputs) for linear in linears)
         numbers = np.random.default_rng(1).standard_normal(2 * self._num).astype(np.float32)
-        self._of_a, self._of_b = bfloat16_of(numbers / 32), bfloat16_of(numbers / 8)
+        # Large enough that each adapter gives another answer.
+        self._of_a, self._of_b = bfloat16_of(numbers / 32), bfloat16_of(numbers / 4)
 
     def write(self, directory: Path, number: int) -> Path:
         """Adapter `number`, as PEFT writes it."""
@@ -166,9 +167,12 @@ async def play(client: Client, paths: Sequence[Path], args: argparse.Namespace) 
     for phase, gaps_ms in client.gaps_ms.items():
         print(f"gaps of {NUM_STREAMS} streams, {phase}: {summary(gaps_ms)} ({len(gaps_ms)} gaps)", flush=True)
     alone = {name: (await client.answer(name, "alone"))[1] for name in sorted(set(asked))}
-    num_right = sum(answer == alone[name] for name, _, answer in got)
-    print(f"answers as without others: {num_right} of {len(got)}; {len(set(alone.values()))} different answers of "
-          f"{len(alone)} adapters", flush=True)  # fmt: skip
+    wrong = [(name, answer) for name, _, answer in got if answer != alone[name]]
+    num_mixed_up = sum(answer in alone.values() for _, answer in wrong)
+    print(f"answers as without others: {len(got) - len(wrong)} of {len(got)}; {len(set(alone.values()))} different "
+          f"answers of {len(alone)} adapters; {num_mixed_up} are those of other adapters", flush=True)  # fmt: skip
+    for name, answer in wrong:
+        print(f"  {name}: {answer} instead of {alone[name]}", flush=True)
 
 
 async def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:

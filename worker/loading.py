@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.library import AdapterLibrary
+from headrace.worker.adapters.reader_process import ReaderProcess
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
@@ -122,8 +123,8 @@ def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterL
     """The adapters that the flags name; None if the worker serves without adapters. ConfigurationError."""
     if runner.adapters is None:
         return None
-    library = AdapterLibrary(runner)
     start = time.monotonic()
+    library = AdapterLibrary(runner, ReaderProcess(runner.linears, runner.adapters))
     for name, path in config.adapters:
         try:
             library.load_now(name, path)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.worker.model.adapter_memory import Linear, LowRank
+from headrace.worker.model.adapter_memory import BfloatArray, FloatArray, Linear, LowRank, floats_of
 
 MAX_RANK = 256
+# The exponent of a bfloat16 number; all its bits are set in one that is not finite.
+_EXPONENT = np.uint16(0x7F80)
 
 
 class AdapterError(Exception):
@@ -32,7 +34,7 @@ class AdapterFiles:
     @property
     def num_bytes(self) -> int:
         """Bytes of its weights in float32."""
-        return sum(low_rank.a.nbytes + low_rank.b.nbytes for low_rank in self.weights.values())
+        return sum(4 * (low_rank.a.size + low_rank.b.size) for low_rank in self.weights.values())
 
 
 def check(weights: Mapping[str, LowRank], linears: Sequence[Linear], path: Path) -> None:
@@ -54,5 +56,16 @@ def check(weights: Mapping[str, LowRank], linears: Sequence[Linear], path: Path)
                 f"{path} has weights of shapes {list(a.shape)} and {list(b.shape)} for {name}, which has "
                 f"{linear.num_inputs} inputs and {linear.num_outputs} outputs; it was made for another model"
             )
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        if not (_is_finite(a) and _is_finite(b)):
             raise AdapterError(f"{path} has weights for {name} that are not finite numbers; it is damaged")
+
+
+def scaled(values: FloatArray | BfloatArray, factor: float) -> FloatArray | BfloatArray:
+    """The values times a factor. They keep their bits if it is 1."""
+    return values if factor == 1.0 else floats_of(values) * np.float32(factor)
+
+
+def _is_finite(values: FloatArray | BfloatArray) -> bool:
+    if values.dtype == np.uint16:
+        return bool((np.bitwise_and(values, _EXPONENT) != _EXPONENT).all())
+    return bool(np.isfinite(values).all())

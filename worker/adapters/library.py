@@ -4,9 +4,9 @@
     acquire --> in memory, for as long as the request runs; the least recently used one without requests gives way
     unload  --> unknown to new requests; its slot becomes free when its last request has ended
 
-Files are read and copied in a thread of their own, while steps are computed. They are read again whenever an adapter
-returns to memory, and refused if they have changed: the hash of their content is part of block hashes and of the
-identity of answers.
+A `Reader` reads the files and writes slots, while steps are computed. Files are read again whenever an adapter returns
+to memory, and refused if they have changed: the hash of their content is part of block hashes and of the identity of
+answers.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.adapters.files import AdapterError, AdapterFiles
-from headrace.worker.adapters.peft import read_peft
+from headrace.worker.adapters.files import AdapterError
+from headrace.worker.adapters.reader import FilesChangedError, Found, Reader
 from headrace.worker.kv.memory import GIB, available_bytes
-from headrace.worker.model.adapter_memory import AdapterMemory, Linear
+from headrace.worker.model.adapter_memory import AdapterMemory
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 _MOST_MEMORY = 0.8
 _RETRY_S = 1.0
 NO_SLOT = -1
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Runner(Protocol):
@@ -39,10 +42,9 @@ class Runner(Protocol):
 
     adapters: AdapterMemory | None
 
-    @property
-    def linears(self) -> Sequence[Linear]:
-        """The layers that adapters may change."""
-        ...
+
+class _NoRoomError(Exception):
+    """There is no memory for an adapter. The text says what to do."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,14 +87,16 @@ class _Slots:
 
 
 class AdapterLibrary:
-    """Adapters by name, at most as many in memory as `runner.adapters` has slots. For one event loop; `load_now` may
-    be called before there is one. `on_change` is called when the list has changed, or, with True, what is in memory."""
+    """Adapters by name, at most as many in memory as `runner.adapters` has slots. The reader writes to that memory. For
+    one event loop; `load_now` may be called before there is one. `on_change` is called when the list has changed, or,
+    with True, what is in memory."""
 
-    def __init__(self, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, runner: Runner, reader: Reader, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert runner.adapters is not None, "the runner has memory for adapters"
         self.on_change: Callable[[bool], None] = lambda only_in_memory: None
         self.counters = AdapterCounters()
         self._runner = runner
+        self._reader = reader
         self._clock = clock
         self._adapters: dict[str, Adapter] = {}
         self._slots = _Slots([None] * runner.adapters.num_slots)
@@ -109,6 +113,12 @@ class AdapterLibrary:
         """All known adapters, by name."""
         return [adapter for _, adapter in sorted(self._adapters.items())]
 
+    def in_memory(self) -> list[str]:
+        """Names of the adapters in memory, sorted."""
+        return sorted(
+            owner.name for owner in self._slots.owners if owner and owner.is_in_memory and not owner.is_unloaded
+        )
+
     def find(self, name: str) -> Adapter:
         """The adapter of this name. StatusError (MODEL_NOT_FOUND)."""
         adapter = self._adapters.get(name)
@@ -123,11 +133,13 @@ class AdapterLibrary:
 
     def load_now(self, name: str, path: Path) -> None:
         """Read and register an adapter before serving begins, and put it into memory if there is room. AdapterError."""
-        files = read_peft(path, self._runner.linears)
-        adapter = self._new(name, path, files)
+        adapter = self._new(name, path, self._reader.read(path))
         free = [slot for slot, owner in enumerate(self._slots.owners) if owner is None]
         if free:
-            self._write(free[0], files)
+            try:
+                self._write(free[0], adapter)
+            except _NoRoomError as error:
+                raise AdapterError(str(error)) from None
             self._slots.owners[free[0]], adapter.slot = adapter, free[0]
         self._adapters[name] = adapter
 
@@ -137,24 +149,30 @@ class AdapterLibrary:
         standing = self._adapters.get(name)
         if standing is not None and not in_place:
             if standing.path == path:
-                files = await self._read(path)
-                if files.sha256 == standing.sha256:
+                found = await self._read(path)
+                if found.sha256 == standing.sha256:
                     return standing
             raise StatusError(
                 Reason.INVALID_FIELD,
                 f"there is an adapter '{name[:100]}' with other files already; unload it first, or set load_inplace",
                 field="lora_name",
             )
-        files = await self._read(path)
+        found = await self._read(path)
         if self._adapters.get(name) is not standing:
             raise StatusError(Reason.INVALID_FIELD, f"'{name[:100]}' is being loaded twice", field="lora_name")
         if standing is not None:
             self._retire(standing)
-        adapter = self._adapters[name] = self._new(name, path, files)
+        adapter = self._adapters[name] = self._new(name, path, found)
         slot = self._take_slot(adapter)
         if slot is not None:
-            adapter.loading = asyncio.create_task(self._put(adapter, slot, files))
-            await self._loaded(adapter)
+            adapter.loading = asyncio.create_task(self._put(adapter, slot))
+            try:
+                await self._loaded(adapter)
+            except StatusError:
+                if self._adapters.get(name) is adapter:
+                    self._retire(adapter)
+                self.on_change(False)
+                raise
         self.on_change(False)
         log.info("adapter %s of rank %d is known, from %s", name, adapter.rank, path)
         return adapter
@@ -190,10 +208,6 @@ class AdapterLibrary:
                 self._empty(adapter)
             self._wake()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
     def check(self) -> None:
         """Assert the invariants. For tests."""
         for slot, owner in enumerate(self._slots.owners):
@@ -212,7 +226,7 @@ class AdapterLibrary:
                         if slot is None:
                             await self._next_release()
                             continue
-                        adapter.loading = asyncio.create_task(self._put(adapter, slot, None))
+                        adapter.loading = asyncio.create_task(self._put(adapter, slot))
                     await self._loaded(adapter)
         except TimeoutError:
             raise StatusError(
@@ -241,28 +255,16 @@ class AdapterLibrary:
         owners[slot], adapter.slot = adapter, slot
         return slot
 
-    async def _put(self, adapter: Adapter, slot: int, files: AdapterFiles | None) -> None:
-        """Write an adapter into its slot, in the thread, after reading it unless `files` are given."""
+    async def _put(self, adapter: Adapter, slot: int) -> None:
+        """Write an adapter into its slot, in the thread."""
         start_s = time.monotonic()
         try:
-            if files is None:
-                files = await self._read(adapter.path, Reason.INTERNAL)
-                if files.sha256 != adapter.sha256:
-                    raise StatusError(
-                        Reason.INTERNAL,
-                        f"the files of adapter '{adapter.name}' have changed since it was loaded; unload it and load "
-                        "it again",
-                    )
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._executor, self._write, slot, files)
-            except AdapterError as error:
-                raise StatusError(Reason.NO_CAPACITY, str(error), retry_after_s=_RETRY_S) from None
+            await self._in_thread(self._write, slot, adapter)
             self.counters.num_loads += 1
             self.counters.load_s += time.monotonic() - start_s
-        except BaseException:
+        except BaseException as error:
             self._empty(adapter)
-            raise
+            raise _status_of(error, adapter) from None
         finally:
             adapter.loading = None
             if adapter.is_unloaded and not adapter.num_requests and adapter.slot != NO_SLOT:
@@ -270,32 +272,43 @@ class AdapterLibrary:
             self._wake()
             self.on_change(True)
 
-    async def _read(self, path: Path, reason: Reason = Reason.INVALID_FIELD) -> AdapterFiles:
-        loop = asyncio.get_running_loop()
+    async def _read(self, path: Path) -> Found:
         try:
-            return await loop.run_in_executor(self._executor, read_peft, path, self._runner.linears)
+            return await self._in_thread(self._reader.read, path)
         except AdapterError as error:
-            field = "lora_path" if reason is Reason.INVALID_FIELD else None
-            raise StatusError(reason, f"the adapter cannot be loaded: {error}", field=field) from None
+            raise StatusError(
+                Reason.INVALID_FIELD, f"the adapter cannot be loaded: {error}", field="lora_path"
+            ) from None
 
-    def _write(self, slot: int, files: AdapterFiles) -> None:
-        """Thread: write weights into a slot that no request uses. A higher rank needs new memory."""
+    async def _in_thread(self, function: Callable[P, T], *arguments: P.args, **fields: P.kwargs) -> T:
+        call = partial(function, *arguments, **fields)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def _write(self, slot: int, adapter: Adapter) -> None:
+        """Thread: write an adapter into a slot that no request uses. A higher rank needs new memory. AdapterError,
+        _NoRoomError."""
         memory = self._runner.adapters
         assert memory is not None
-        if files.rank > memory.rank:
-            needed = memory.slot_bytes * memory.num_slots * files.rank // memory.rank
-            if needed > _MOST_MEMORY * available_bytes():
-                raise AdapterError(
-                    f"{memory.num_slots} adapters of rank {files.rank} need {needed / GIB:.1f} GiB, and "
-                    f"{available_bytes() / GIB:.1f} GiB are available; serve with a smaller --max-adapters"
-                )
-            used = [index for index, owner in enumerate(self._slots.owners) if owner is not None and index != slot]
-            memory = memory.with_rank(files.rank, used)
-        memory.write(slot, files.weights)
-        self._runner.adapters = memory
+        if adapter.rank > memory.rank:
+            self._runner.adapters = self._larger(memory, adapter.rank, slot)
+        self._reader.write(slot, adapter.path, adapter.sha256)
 
-    def _new(self, name: str, path: Path, files: AdapterFiles) -> Adapter:
-        return Adapter(name, path, files.sha256, files.rank, files.num_bytes, int(time.time()), used_s=self._clock())
+    def _larger(self, memory: AdapterMemory, rank: int, but: int) -> AdapterMemory:
+        """Thread: memory with room for `rank` ranks, with a copy of the slots in use except one. The reader writes to
+        it from now on."""
+        needed = memory.slot_bytes * memory.num_slots * rank // memory.rank
+        if needed > _MOST_MEMORY * available_bytes():
+            raise _NoRoomError(
+                f"{memory.num_slots} adapters of rank {rank} need {needed / GIB:.1f} GiB, and "
+                f"{available_bytes() / GIB:.1f} GiB are available; serve with a smaller --max-adapters"
+            )
+        larger = AdapterMemory(memory.groups, memory.num_slots, rank, is_bfloat16=memory.is_bfloat16)
+        used = [index for index, owner in enumerate(self._slots.owners) if owner is not None and index != but]
+        self._reader.move(larger, used)
+        return larger
+
+    def _new(self, name: str, path: Path, found: Found) -> Adapter:
+        return Adapter(name, path, found.sha256, found.rank, found.num_bytes, int(time.time()), used_s=self._clock())
 
     def _retire(self, adapter: Adapter) -> None:
         del self._adapters[adapter.name]
@@ -325,3 +338,15 @@ class AdapterLibrary:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _status_of(error: BaseException, adapter: Adapter) -> BaseException:
+    """What the callers of an adapter see if it could not be written."""
+    if isinstance(error, FilesChangedError):
+        text = f"the files of adapter '{adapter.name}' have changed since it was loaded; unload it and load it again"
+        return StatusError(Reason.INTERNAL, text)
+    if isinstance(error, AdapterError):
+        return StatusError(Reason.INTERNAL, f"the adapter cannot be loaded: {error}")
+    if isinstance(error, (_NoRoomError, MemoryError)):
+        return StatusError(Reason.NO_CAPACITY, str(error), retry_after_s=_RETRY_S)
+    return error

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from headrace.worker.adapters.files import AdapterError, AdapterFiles, check
-from headrace.worker.model.adapter_memory import Linear, LowRank, name_from_layer
+from headrace.worker.adapters.files import AdapterError, AdapterFiles, check, scaled
+from headrace.worker.model.adapter_memory import BfloatArray, FloatArray, Linear, LowRank, name_from_layer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEADER_BYTES = 8
@@ -64,7 +63,7 @@ def read_peft(path: Path, linears: Sequence[Linear]) -> AdapterFiles:
     """Read an adapter for a model with these layers. Raises AdapterError."""
     raw_config, raw = _read(path / CONFIG), _read(path / WEIGHTS)
     config = _config_of(raw_config, path / CONFIG)
-    pairs: dict[str, dict[str, npt.NDArray[np.float32]]] = {}
+    pairs: dict[str, dict[str, FloatArray | BfloatArray]] = {}
     modules: dict[str, str] = {}
     for key, values in _tensors(raw, path / WEIGHTS).items():
         match = _KEY.match(key)
@@ -80,7 +79,7 @@ def read_peft(path: Path, linears: Sequence[Linear]) -> AdapterFiles:
     for name, sides in pairs.items():
         if len(sides) != 2:
             raise AdapterError(f"{path / WEIGHTS} has only one of lora_A and lora_B for {modules[name]}; it is damaged")
-        weights[name] = LowRank(sides["A"], sides["B"] * np.float32(config.scale(modules[name], len(sides["A"]))))
+        weights[name] = LowRank(sides["A"], scaled(sides["B"], config.scale(modules[name], len(sides["A"]))))
     check(weights, linears, path)
     digest = sha256(len(raw_config).to_bytes(8, "little") + raw_config)
     digest.update(raw)
@@ -141,7 +140,7 @@ def _matching(pattern: Mapping[str, Any], module: str, default: float) -> Any:
     return default
 
 
-def _tensors(raw: bytes, path: Path) -> dict[str, npt.NDArray[np.float32]]:
+def _tensors(raw: bytes, path: Path) -> dict[str, FloatArray | BfloatArray]:
     """The tensors of a safetensors file. AdapterError if it is damaged."""
     damaged = AdapterError(f"{path} is no whole safetensors file; copy it again")
     length = int.from_bytes(raw[:_HEADER_BYTES], "little")
@@ -161,13 +160,7 @@ def _tensors(raw: bytes, path: Path) -> dict[str, npt.NDArray[np.float32]]:
             if not 0 <= begin <= end <= len(raw) - start or end - begin != math.prod(shape) * dtype.itemsize:
                 raise damaged
             values = np.frombuffer(raw, dtype, math.prod(shape), start + begin).reshape(shape)
-            found[key] = _floats(values)
+            found[key] = values if values.dtype == np.uint16 else values.astype(np.float32, copy=False)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise damaged from None
     return found
-
-
-def _floats(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)

@@ -2,12 +2,15 @@
 
 A step reads the slots up to the highest one that it uses, so its inputs are the beginnings of these arrays. Nothing is
 copied for a step. A slot that no running request uses may be written while a step is computed: no token's result comes
-from it.
+from it. The arrays lie in a file in memory, so that another process can write them.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +21,12 @@ if TYPE_CHECKING:
     import openvino as ov
 
 FloatArray = npt.NDArray[np.float32]
+BfloatArray = npt.NDArray[np.uint16]
+"""The bits of bfloat16 numbers."""
 # Ranks of a slot are a multiple of this, so that adapters of similar rank use the same kernels.
 RANK_STEP = 8
+# Each array begins at a multiple of this, in bytes.
+_ALIGNMENT = 64
 _FROM_LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks|block)\.\d+\..+)$")
 
 
@@ -54,26 +61,40 @@ class AdaptedGroup(NamedTuple):
 class LowRank(NamedTuple):
     """What an adapter adds to one linear layer: `a` `[rank, inputs]` and `b` `[outputs, rank]`, scaled."""
 
-    a: FloatArray
-    b: FloatArray
+    a: FloatArray | BfloatArray
+    b: FloatArray | BfloatArray
 
 
 class AdapterMemory:
-    """Weights of `num_slots` adapters of up to `rank` ranks, zero at first. A slot takes memory once it is written."""
+    """Weights of `num_slots` adapters of up to `rank` ranks, zero at first. A slot takes memory once it is written.
+    `fd` is the file of the weights; another process that has it can make this object for the same weights."""
 
-    def __init__(self, groups: Sequence[AdaptedGroup], num_slots: int, rank: int, *, is_bfloat16: bool) -> None:
-        """MemoryError if there is no address space for it."""
+    def __init__(
+        self, groups: Sequence[AdaptedGroup], num_slots: int, rank: int, *, is_bfloat16: bool, fd: int | None = None
+    ) -> None:
+        """Takes over `fd`; without it the memory is new. MemoryError if there is no address space for it."""
         self.num_slots = num_slots
         self.rank = -(-rank // RANK_STEP) * RANK_STEP
-        self._groups = groups
-        self._is_bfloat16 = is_bfloat16
-        self._arrays: dict[str, npt.NDArray[np.uint16] | FloatArray] = {}
-        dtype: Any = np.uint16 if is_bfloat16 else np.float32
+        self.groups = groups
+        self.is_bfloat16 = is_bfloat16
+        shapes: dict[str, tuple[int, int, int]] = {}
         for group in groups:
-            shape = (num_slots, group.num_inputs, len(group.linears) * self.rank)
-            self._arrays[group.input_a] = np.zeros(shape, dtype)
+            shapes[group.input_a] = (num_slots, group.num_inputs, len(group.linears) * self.rank)
             for linear, name in zip(group.linears, group.inputs_b, strict=True):
-                self._arrays[name] = np.zeros((num_slots, linear.num_outputs, self.rank), dtype)
+                shapes[name] = (num_slots, linear.num_outputs, self.rank)
+        item_bytes = 2 if is_bfloat16 else 4
+        sizes = [-(-rows * columns * num_slots * item_bytes // _ALIGNMENT) * _ALIGNMENT
+                 for _, rows, columns in shapes.values()]  # fmt: skip
+        self.fd = os.memfd_create("adapters") if fd is None else fd
+        weakref.finalize(self, os.close, self.fd)
+        mapped = _mapped(self.fd, sum(sizes), is_new=fd is None)
+        self._arrays: dict[str, BfloatArray | FloatArray] = {}
+        begin = 0
+        for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+            dtype: Any = np.uint16 if is_bfloat16 else np.float32
+            values = np.frombuffer(mapped, dtype, shape[0] * shape[1] * shape[2], begin)
+            self._arrays[name] = values.reshape(shape)
+            begin += size
 
     @property
     def slot_bytes(self) -> int:
@@ -82,7 +103,7 @@ class AdapterMemory:
 
     def write(self, slot: int, weights: Mapping[str, LowRank]) -> None:
         """Put an adapter's weights, by name of the linear layer, into a slot. All other layers get zeros."""
-        for group in self._groups:
+        for group in self.groups:
             array_a = self._arrays[group.input_a][slot]
             for index, (linear, name) in enumerate(zip(group.linears, group.inputs_b, strict=True)):
                 of_a = array_a[:, index * self.rank : (index + 1) * self.rank]
@@ -97,36 +118,64 @@ class AdapterMemory:
 
     def with_rank(self, rank: int, slots: Sequence[int]) -> AdapterMemory:
         """Memory with room for `rank` ranks, which are not fewer, and a copy of these slots."""
-        copy = AdapterMemory(self._groups, self.num_slots, rank, is_bfloat16=self._is_bfloat16)
-        for group in self._groups:
+        copy = AdapterMemory(self.groups, self.num_slots, rank, is_bfloat16=self.is_bfloat16)
+        self.copy_to(copy, slots)
+        return copy
+
+    def copy_to(self, copy: AdapterMemory, slots: Sequence[int]) -> None:
+        """Copy these slots to memory of the same layers with as many ranks or more."""
+        for group in self.groups:
             shape = (self.num_slots, group.num_inputs, len(group.linears), -1)
             old, new = (memory._arrays[group.input_a].reshape(shape) for memory in (self, copy))
             for slot in slots:
                 new[slot, ..., : self.rank] = old[slot]
                 for name in group.inputs_b:
                     copy._arrays[name][slot, :, : self.rank] = self._arrays[name][slot]
-        return copy
 
     def tensors(self, num_slots: int) -> dict[str, ov.Tensor]:
         """The model's inputs with the first slots. The arrays own the tensors' memory."""
         # The command imports this module before memory is bound, and OpenVINO starts threads.
         import openvino as ov
 
-        kind = ov.Type.bf16 if self._is_bfloat16 else ov.Type.f32
+        kind = ov.Type.bf16 if self.is_bfloat16 else ov.Type.f32
         return {
             name: ov.Tensor(array[:num_slots].reshape(-1).view(np.uint8), ov.Shape([num_slots, *array.shape[1:]]), kind)
             for name, array in self._arrays.items()
         }
 
-    def _stored(self, values: FloatArray) -> npt.NDArray[np.uint16] | FloatArray:
-        return bfloat16_of(values) if self._is_bfloat16 else values
+    def _stored(self, values: FloatArray | BfloatArray) -> BfloatArray | FloatArray:
+        if self.is_bfloat16:
+            return values if values.dtype == np.uint16 else bfloat16_of(values)  # type: ignore[arg-type]
+        return floats_of(values)
 
 
-def bfloat16_of(values: FloatArray) -> npt.NDArray[np.uint16]:
+def _mapped(fd: int, size: int, *, is_new: bool) -> mmap.mmap:
+    try:
+        if is_new:
+            os.ftruncate(fd, size)
+        return mmap.mmap(fd, size)
+    except OSError as error:
+        raise MemoryError(f"no address space for {size} bytes") from error
+
+
+def bfloat16_of(values: FloatArray) -> BfloatArray:
     """The bits of the nearest bfloat16 numbers; ties go to the even one."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded: npt.NDArray[np.uint16] = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    return rounded
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    # The upper half of each number.
+    return rounded.view(np.uint16).reshape(*bits.shape, 2)[..., 1]
+
+
+def floats_of(values: FloatArray | BfloatArray) -> FloatArray:
+    """The numbers that bfloat16 bits stand for; others as they are."""
+    if values.dtype != np.uint16:
+        return values  # type: ignore[return-value]
+    floats = np.zeros(values.shape, np.float32)
+    floats.view(np.uint16).reshape(*values.shape, 2)[..., 1] = values
+    return floats
 
 
 class AdapterRows(NamedTuple):

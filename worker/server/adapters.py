@@ -32,7 +32,7 @@ class AdapterDesk:
         self._model = model
         self._releases: set[asyncio.Task[None]] = set()
         if library is not None:
-            hub.serve_adapters(self.list, self._counters)
+            hub.serve_adapters(self.list, library.in_memory, self._counters)
             library.on_change = lambda only_in_memory: hub.adapters_changed(only_in_memory=only_in_memory)
 
     def find(self, name: str) -> Adapter | None:

@@ -105,6 +105,7 @@ class WatchHub:
         """Whether the lease in Redis is renewed; None without Redis."""
         self._max_num_seqs = max_num_seqs
         self._adapters: Callable[[], worker_pb2.AdapterList] = worker_pb2.AdapterList
+        self._in_memory: Callable[[], list[str]] = list
         self._adapter_counters: Callable[[], dict[str, int]] = dict
         self.findable: dict[int, None] = {}
         """The findable hashes, in the order in which they came."""
@@ -157,10 +158,13 @@ class WatchHub:
         self.is_published = is_published
 
     def serve_adapters(
-        self, adapters: Callable[[], worker_pb2.AdapterList], counters: Callable[[], dict[str, int]]
+        self,
+        adapters: Callable[[], worker_pb2.AdapterList],
+        in_memory: Callable[[], list[str]],
+        counters: Callable[[], dict[str, int]],
     ) -> None:
-        """Report these adapters, and count loads and evictions of adapters."""
-        self._adapters, self._adapter_counters = adapters, counters
+        """Report these adapters and the names of those in memory, and count loads and evictions of adapters."""
+        self._adapters, self._in_memory, self._adapter_counters = adapters, in_memory, counters
 
     def adapters_changed(self, *, only_in_memory: bool) -> None:
         """The adapters are others, or others of them are in memory."""
@@ -177,8 +181,7 @@ class WatchHub:
         if has_changed:
             return {"adapters": self._adapters()}
         if in_memory:
-            names = [adapter.name for adapter in self._adapters().adapters if adapter.is_in_memory]
-            return {"adapters_in_memory": worker_pb2.AdapterNames(names=names)}
+            return {"adapters_in_memory": worker_pb2.AdapterNames(names=self._in_memory())}
         return {}
 
     def drain(self, draining: bool = True) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace.protos.status import Reason, StatusError
+from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.library import NO_SLOT, Adapter, AdapterLibrary
 from headrace.worker.adapters.peft import read_peft
-from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory, Linear
+from headrace.worker.adapters.reader import AdapterReader
+from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
 from tests.worker.adapters.files import LINEARS, write_adapter
 
 GROUPS = [AdaptedGroup([linear], f"a{i}", [f"b{i}"]) for i, linear in enumerate(LINEARS)]
@@ -23,7 +24,6 @@ class Runner:
     """Memory for adapters, and its contents."""
 
     def __init__(self, num_slots: int) -> None:
-        self.linears: Sequence[Linear] = LINEARS
         self.adapters: AdapterMemory | None = AdapterMemory(GROUPS, num_slots, 4, is_bfloat16=False)
 
     def has(self, adapter: Adapter, path: Path) -> bool:
@@ -40,7 +40,8 @@ class Runner:
 
 def library_of(num_slots: int) -> tuple[AdapterLibrary, Runner]:
     runner = Runner(num_slots)
-    return AdapterLibrary(runner), runner
+    assert runner.adapters is not None
+    return AdapterLibrary(runner, AdapterReader(LINEARS, runner.adapters)), runner
 
 
 async def test_the_least_recently_used_idle_adapter_gives_way(tmp_path: Path) -> None:
@@ -170,3 +171,24 @@ async def test_many_adapters_churn_through_a_few_slots(tmp_path: Path) -> None:
     assert running == 0
     assert library.counters.num_evictions > 20
     assert sum(adapter.slot != NO_SLOT for adapter in library.adapters()) == 8
+
+
+async def test_an_adapter_that_cannot_be_written_is_not_known(tmp_path: Path) -> None:
+    library, runner = library_of(1)
+    path = write_adapter(tmp_path / "a")
+    found = library._reader.read(path)
+    reader = library._reader
+
+    class Vanishing(AdapterReader):
+        def write(self, slot: int, path: Path, sha256: str) -> None:
+            raise AdapterError("the file is gone")
+
+    assert runner.adapters is not None
+    library._reader = Vanishing(LINEARS, runner.adapters)
+    with pytest.raises(StatusError, match="the adapter cannot be loaded: the file is gone"):
+        await library.load("a", path)
+    assert library.adapters() == []
+    library._reader = reader
+    assert (await library.load("a", path)).sha256 == found.sha256
+    assert library.in_memory() == ["a"]
+    library.check()

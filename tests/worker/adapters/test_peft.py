@@ -10,7 +10,7 @@ import pytest
 
 from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.peft import read_peft
-from headrace.worker.model.adapter_memory import bfloat16_of
+from headrace.worker.model.adapter_memory import bfloat16_of, floats_of
 from tests.worker.adapters.files import LINEARS, tensors_of, write_adapter
 
 Q, DOWN = (linear.name for linear in LINEARS)
@@ -52,7 +52,9 @@ def test_halves_and_bfloat16_are_read(tmp_path: Path) -> None:
     halves = write_adapter(tmp_path / "h", tensors={name: values.astype(np.float16) for name, values in whole.items()})
     np.testing.assert_allclose(read_peft(halves, LINEARS).weights[Q].a, whole[Q_KEY], rtol=1e-3)
     brain = write_adapter(tmp_path / "b", tensors={name: bfloat16_of(values) for name, values in whole.items()})
-    np.testing.assert_allclose(read_peft(brain, LINEARS).weights[Q].a, whole[Q_KEY], rtol=1 / 256)
+    found = read_peft(brain, LINEARS).weights[Q]
+    np.testing.assert_allclose(floats_of(found.a), whole[Q_KEY], rtol=1 / 256)
+    np.testing.assert_allclose(found.b, 2 * whole[Q_KEY.replace("lora_A", "lora_B")], rtol=1 / 256)
 
 
 def test_the_hash_is_that_of_both_files(tmp_path: Path) -> None:
@@ -87,6 +89,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[s
     [
         ({Q_KEY: np.zeros((4, 13), np.float32)}, "12 inputs and 20 outputs; it was made for another model"),
         ({Q_KEY: np.full((4, 12), np.nan, np.float32)}, "not finite numbers"),
+        ({Q_KEY: np.full((4, 12), 0xFF80, np.uint16)}, "not finite numbers"),
         ({Q_KEY: np.zeros((4, 12), np.int32)}, "in I32"),
         ({Q_KEY.replace(".0.", ".7."): np.zeros((4, 12), np.float32)}, "only one of lora_A and lora_B"),
         ({"base_model.model.lm_head.lora_embedding_A": np.zeros((4, 12), np.float32)}, "no LoRA weight of a linear"),

@@ -17,6 +17,7 @@ from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse, Sam
 from headrace.protos.model_identity import identity_of
 from headrace.protos.status import Reason, error_of
 from headrace.worker.adapters.library import AdapterLibrary
+from headrace.worker.adapters.reader import AdapterReader
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
 from headrace.worker.server.adapters import AdapterDesk
 from tests.worker.adapters.files import LINEARS, write_adapter
@@ -32,7 +33,6 @@ class Memory:
 
     def __init__(self) -> None:
         groups = [AdaptedGroup([linear], f"a{i}", [f"b{i}"]) for i, linear in enumerate(LINEARS)]
-        self.linears = LINEARS
         self.adapters: AdapterMemory | None = AdapterMemory(groups, NUM_SLOTS, 4, is_bfloat16=False)
 
 
@@ -59,7 +59,9 @@ class Worker(RunningWorker):
 
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
-    library = AdapterLibrary(Memory())
+    memory = Memory()
+    assert memory.adapters is not None
+    library = AdapterLibrary(memory, AdapterReader(LINEARS, memory.adapters))
     async with running_worker(small_engine(), adapters=lambda hub: AdapterDesk(library, hub, MODEL)) as running:
         yield Worker(**vars(running), library=library)
     library.check()

@@ -1,0 +1,154 @@
+"""Reads adapters in a process of its own, at a low priority, so that running streams do not wait for it.
+
+    worker                                            reader
+    layers, memory (its file)       ------------->    maps the memory
+    read PATH                       ------------->    reads, checks, hashes
+    write SLOT                      ------------->    converts into the slot
+
+A thread that did this would hold the interpreter's lock hundreds of times while a step waits for it. The process ends
+when its worker does, because the socket between them is closed then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from headrace.worker.adapters.files import AdapterError
+from headrace.worker.adapters.reader import AdapterReader, Found
+from headrace.worker.model.adapter_memory import AdapterMemory, Linear
+
+log = logging.getLogger(__name__)
+
+# A reader that competes with the worker for a core gets a quarter of it.
+_NICE = 5
+_STOP_S = 2.0
+
+
+class ReaderProcess:
+    """A Reader whose work is done by another process. It is started again if it has ended unexpectedly."""
+
+    def __init__(self, linears: Sequence[Linear], memory: AdapterMemory) -> None:
+        self._linears = linears
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._connection: Connection | None = None
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process is not None
+        return self._process.pid
+
+    def read(self, path: Path) -> Found:
+        """See Reader."""
+        return Found(*self._ask("read", path))
+
+    def write(self, slot: int, path: Path, sha256: str) -> None:
+        """See Reader."""
+        self._ask("write", slot, path, sha256)
+
+    def move(self, memory: AdapterMemory, slots: Sequence[int]) -> None:
+        """See Reader."""
+        self._ask("move", memory.num_slots, memory.rank, list(slots), memory=memory)
+        self._memory = memory
+
+    def close(self) -> None:
+        """End the process."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process = self._socket = self._connection = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
+        memory = self._memory
+        self._send((self._linears, memory.groups, memory.num_slots, memory.rank, memory.is_bfloat16), memory)
+
+    def _ask(self, method: str, *arguments: Any, memory: AdapterMemory | None = None) -> Any:
+        """The result of a method of AdapterReader in the other process. Raises what it raised."""
+        for is_last in (False, True):
+            try:
+                if self._process is None:
+                    self._start()
+                self._send((method, arguments), memory)
+                assert self._connection is not None
+                result = self._connection.recv()
+                break
+            except (EOFError, OSError) as error:
+                assert self._process is not None
+                pid = self._process.pid
+                self.close()
+                if is_last:
+                    raise AdapterError(
+                        "the process that reads adapters ended twice; is there too little memory for this adapter?"
+                    ) from error
+                log.warning("the process %d that reads adapters has ended unexpectedly; it is started again", pid)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _send(self, message: tuple[Any, ...], memory: AdapterMemory | None) -> None:
+        assert self._socket is not None
+        assert self._connection is not None
+        self._connection.send(message)
+        if memory is not None:
+            socket.send_fds(self._socket, [b"m"], [memory.fd])
+
+
+def main() -> None:
+    """The other process: answer requests from the socket until it is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group; the worker may still need it
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    link = socket.socket(fileno=int(sys.argv[1]))
+    connection = Connection(os.dup(link.fileno()))
+    with contextlib.suppress(EOFError, OSError):
+        linears, groups, num_slots, rank, is_bfloat16 = connection.recv()
+        reader = AdapterReader(linears, _memory_of(link, groups, num_slots, rank, is_bfloat16=is_bfloat16))
+        while True:
+            method, arguments = connection.recv()
+            if method == "move":
+                num_slots, rank, slots = arguments
+                arguments = _memory_of(link, groups, num_slots, rank, is_bfloat16=is_bfloat16), slots
+            try:
+                connection.send(getattr(reader, method)(*arguments))
+            except (AdapterError, MemoryError) as error:
+                connection.send(error)
+
+
+def _memory_of(
+    link: socket.socket, groups: Sequence[Any], num_slots: int, rank: int, *, is_bfloat16: bool
+) -> AdapterMemory:
+    _, fds, _, _ = socket.recv_fds(link, 1, 1)
+    if not fds:
+        raise EOFError
+    return AdapterMemory(groups, num_slots, rank, is_bfloat16=is_bfloat16, fd=fds[0])
+
+
+if __name__ == "__main__":
+    main()
