@@ -88,7 +88,7 @@ async def test_it_serves_stops_on_a_signal_and_ends_streams_with_an_error(router
                 stopped_s = asyncio.get_running_loop().time()
     error = json.loads(seen.rstrip("\n").split("\n\n")[-1].removeprefix("data: "))["error"]
     assert error["code"] == "draining"
-    assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert await asyncio.wait_for(process.wait(), 30) == 0
     await asyncio.wait_for(router.streams[0].cancelled.wait(), 5)
     assert process.stdout is not None
     assert await process.stdout.read() == b""
@@ -106,7 +106,7 @@ async def test_it_is_live_before_there_is_a_router_and_ready_when_one_comes(kit:
             await until_ready(url)
     finally:
         process.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_health_tells_how_the_redis_of_router_and_gateway_are(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ async def test_health_tells_how_the_redis_of_router_and_gateway_are(tmp_path: Pa
     finally:
         for process in processes:
             process.send_signal(signal.SIGTERM)
-        statuses = [await asyncio.wait_for(process.wait(), 10) for process in processes]
+        statuses = [await asyncio.wait_for(process.wait(), 30) for process in processes]
         leases.kill()
         full.kill()
     assert statuses == [0, 0]
