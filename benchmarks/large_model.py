@@ -4,7 +4,7 @@ It runs one worker's real scheduler in virtual time, with the calculated step co
 three ways to limit the steps that streams and prompts share (docs/decisions/0032):
 
     256 tokens             regardless of their time
-    in milliseconds        the worker's default: 150 ms, or 1.9 times the time of the step without prompts
+    in milliseconds        the worker's default: 200 ms, or 1.9 times the time of the step without prompts
     three times            the same with a factor of three
 
 It prints means over the loads: the p99 and the maximum of the time between two tokens of an answer; the mean time per

@@ -121,7 +121,7 @@ DEFAULT_MAX_ADAPTERS = 16
 @click.option(
     "--target-tpot-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Target time between two tokens of a running stream. Default: 150 ms, or 1.9 times the time of a step without "
+    help="Target time between two tokens of a running stream. Default: 200 ms, or 1.9 times the time of a step without "
     "prompts, whichever is longer.",
 )
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Maximum number of waiting requests.")

@@ -25,7 +25,7 @@ from headrace.worker.engine.step_cost import NOTHING, StepCosts, StepShape
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
 # Default target of a step with streams, and least time of a step of prompts alone, in milliseconds.
-TARGET_STEP_MS = 150.0
+TARGET_STEP_MS = 200.0
 ALONE_MS = 80.0
 # A step with streams may always take this many times as long as without new tokens of prompts: with the default target,
 # and with one set by the user.
