@@ -166,6 +166,11 @@ DEFAULT_MAX_ADAPTERS = 16
     help="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.",
 )
 @click.option(
+    "--kv-disk-key",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with 64 hexadecimal digits, the key with which to encrypt what is in --kv-disk. Default: no encryption.",
+)
+@click.option(
     "--adapter",
     "adapters",
     multiple=True,
@@ -231,6 +236,8 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
     """The configuration that the flags describe. ConfigurationError if flags contradict each other."""
     if options["keep_kv_memory"] and options["kv_memory"] is None:
         raise ConfigurationError("--keep-kv-memory needs a directory; give it with --kv-memory")
+    if options["kv_disk_key"] is not None and options["kv_disk"] is None:
+        raise ConfigurationError("--kv-disk-key encrypts the files in a directory; name it with --kv-disk")
     listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])
     found = {
         "name": options["name"] or model_dir.resolve().name,

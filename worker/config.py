@@ -49,6 +49,7 @@ class WorkerConfig:
     keep_kv_memory: bool = False
     kv_disk: Path | None = None
     kv_disk_gb: float = 16.0
+    kv_disk_key: Path | None = None
     adapters: tuple[tuple[str, Path], ...] = ()
     """Names and directories of LoRA adapters."""
     max_adapters: int = 0

@@ -26,6 +26,7 @@ from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_pool import BlockPool, Journal
+from headrace.worker.kv.disk_cipher import read_key
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.host_memory import HostMemory
@@ -76,6 +77,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     threads = num_threads_for(config.threads)
     model_dir = read_model_dir(config.model_dir)
     check_memory(config, memory.resident_bytes if memory is not None else 0)
+    disk_key = None if config.kv_disk_key is None else read_key(config.kv_disk_key)
     kept = None if memory is None else KeptCache(memory, threads, huge_pages=config.huge_pages)
     start = time.monotonic()
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
@@ -113,7 +115,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
         config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
     )
     region = Region(arena.address, arena.size_bytes)
-    disk = disk_tier_for(config, runner, fingerprint)
+    disk = disk_tier_for(config, runner, fingerprint, disk_key)
     if disk is not None:
         pool.on_eviction = disk.spill
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, disk, adapters)
@@ -207,14 +209,16 @@ def allocate_cache(config: WorkerConfig, runner: OpenVINOModelRunner, kept: Kept
     return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
 
 
-def disk_tier_for(config: WorkerConfig, runner: OpenVINOModelRunner, fingerprint: str) -> DiskTier | None:
+def disk_tier_for(
+    config: WorkerConfig, runner: OpenVINOModelRunner, fingerprint: str, key: bytes | None
+) -> DiskTier | None:
     """The blocks on the disk that the flags describe. ConfigurationError if the disk cannot be used."""
     if config.kv_disk is None:
         return None
     identity = f"{fingerprint} {runner.numerics} {runner.block_size} {runner.block_shapes}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     size_bytes = int(config.kv_disk_gb * GIB)
-    store = DiskStore(config.kv_disk, digest, size_bytes, runner.block_bytes, runner.block_size)
+    store = DiskStore(config.kv_disk, digest, size_bytes, runner.block_bytes, runner.block_size, key)
     log.info("%s has %d of at most %d KV blocks", config.kv_disk, store.num_blocks, store.num_slots)
     return DiskTier(store, runner.block_bytes_of, runner.block_bytes)
 

@@ -79,6 +79,7 @@ class ServeOptions:
     warm_restart: bool = True
     kv_disk: Path | None = None
     kv_disk_gb: float | None = None
+    kv_disk_key: Path | None = None
     adapters: tuple[str, ...] = ()
     max_adapters: int | None = None
     files: SecurityFiles = field(default_factory=SecurityFiles)
@@ -127,6 +128,7 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-ttft-s", options.max_ttft)
     argv += _given("--stuck-after-s", options.stuck_after_s)
     argv += _given("--kv-disk", options.kv_disk) + _given("--kv-disk-gb", options.kv_disk_gb)
+    argv += _given("--kv-disk-key", options.kv_disk_key and options.kv_disk_key.absolute())
     argv += [part for adapter in options.adapters for part in ("--adapter", adapter)]
     argv += _given("--max-adapters", options.max_adapters)
     argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)

@@ -339,6 +339,9 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     type=click.FloatRange(0, min_open=True),
     help="Size of each model's files in --kv-disk, in GiB.  [default: 16]",
 )
+@_file_option(
+    "--kv-disk-key", "Encrypt the files in --kv-disk with the key in this file.", "HEADRACE_WORKER_KV_DISK_KEY"
+)
 @_file_option("--api-keys", "Require an API key from this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
 @_file_option("--admin-key-file", "File with the key for loading LoRA adapters over HTTP.", "HEADRACE_ADMIN_KEY_FILE")
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this certificate chain.", "HEADRACE_GATEWAY_TLS_CERT")

@@ -35,6 +35,7 @@ log = logging.getLogger("headrace.worker")
 _OF_GENERATION = {
     "kv_cache_bytes": "--kv-cache-gb",
     "kv_disk": "--kv-disk",
+    "kv_disk_key": "--kv-disk-key",
     "decode_graph": "--decode-graph",
     "adapters": "--adapter",
     "max_adapters": "--max-adapters",

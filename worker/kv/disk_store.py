@@ -1,12 +1,15 @@
 """KV blocks in a file of fixed slots with an index by hash. All workers of a host share it.
 
     headrace-kv-ID.blocks   for each slot: a record (hash, parent, tokens, checksum), then the bytes of a block
-    headrace-kv-ID.index    for each slot: its hash, time of last use, and number of hits
+    headrace-kv-ID.index    for each slot: its hash, time of last use, number of hits, and order; then what identifies
+                            the key, or zeros
 
 ID identifies the model and the layout of its cache. All workers map the index, and assign slots under a file lock. The
 index is only a hint: a block that was read is used only if the slot's record and checksum match the request. This
 detects torn writes, slots that another process has replaced, and damaged files; such a block is computed again. The
 space is reserved when the file is created, so a full disk is reported at the start.
+
+With a key, record and bytes are encrypted together, and the index has keyed hashes.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -27,27 +31,42 @@ import numpy.typing as npt
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.block_pool import TOKEN_BYTES
+from headrace.worker.kv.disk_cipher import CHECK_BYTES, BlockCipher
 
 _PREFIX = "headrace-kv-"
 _PAGE_BYTES = 4096
 # In the choice of the slot to replace, one hit counts as much as a last use that is this many seconds later.
 _FOUND_WORTH_S = 600
-_ENTRY = np.dtype([("hash", "<u8"), ("used_s", "<u4"), ("found", "<u4")])
+_MOST_FOUND = 100
+_ENTRY = np.dtype([("hash", "<u8"), ("used_s", "<u4"), ("found", "<u2"), ("order", "<u2")])
 
 
 class DiskStore:
-    """The slots for one model's blocks. Only the tier's thread reads and writes; any thread may call `has`.
+    """The slots for one model's blocks. Only the tier's thread reads and writes; any thread may call `has` and `touch`.
 
     A block has `block_bytes` bytes, and its record `block_size` tokens.
     """
 
-    def __init__(self, directory: Path, identity: str, size_bytes: int, block_bytes: int, block_size: int) -> None:
-        """Open or create the store. Raises ConfigurationError if that fails."""
+    def __init__(
+        self,
+        directory: Path,
+        identity: str,
+        size_bytes: int,
+        block_bytes: int,
+        block_size: int,
+        key: bytes | None = None,
+    ) -> None:
+        """Open or create the store, encrypted if there is a `key`. Raises ConfigurationError if that fails."""
         self._record = struct.Struct(f"<QQI{TOKEN_BYTES * block_size}s")
         self._block_bytes = block_bytes
-        record_bytes = -(-(self._record.size + 4) // _PAGE_BYTES) * _PAGE_BYTES
+        self._cipher = None if key is None else BlockCipher(key, identity)
+        record_bytes = _whole_pages(self._record.size + 4)
         self._data_offset = record_bytes
-        self._slot_bytes = record_bytes + -(-block_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self._slot_bytes = record_bytes + _whole_pages(block_bytes)
+        if self._cipher is not None:
+            self._sealed_bytes = self._record.size + 4 + block_bytes + self._cipher.OVERHEAD_BYTES
+            self._slot_bytes = _whole_pages(self._sealed_bytes)
+        self._order = 0
         self.num_slots = size_bytes // self._slot_bytes
         if not self.num_slots:
             raise ConfigurationError(
@@ -64,7 +83,7 @@ class DiskStore:
             what = "has too little room for --kv-disk-gb" if error.errno == errno.ENOSPC else f"fails: {error.strerror}"
             raise ConfigurationError(f"--kv-disk {directory} {what}; choose another size or directory") from None
         mapped = mmap.mmap(self._index_file, self.num_slots * _ENTRY.itemsize)
-        self._entries = np.frombuffer(mapped, _ENTRY)
+        self._entries: npt.NDArray[Any] = np.frombuffer(mapped, _ENTRY)
         self._seen: npt.NDArray[np.uint64] = np.zeros(self.num_slots, np.uint64)
         self._slot_of: dict[int, int] = {}
         self.refresh()
@@ -76,7 +95,21 @@ class DiskStore:
 
     def has(self, block_hash: int) -> bool:
         """Whether the block was in the index at this process's last refresh."""
-        return block_hash in self._slot_of
+        return self._name_of(block_hash) in self._slot_of
+
+    def touch(self, block_hash: int) -> None:
+        """The block was in use until now. Among blocks of the same second, one that is touched later is worth more."""
+        slot = self._slot_of.get(self._name_of(block_hash))
+        if slot is not None:
+            self._stamp(slot)
+
+    def count_hits(self, block_hashes: Sequence[int]) -> None:
+        """The blocks of a chain were found, in this order."""
+        for block_hash in reversed(block_hashes):
+            slot = self._slot_of.get(self._name_of(block_hash))
+            if slot is not None:
+                self._entries["found"][slot] = min(int(self._entries["found"][slot]) + 1, _MOST_FOUND)
+                self._stamp(slot)
 
     def refresh(self) -> None:
         """Read the changes of other processes from the index."""
@@ -92,41 +125,36 @@ class DiskStore:
     def write(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
         """Store a block in place of the least valuable one. Returns False if the store already had it. Raises
         OSError."""
+        name = self._name_of(block_hash)
         with self._locked():
             self.refresh()
-            if block_hash in self._slot_of or not block_hash:
+            if name in self._slot_of or not name:
                 return False
             slot = self._least_valuable()
             self._enter(slot, 0)
             # A recent time of use keeps other processes from choosing this slot while it is written.
-            self._entries["used_s"][slot] = int(time.time())
-        raw = self._record.pack(block_hash, parent_hash, crc32(data.data), token_bytes)
-        record = raw + crc32(raw).to_bytes(4, "little")
-        _write(self._blocks, record, slot * self._slot_bytes)
-        _write(self._blocks, data.data, slot * self._slot_bytes + self._data_offset)
+            self._stamp(slot)
+        self._put(slot, self._record_of(block_hash, parent_hash, token_bytes, data), data)
         with self._locked():
             self.refresh()
-            if block_hash not in self._slot_of:
+            if name not in self._slot_of:
                 self._entries["found"][slot] = 0
-                self._enter(slot, block_hash)
+                self._enter(slot, name)
         return True
 
     def read(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
         """Read a block into `data`. Returns False if it is missing or damaged, and removes a damaged one from the
         index. Raises OSError."""
-        slot = self._slot_of.get(block_hash)
+        name = self._name_of(block_hash)
+        slot = self._slot_of.get(name)
         if slot is None:
             return False
-        raw = os.pread(self._blocks, self._record.size + 4, slot * self._slot_bytes)
-        is_read = os.preadv(self._blocks, [data.data], slot * self._slot_bytes + self._data_offset) == len(data)
-        wanted = self._record.pack(block_hash, parent_hash, crc32(data.data), token_bytes)
-        if is_read and raw == wanted + crc32(wanted).to_bytes(4, "little"):
-            self._entries["used_s"][slot] = int(time.time())
-            self._entries["found"][slot] += 1
+        record = self._get(slot, data)
+        if record == self._record_of(block_hash, parent_hash, token_bytes, data):
             return True
         with self._locked():
             self.refresh()
-            if self._slot_of.get(block_hash) == slot:
+            if self._slot_of.get(name) == slot:
                 self._enter(slot, 0)
         return False
 
@@ -136,20 +164,55 @@ class DiskStore:
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._blocks, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _enter(self, slot: int, block_hash: int) -> None:
+    def _name_of(self, block_hash: int) -> int:
+        return block_hash if self._cipher is None else self._cipher.name_of(block_hash)
+
+    def _record_of(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bytes:
+        raw = self._record.pack(block_hash, parent_hash, crc32(data.data), token_bytes)
+        return raw + crc32(raw).to_bytes(4, "little")
+
+    def _put(self, slot: int, record: bytes, data: npt.NDArray[np.uint8]) -> None:
+        start = slot * self._slot_bytes
+        if self._cipher is not None:
+            _write(self._blocks, self._cipher.seal(b"".join((record, data.data))), start)
+            return
+        _write(self._blocks, record, start)
+        _write(self._blocks, data.data, start + self._data_offset)
+
+    def _get(self, slot: int, data: npt.NDArray[np.uint8]) -> bytes | None:
+        """Read a slot's bytes into `data`. Returns its record; None if it is damaged."""
+        start, num_bytes = slot * self._slot_bytes, self._record.size + 4
+        if self._cipher is None:
+            record = os.pread(self._blocks, num_bytes, start)
+            is_whole = os.preadv(self._blocks, [data.data], start + self._data_offset) == len(data)
+            return record if is_whole else None
+        opened = self._cipher.open(os.pread(self._blocks, self._sealed_bytes, start))
+        if opened is None:
+            return None
+        data[:] = np.frombuffer(opened, np.uint8, offset=num_bytes)
+        return opened[:num_bytes]
+
+    def _enter(self, slot: int, name: int) -> None:
         before = int(self._seen[slot])
         if self._slot_of.get(before) == slot:
             del self._slot_of[before]
-        self._entries["hash"][slot] = self._seen[slot] = block_hash
-        if block_hash:
-            self._slot_of[block_hash] = slot
+        self._entries["hash"][slot] = self._seen[slot] = name
+        if name:
+            self._slot_of[name] = slot
+
+    def _stamp(self, slot: int) -> None:
+        self._order = (self._order + 1) & 0xFFFF
+        self._entries["used_s"][slot] = int(time.time())
+        self._entries["order"][slot] = self._order
 
     def _least_valuable(self) -> int:
-        worth = self._entries["used_s"] + np.int64(_FOUND_WORTH_S) * np.minimum(self._entries["found"], 100)
-        return int(np.argmin(worth))
+        entries = self._entries
+        worth = entries["used_s"] + np.int64(_FOUND_WORTH_S) * np.minimum(entries["found"], _MOST_FOUND)
+        return int(np.argmin((worth << 16) + entries["order"]))
 
     def _reserve(self, directory: Path) -> None:
         wanted = self.num_slots * self._slot_bytes
+        self._check_key(directory)
         if os.fstat(self._blocks).st_size != wanted:
             if os.fstat(self._blocks).st_size:
                 raise ConfigurationError(
@@ -164,7 +227,24 @@ class DiskStore:
             except OSError:
                 os.ftruncate(self._blocks, 0)
                 raise
-        os.ftruncate(self._index_file, self.num_slots * _ENTRY.itemsize)
+
+    def _check_key(self, directory: Path) -> None:
+        """Hold the files to their first key. Raises ConfigurationError."""
+        index_bytes = self.num_slots * _ENTRY.itemsize
+        key = bytes(CHECK_BYTES) if self._cipher is None else self._cipher.check
+        num_bytes = os.fstat(self._blocks).st_size
+        is_damaged = os.fstat(self._index_file).st_size != index_bytes + CHECK_BYTES
+        if not num_bytes or (num_bytes == self.num_slots * self._slot_bytes and is_damaged):
+            os.ftruncate(self._index_file, 0)
+            os.ftruncate(self._index_file, index_bytes + CHECK_BYTES)
+            _write(self._index_file, key, index_bytes)
+        found = os.pread(self._index_file, CHECK_BYTES, max(0, os.fstat(self._index_file).st_size - CHECK_BYTES))
+        if found != key:
+            what = "with another key" if any(found) and any(key) else "without a key" if any(key) else "with a key"
+            remedy = "name that one with --kv-disk-key" if any(found) else "leave --kv-disk-key out"
+            raise ConfigurationError(
+                f"the files in --kv-disk {directory} were created {what}; {remedy}, or remove the files"
+            )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -173,6 +253,10 @@ class DiskStore:
             yield
         finally:
             fcntl.flock(self._index_file, fcntl.LOCK_UN)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _opened(path: Path) -> int:

@@ -82,7 +82,10 @@ class DiskTier(threading.Thread):
 
     def spill(self, block: int, content: Content) -> None:
         """Engine thread: copy a block that is about to be evicted, and queue the copy for writing."""
-        if content.block_hash is None or self._store.has(content.block_hash):
+        if content.block_hash is None:
+            return
+        if self._store.has(content.block_hash):
+            self._store.touch(content.block_hash)
             return
         if len(self._spills) >= self._max_queued:
             self.num_not_written += 1
@@ -135,6 +138,7 @@ class DiskTier(threading.Thread):
         while (fetch := self._next()) is not None or not self._is_stopping:
             if fetch is not None:
                 self._read(fetch)
+                self._store.count_hits([wanted.block_hash for wanted in fetch.wanted[: fetch.num_read]])
                 self._ended.append(fetch)
                 self.on_arrival()
             elif self._spills or self._num_unflushed:

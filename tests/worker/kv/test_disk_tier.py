@@ -39,8 +39,11 @@ SLOT_BYTES = 4096 + 12_288
 BOUND_S = 20.0
 
 
-def store_in(directory: Path, num_slots: int = 8) -> DiskStore:
-    return DiskStore(directory, "id", num_slots * SLOT_BYTES, BLOCK_BYTES, BLOCK_SIZE)
+KEY = bytes(range(32))
+
+
+def store_in(directory: Path, num_slots: int = 8, key: bytes | None = None) -> DiskStore:
+    return DiskStore(directory, "id", num_slots * SLOT_BYTES, BLOCK_BYTES, BLOCK_SIZE, key)
 
 
 def content(number: int) -> Content:
@@ -88,8 +91,33 @@ def test_the_least_used_and_oldest_goes_first(tmp_path: Path, monkeypatch: pytes
     for number in (1, 2, 3):
         now += 10
         write(store, number)
-    assert read(store, 1)
+    store.count_hits([content(1).block_hash or 0])
     now += 10
+    write(store, 4)
+    assert [read(store, number) for number in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+def test_of_a_chain_that_was_found_the_end_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
+    store = store_in(tmp_path, 3)
+    for number in (1, 2, 3):
+        write(store, number)
+    hashes = [content(number).block_hash or 0 for number in (2, 3, 1)]
+    store.count_hits(hashes)
+    write(store, 4)
+    write(store, 5)
+    assert [read(store, number) for number in (1, 2, 3, 4, 5)] == [False, True, True, False, True]
+
+
+def test_what_memory_had_until_now_is_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    store = store_in(tmp_path, 3)
+    for number in (1, 2, 3):
+        now += 10
+        write(store, number)
+    now += 10
+    store.touch(content(1).block_hash or 0)
     write(store, 4)
     assert [read(store, number) for number in (1, 2, 3, 4)] == [True, False, True, True]
 
@@ -177,11 +205,11 @@ def test_processes_that_are_killed_while_they_write_never_leave_a_wrong_block(tm
 class Worker:
     """An engine over a fake runner whose evicted blocks go to the disk, and the thread's work in between steps."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, key: bytes | None = None) -> None:
         shape = BlockShape(1, BLOCK_SIZE, 8)
         runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
         contents = BlockBytes([runner.blocks.view(np.uint8).reshape(-1)], [shape])
-        self.store = DiskStore(directory, "fake", 200 * 8192, shape.num_bytes, BLOCK_SIZE)
+        self.store = DiskStore(directory, "fake", 200 * 8192, shape.num_bytes, BLOCK_SIZE, key)
         self.tier = DiskTier(self.store, contents, shape.num_bytes)
         costs, limits = KnownCosts(1.0, 50.0), StepLimits(4, 16, 16, is_exact=True)
         engine = build_engine(runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=costs)
