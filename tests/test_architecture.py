@@ -79,7 +79,12 @@ ONLY_IN = {
     "openvino_tokenizers": {"common/model_files/vocabulary.py"},
     "llguidance": {"worker/grammar/compiler.py"},
     "openvino_genai": {"cli/models/convert.py"},
-    "gguf": {"cli/gguf/tensors.py", "cli/gguf/weights.py", "cli/models/convert.py"},
+    "gguf": {
+        "cli/gguf/tensors.py",
+        "cli/gguf/weights.py",
+        "common/model_files/gguf_files.py",
+        "worker/adapters/gguf.py",
+    },
     "starlette": {"gateway/edge/http.py"},
     "jinja2": {"gateway/text/chat_template.py"},
     "redis": {"common/stores/redis_link.py", "cli/fleet/key_store.py"},
@@ -162,11 +167,12 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_and_pro
         for name in imported(path):
             top = name.split(".")[0]
             allowed = {"grpc", "grpc_health", "grpc_reflection", "google", "headrace"}
-            # Imported only where tracing is on, where there is a Redis, and by who needs a model's tokens.
+            # Imported only where tracing is on, where there is a Redis, and by who needs a model's tokens or files.
             allowed |= {
                 "otel.py": {"opentelemetry"},
                 "redis_link.py": {"redis"},
                 "vocabulary.py": {"numpy", "openvino", "openvino_tokenizers"},
+                "gguf_files.py": {"numpy", "gguf"},
             }.get(path.name, set())
             assert top in sys.stdlib_module_names or top in allowed, f"{path.name} imports {name}"
 

@@ -175,7 +175,8 @@ DEFAULT_MAX_ADAPTERS = 16
     "adapters",
     multiple=True,
     metavar="NAME=PATH",
-    help="LoRA adapter in PEFT's format, a model name of its own for requests. May be repeated.",
+    help="LoRA adapter, a directory in PEFT's format or a GGUF file; a model name of its own for requests. May be "
+    "repeated.",
 )
 @click.option(
     "--max-adapters",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.library import AdapterLibrary
+from headrace.worker.adapters.reader import Layers
 from headrace.worker.adapters.reader_process import ReaderProcess
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import build_engine
@@ -126,7 +127,7 @@ def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterL
     if runner.adapters is None:
         return None
     start = time.monotonic()
-    library = AdapterLibrary(runner, ReaderProcess(runner.linears, runner.adapters))
+    library = AdapterLibrary(runner, ReaderProcess(Layers(runner.linears, runner.num_kv_heads), runner.adapters))
     for name, path in config.adapters:
         try:
             library.load_now(name, path)

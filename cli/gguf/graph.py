@@ -17,15 +17,10 @@ import openvino as ov
 from openvino import opset13
 
 from headrace.cli.gguf.weights import Weights, matrix_of, product_of, rows_of, with_rows
+from headrace.common.model_files.gguf_files import MODULES, halves_of_pairs
 
 _Array = npt.NDArray[Any]
 _LOWEST = np.float32(-65504.0)
-# Products get the names that exporters give them after their modules, by which adapters find them.
-_MODULES = {
-    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-    "attn_output": "self_attn.o_proj",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +74,11 @@ class GraphBuilder:
         name = f"blk.{layer}.{part}"
         weights, bias = self._matrices[f"{name}.weight"], self._vectors.get(f"{name}.bias")
         if self._shape.has_interleaved_heads and part in ("attn_q", "attn_k"):
-            order = _halves_of_pairs(weights.shape[0], self._shape.head_size)
+            order = halves_of_pairs(weights.shape[0], self._shape.head_size)
             weights, bias = with_rows(weights, order), None if bias is None else bias[order]
         product, result = product_of(states, weights, partial(self._sums_of, states))
-        product.set_friendly_name(f"__module.model.layers.{layer}.{_MODULES[part]}/aten::linear/MatMul")
+        # The name that exporters give it after its module, by which adapters find it.
+        product.set_friendly_name(f"__module.model.layers.{layer}.{MODULES[part]}/aten::linear/MatMul")
         return result if bias is None else opset13.add(result, _floats(bias.reshape(1, 1, -1))).output(0)
 
     def _sums_of(self, states: ov.Output, size: int) -> ov.Output:
@@ -183,12 +179,6 @@ class GraphBuilder:
         gate = opset13.swish(self._product(states, layer, "ffn_gate"))
         gated = opset13.multiply(gate, self._product(states, layer, "ffn_up"))
         return self._product(gated.output(0), layer, "ffn_down")
-
-
-def _halves_of_pairs(rows: int, head_size: int) -> _Array:
-    """The order of rows that puts the first numbers of all rotated pairs of a head before the second ones."""
-    order = np.arange(rows).reshape(-1, head_size // 2, 2)
-    return order.swapaxes(1, 2).reshape(-1)
 
 
 def _parameter(name: str, dimensions: list[int], kind: type[np.generic]) -> ov.Node:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.models.selection import PIECE
+from headrace.common.model_files.gguf_files import ARCHITECTURES, INTERLEAVED, GgufError, metadata_of, open_gguf
 
 _NEEDED = "converting a GGUF file needs openvino-genai and gguf; install them with: pip install 'headrace[convert]'"
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _REMEDY = "take an OpenVINO version of the model (optimum-cli export openvino makes one of the original)"
 _LAYER_TENSORS = (
     "attn_norm",
@@ -51,8 +51,7 @@ class ConversionError(Exception):
 def convert(gguf_path: Path, out_directory: Path) -> None:
     """Write the OpenVINO model, tokenizer and detokenizer, chat template and the two JSON files into the directory."""
     paths = pieces_of(gguf_path)
-    readers = _readers(paths)
-    metadata = metadata_of(readers[0])
+    readers, metadata = _opened(paths)
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     check_convertible(metadata, tensors)
     config = config_of(metadata)
@@ -90,9 +89,9 @@ def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
     """Raise ConversionError if the model cannot be converted exactly. The error names the model's type, the supported
     types, and a remedy."""
     architecture = metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if architecture not in ARCHITECTURES:
         raise ConversionError(
-            f"its architecture is {architecture}, and GGUF files of {', '.join(_ARCHITECTURES)} can be converted "
+            f"its architecture is {architecture}, and GGUF files of {', '.join(ARCHITECTURES)} can be converted "
             f"(Llama, Mistral, SmolLM, Qwen 2 and 3); {_REMEDY}"
         )
     tokenizer = metadata.get("tokenizer.ggml.model")
@@ -174,31 +173,15 @@ def generation_config_of(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _readers(paths: Sequence[Path]) -> list[Any]:
+def _opened(paths: Sequence[Path]) -> tuple[list[Any], dict[str, Any]]:
+    """Readers of the files, and the metadata of the first."""
     try:
-        from gguf import GGUFReader
+        readers = [open_gguf(path) for path in paths]
+        return readers, metadata_of(readers[0])
     except ImportError:
         raise ConversionError(_NEEDED) from None
-    try:
-        return [GGUFReader(path) for path in paths]
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise ConversionError(f"it is no readable GGUF file ({str(error) or type(error).__name__})") from None
-
-
-def metadata_of(reader: Any) -> dict[str, Any]:
-    """The file's key-value pairs; of an array only its length, as KEY.count. Raises ConversionError."""
-    from gguf import GGUFValueType
-
-    metadata: dict[str, Any] = {}
-    try:
-        for key, field in reader.fields.items():
-            if field.types and field.types[0] == GGUFValueType.ARRAY:
-                metadata[f"{key}.count"] = len(field.data)
-            else:
-                metadata[key] = field.contents()
-    except (ValueError, IndexError, KeyError) as error:
-        raise ConversionError(f"it is no readable GGUF file ({str(error) or type(error).__name__})") from None
-    return metadata
+    except GgufError as error:
+        raise ConversionError(str(error)) from None
 
 
 def _write_model(metadata: dict[str, Any], config: dict[str, Any], tensors: Mapping[str, Any], path: Path) -> None:
@@ -217,7 +200,7 @@ def _write_model(metadata: dict[str, Any], config: dict[str, Any], tensors: Mapp
         rope_base=float(metadata.get(f"{architecture}.rope.freq_base", 10_000.0)),
         rope_factor=float(metadata.get(f"{architecture}.rope.scaling.factor", 1.0)) if linear else 1.0,
         epsilon=float(metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)),
-        has_interleaved_heads=architecture == "llama",
+        has_interleaved_heads=architecture in INTERLEAVED,
     )
     try:
         model = GraphBuilder(shape, Matrices(tensors), vectors_of(tensors)).build()

@@ -282,7 +282,8 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "adapters",
     multiple=True,
     metavar="NAME=PATH",
-    help="LoRA adapter in PEFT's format. Requests select it by NAME as their model. May be repeated.",
+    help="LoRA adapter: a directory in PEFT's format, or a GGUF file. Requests select it by NAME as their model. May "
+    "be repeated.",
 )
 @click.option(
     "--max-adapters",

@@ -19,7 +19,7 @@ _CONVERT = (
     "import sys; sys.modules['openvino_telemetry'] = None; import openvino_genai; "
     "openvino_genai.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
 )
-_NAMES = {
+NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -64,7 +64,7 @@ def write_converted(directory: Path, weights: Mapping[str, npt.NDArray[np.float3
     _add(writer, "output.weight", weights["lm_head.weight"])
     _add(writer, "output_norm.weight", weights["model.norm.weight"])
     for layer in range(LAYERS):
-        for module, name in _NAMES.items():
+        for module, name in NAMES.items():
             values = weights[f"model.layers.{layer}.{module}.weight"]
             if name in ("attn_q", "attn_k"):
                 values = interleaved(values, HEADS if name == "attn_q" else KV_HEADS)

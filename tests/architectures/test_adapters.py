@@ -9,15 +9,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from headrace.worker.adapters.peft import read_peft
+from headrace.worker.adapters.peft import _tensors, read_peft
+from headrace.worker.adapters.reader import Layers, read_adapter
 from headrace.worker.engine.build import build_engine
+from headrace.worker.model.adapter_memory import floats_of
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import step_limits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.architectures.exports import PYTHON, exported, exported_adapters
-from tests.architectures.gguf_model import write_converted
+from tests.architectures.gguf_model import HEADS, KV_HEADS, write_converted
+from tests.worker.adapters.gguf_files import write_gguf_adapter
 from tests.worker.conftest import CHEAP_STEPS
 
 NAMES = ["llama", "qwen2", "gpt2", "phi3-longrope"]
@@ -115,6 +118,27 @@ def test_adapters_of_a_model_converted_from_gguf_are_those_of_transformers(tmp_p
         expected = np.take_along_axis(reference[:59], np.array(model.tokens[1:60])[:, None], 1)[:, 0]
         found = np.array([entry.logprob for entry in request.prompt_logprobs])
         np.testing.assert_allclose(found, expected, rtol=0, atol=HALF_TOLERANCE)
+
+
+def test_gguf_adapters_are_those_of_transformers(tmp_path: Path) -> None:
+    """The adapter of PEFT in llama.cpp's format, in a model that an exporter wrote."""
+    model, adapter = adapted("llama"), "a3"
+    directory = exported_adapters(NAMES) / "llama"
+    weights = directory / adapter / "adapter_model.safetensors"
+    tensors = {key: floats_of(values) for key, values in _tensors(weights.read_bytes(), weights).items()}
+    heads = {"q_proj": HEADS, "k_proj": KV_HEADS}
+    path = write_gguf_adapter(tmp_path / "a.gguf", tensors, alpha=16.0, heads=heads)
+    assert model.runner.num_kv_heads == KV_HEADS
+    files = read_adapter(path, Layers(model.runner.linears, model.runner.num_kv_heads))
+    assert model.runner.adapters is not None
+    model.runner.adapters.write(NUM_SLOTS - 1, files.weights)
+    request = model.request(adapter, 60)
+    request.adapter_slot = NUM_SLOTS - 1
+    first = model.run([request], 1024)[request.request_id]
+    assert abs(first - float(model.reference[adapter][59].max())) < TOLERANCE
+    model.runner.adapters.write(
+        NUM_SLOTS - 1, read_peft(directory / model.adapters[NUM_SLOTS - 1], model.runner.linears).weights
+    )
 
 
 def test_slots_of_a_step_follow_its_requests() -> None:

@@ -14,7 +14,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from headrace.cli.gguf.weights import Weights, matrix_of, read_weights, rows_of, with_rows
-from headrace.cli.models.convert import _write_model, config_of, metadata_of, pieces_of
+from headrace.cli.models.convert import _write_model, config_of, pieces_of
+from headrace.common.model_files.gguf_files import metadata_of
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.fused_projections import is_constant
 from headrace.worker.model.head import replace_head

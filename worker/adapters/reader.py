@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from headrace.worker.adapters.files import AdapterError, AdapterFiles
+from headrace.worker.adapters.gguf import read_gguf
 from headrace.worker.adapters.peft import read_peft
 from headrace.worker.model.adapter_memory import AdapterMemory, Linear
+
+
+class Layers(NamedTuple):
+    """The linear layers that adapters may change, and the number of heads of keys."""
+
+    linears: Sequence[Linear]
+    num_kv_heads: int
 
 
 class Found(NamedTuple):
@@ -40,25 +48,34 @@ class Reader(Protocol):
         ...
 
 
+def read_adapter(path: Path, layers: Layers) -> AdapterFiles:
+    """Read and check an adapter for a model with these layers: PEFT's directory, or a GGUF file. AdapterError."""
+    if path.suffix.lower() == ".gguf":
+        return read_gguf(path, layers.linears, layers.num_kv_heads)
+    if path.is_file():
+        raise AdapterError(f"{path} is a file; give the directory that PEFT wrote, or a .gguf file")
+    return read_peft(path, layers.linears)
+
+
 class AdapterReader:
     """Reads adapters for a model with these layers, in this process."""
 
-    def __init__(self, linears: Sequence[Linear], memory: AdapterMemory) -> None:
-        self._linears = linears
+    def __init__(self, layers: Layers, memory: AdapterMemory) -> None:
+        self._layers = layers
         self._memory = memory
         self._last: tuple[Path, AdapterFiles] | None = None
 
     def read(self, path: Path) -> Found:
         """See Reader."""
         self._last = None
-        files = read_peft(path, self._linears)
+        files = read_adapter(path, self._layers)
         self._last = path, files
         return Found(files.sha256, files.rank, files.num_bytes)
 
     def write(self, slot: int, path: Path, sha256: str) -> None:
         """See Reader."""
         last, self._last = self._last, None
-        files = last[1] if last is not None and last[0] == path else read_peft(path, self._linears)
+        files = last[1] if last is not None and last[0] == path else read_adapter(path, self._layers)
         if files.sha256 != sha256:
             raise FilesChangedError(f"the files of {path} have changed")
         self._memory.write(slot, files.weights)

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.worker.adapters.files import AdapterError
-from headrace.worker.adapters.reader import AdapterReader, Found
-from headrace.worker.model.adapter_memory import AdapterMemory, Linear
+from headrace.worker.adapters.reader import AdapterReader, Found, Layers
+from headrace.worker.model.adapter_memory import AdapterMemory
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ _STOP_S = 2.0
 class ReaderProcess:
     """A Reader whose work is done by another process. It is started again if it has ended unexpectedly."""
 
-    def __init__(self, linears: Sequence[Linear], memory: AdapterMemory) -> None:
-        self._linears = linears
+    def __init__(self, layers: Layers, memory: AdapterMemory) -> None:
+        self._layers = layers
         self._memory = memory
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -86,7 +86,7 @@ class ReaderProcess:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
         memory = self._memory
-        self._send((self._linears, memory.groups, memory.num_slots, memory.rank, memory.is_bfloat16), memory)
+        self._send((self._layers, memory.groups, memory.num_slots, memory.rank, memory.is_bfloat16), memory)
 
     def _ask(self, method: str, *arguments: Any, memory: AdapterMemory | None = None) -> Any:
         """The result of a method of AdapterReader in the other process. Raises what it raised."""
@@ -128,8 +128,8 @@ def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     connection = Connection(os.dup(link.fileno()))
     with contextlib.suppress(EOFError, OSError):
-        linears, groups, num_slots, rank, is_bfloat16 = connection.recv()
-        reader = AdapterReader(linears, _memory_of(link, groups, num_slots, rank, is_bfloat16=is_bfloat16))
+        layers, groups, num_slots, rank, is_bfloat16 = connection.recv()
+        reader = AdapterReader(layers, _memory_of(link, groups, num_slots, rank, is_bfloat16=is_bfloat16))
         while True:
             method, arguments = connection.recv()
             if method == "move":

@@ -46,11 +46,11 @@ _DECODE_PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
 class OpenVINOModelRunner:
-    """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `vocab_size` and `kv_precision` are
-    read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences are computed by a
-    graph of their own; 0 without `decode_graph`. Prompts are exact in steps of up to `exact_rows` tokens (see
-    `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`). `adapters` is the
-    memory of `max_adapters` adapters of the `linears`; None without any.
+    """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `num_kv_heads`, `vocab_size` and
+    `kv_precision` are read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences
+    are computed by a graph of their own; 0 without `decode_graph`. Prompts are exact in steps of up to `exact_rows`
+    tokens (see `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`).
+    `adapters` is the memory of `max_adapters` adapters of the `linears`; None without any.
 
     Decode steps have at least `least_decode` tokens and sampled rows: two in accuracy mode and with `speculates`,
     because other kernels compute a single one. A token then does not depend on how many others its step has, in
@@ -100,7 +100,7 @@ class OpenVINOModelRunner:
         self._check_layouts()
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
-        self.block_size = _dims(value)[1]
+        self.num_kv_heads, self.block_size = _dims(value)[:2]
         self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in caches)
         self.kv_precision = str(key.element_type.get_type_name())
         self.numerics = " ".join(

@@ -80,9 +80,8 @@ class AdapterDesk:
         check_name(message.name, self._model)
         path = Path(message.path)
         if not path.is_absolute():
-            raise StatusError(
-                Reason.INVALID_FIELD, "lora_path must be absolute: a directory on the worker's host", field="lora_path"
-            )
+            problem = "lora_path must be absolute: a directory or a GGUF file on the worker's host"
+            raise StatusError(Reason.INVALID_FIELD, problem, field="lora_path")
         return worker_pb2.LoadAdapterResponse(
             adapter=message_of(await self._library.load(message.name, path, in_place=message.in_place))
         )

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.worker.adapters.reader import Layers
 from headrace.worker.model.adapter_memory import Linear
 
 LINEARS = [
     Linear("layers.0.self_attn.q_proj", "q", 12, 20),
     Linear("layers.0.mlp.down_proj", "down", 30, 12),
 ]
+# Queries of five heads of size 4.
+LAYERS = Layers(LINEARS, 1)
 _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32"}
 
 

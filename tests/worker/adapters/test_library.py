@@ -15,7 +15,7 @@ from headrace.worker.adapters.library import NO_SLOT, Adapter, AdapterLibrary
 from headrace.worker.adapters.peft import read_peft
 from headrace.worker.adapters.reader import AdapterReader
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
-from tests.worker.adapters.files import LINEARS, write_adapter
+from tests.worker.adapters.files import LAYERS, LINEARS, write_adapter
 
 GROUPS = [AdaptedGroup([linear], f"a{i}", [f"b{i}"]) for i, linear in enumerate(LINEARS)]
 
@@ -41,7 +41,7 @@ class Runner:
 def library_of(num_slots: int) -> tuple[AdapterLibrary, Runner]:
     runner = Runner(num_slots)
     assert runner.adapters is not None
-    return AdapterLibrary(runner, AdapterReader(LINEARS, runner.adapters)), runner
+    return AdapterLibrary(runner, AdapterReader(LAYERS, runner.adapters)), runner
 
 
 async def test_the_least_recently_used_idle_adapter_gives_way(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ async def test_an_adapter_that_cannot_be_written_is_not_known(tmp_path: Path) ->
             raise AdapterError("the file is gone")
 
     assert runner.adapters is not None
-    library._reader = Vanishing(LINEARS, runner.adapters)
+    library._reader = Vanishing(LAYERS, runner.adapters)
     with pytest.raises(StatusError, match="the adapter cannot be loaded: the file is gone"):
         await library.load("a", path)
     assert library.adapters() == []

@@ -18,7 +18,7 @@ from headrace.worker.adapters.peft import read_peft
 from headrace.worker.adapters.reader import FilesChangedError
 from headrace.worker.adapters.reader_process import ReaderProcess
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
-from tests.worker.adapters.files import LINEARS, write_adapter
+from tests.worker.adapters.files import LAYERS, LINEARS, write_adapter
 
 GROUPS = [AdaptedGroup([linear], f"a{i}", [f"b{i}"]) for i, linear in enumerate(LINEARS)]
 
@@ -30,7 +30,7 @@ def memory() -> AdapterMemory:
 
 @pytest.fixture
 def reader(memory: AdapterMemory) -> Iterator[ReaderProcess]:
-    reader = ReaderProcess(LINEARS, memory)
+    reader = ReaderProcess(LAYERS, memory)
     yield reader
     reader.close()
 
@@ -102,7 +102,7 @@ def test_it_ends_with_its_worker(tmp_path: Path) -> None:
     """Even if the worker is killed."""
     program = (
         "import time; from tests.worker.adapters.test_reader_process import *;"
-        "print(ReaderProcess(LINEARS, AdapterMemory(GROUPS, 1, 8, is_bfloat16=True)).pid, flush=True); time.sleep(60)"
+        "print(ReaderProcess(LAYERS, AdapterMemory(GROUPS, 1, 8, is_bfloat16=True)).pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -20,7 +20,7 @@ from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.adapters.reader import AdapterReader
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
 from headrace.worker.server.adapters import AdapterDesk
-from tests.worker.adapters.files import LINEARS, write_adapter
+from tests.worker.adapters.files import LAYERS, LINEARS, write_adapter
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.server.running import FINGERPRINT, MODEL, TOKENIZER, RunningWorker, running_worker, small_engine
 
@@ -61,7 +61,7 @@ class Worker(RunningWorker):
 async def worker() -> AsyncIterator[Worker]:
     memory = Memory()
     assert memory.adapters is not None
-    library = AdapterLibrary(memory, AdapterReader(LINEARS, memory.adapters))
+    library = AdapterLibrary(memory, AdapterReader(LAYERS, memory.adapters))
     async with running_worker(small_engine(), adapters=lambda hub: AdapterDesk(library, hub, MODEL)) as running:
         yield Worker(**vars(running), library=library)
     library.check()

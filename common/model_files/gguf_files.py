@@ -1,0 +1,60 @@
+"""Reads GGUF files with the package gguf, which is optional."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+NEEDED = "install it with: pip install 'headrace[convert]'"
+# The matrices of a layer, and their modules in transformers.
+MODULES = {
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "attn_output": "self_attn.o_proj",
+}
+# Architectures with these matrices, and those in which rotated pairs are neighbours in rows of queries and keys.
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+INTERLEAVED = ("llama",)
+
+
+class GgufError(Exception):
+    """Why a file cannot be read, in one sentence."""
+
+
+def open_gguf(path: Path) -> Any:
+    """A GGUFReader. GgufError if the file is damaged, ImportError if the package is missing."""
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise _unreadable(error) from None
+
+
+def metadata_of(reader: Any) -> dict[str, Any]:
+    """The file's key-value pairs; of an array only its length, as KEY.count. GgufError."""
+    from gguf import GGUFValueType
+
+    metadata: dict[str, Any] = {}
+    try:
+        for key, field in reader.fields.items():
+            if field.types and field.types[0] == GGUFValueType.ARRAY:
+                metadata[f"{key}.count"] = len(field.data)
+            else:
+                metadata[key] = field.contents()
+    except (ValueError, IndexError, KeyError) as error:
+        raise _unreadable(error) from None
+    return metadata
+
+
+def halves_of_pairs(rows: int, head_size: int) -> npt.NDArray[Any]:
+    """The order of rows that puts the first numbers of all rotated pairs of a head before the second ones."""
+    order = np.arange(rows).reshape(-1, head_size // 2, 2)
+    return order.swapaxes(1, 2).reshape(-1)
+
+
+def _unreadable(error: Exception) -> GgufError:
+    return GgufError(f"it is no readable GGUF file ({str(error) or type(error).__name__})")
