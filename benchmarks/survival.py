@@ -197,7 +197,7 @@ class Fleet:
 
 
 async def until(is_true: Callable[[], bool]) -> None:
-    """Wait for something that the event loop brings about."""
+    """Wait until the condition holds, while the event loop runs."""
     async with asyncio.timeout(BOUND_S):
         while True:
             if is_true():

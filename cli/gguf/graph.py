@@ -25,8 +25,8 @@ _LOWEST = np.float32(-65504.0)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the metadata say of a model. `has_interleaved_heads`: rows of queries and keys are stored so that rotated
-    pairs are neighbours, as llama.cpp wants it for the architecture llama."""
+    """The model's dimensions, from the metadata. `has_interleaved_heads`: rows of queries and keys are stored so that
+    rotated pairs are neighbours, as llama.cpp wants it for the architecture llama."""
 
     layers: int
     heads: int
@@ -144,7 +144,7 @@ class GraphBuilder:
         return self._product(joined.output(0), layer, "attn_output")
 
     def _kept(self, name: str, values: ov.Output) -> ov.Output:
-        """The state of that name with the values behind it: [batch, heads, tokens so far, head size]."""
+        """Append values to the state of that name: [batch, heads, tokens so far, head size]."""
         heads, size = self._shape.kv_heads, self._shape.head_size
         empty = opset13.concat([self._batch, _integers(heads), _integers(0), _integers(size)], 0)
         begin = opset13.broadcast(opset13.constant(np.float32(0)), empty)
@@ -164,7 +164,7 @@ class GraphBuilder:
         return opset13.reshape(repeated, _integers(0, shape.heads, -1, shape.head_size), True).output(0)
 
     def _causal_mask(self, states: ov.Output, keys: ov.Output) -> ov.Output:
-        """0 where a token may look, else the lowest number: [batch, 1, tokens, tokens so far]."""
+        """The causal mask [batch, 1, tokens, tokens so far]: 0 for visible positions, else the lowest number."""
         zero, one = opset13.constant(np.int64(0)), opset13.constant(np.int64(1))
         total = opset13.gather(opset13.shape_of(keys), opset13.constant(np.int64(2)), zero)
         new = opset13.gather(opset13.shape_of(states), one, zero)

@@ -43,7 +43,7 @@ class Weights(NamedTuple):
 
 
 def read_weights(kind: Type, data: _Array) -> Weights:
-    """The matrix in `data`, which is as GGUFReader gives it: a row of bytes, or of floats, for each row."""
+    """The matrix in `data`, which has a row of bytes or floats for each row of the matrix, as GGUFReader returns it."""
     rows = data.shape[0]
     if kind in _FLOATS or kind == Type.BF16:
         floats = data.view(np.uint16) if kind == Type.BF16 else data
@@ -109,8 +109,8 @@ def rows_of(weights: Weights, indices: ov.Output) -> ov.Output:
 
 
 def _with_zero_points(groups: Groups) -> tuple[_Array, _Array, _Array]:
-    """Integers, scales and zero points in f32 of groups with minima. Where the scale is nothing beside the minimum, the
-    group is one number."""
+    """Integers, scales and zero points in f32 of groups with minima. If the scale is negligible beside the minimum, the
+    whole group becomes one number."""
     scales, minima = groups.scales.astype(np.float32), np.asarray(groups.minima, np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
         points = -minima / scales
@@ -240,7 +240,8 @@ def _q6_k(blocks: _Array) -> Groups:
 
 
 def _to_8_bits(kind: Type, data: _Array) -> Groups:
-    """Types of which groups are not known here: 8 bits for 32 neighbours, off by at most a 254th of the largest."""
+    """Quantise types whose groups are unknown here to 8 bits, with a scale for 32 neighbours. The error is at most a
+    254th of the largest."""
     values = dequantize(data, kind).reshape(-1, 32)
     scales = (np.abs(values).max(axis=1, keepdims=True) / 127).astype(np.float32)
     integers = np.rint(values / np.where(scales, scales, 1)).astype(np.int8)

@@ -110,7 +110,7 @@ def cached_names() -> list[str]:
 
 
 def _name_of(directory: Path) -> str:
-    """The name that a pull gave to the model; of a link, what its own name says."""
+    """The name that a pull gave to the model. A link is named by its file name."""
     manifest = None if directory.is_symlink() else read_manifest(directory)
     return manifest.name if manifest is not None else directory.name.replace("--", "/", 1)
 

@@ -174,7 +174,7 @@ def _pull_from_catalogue(source: Source, entry: CatalogueEntry) -> None:
 
 
 def _has_weights_of(entry: CatalogueEntry, target: Path) -> bool:
-    """Whether the cache has this model, undamaged, and only its recommended sampling may be another edition's."""
+    """Whether the cache has this model, undamaged. Its recommended sampling may differ."""
     manifest = read_manifest(target)
     if manifest is None or {**manifest.source, "sampling": ""} != {**entry.source(), "sampling": ""}:
         return False
@@ -186,7 +186,7 @@ def _has_weights_of(entry: CatalogueEntry, target: Path) -> bool:
 
 
 def _renew_settings(source: Source, entry: CatalogueEntry, target: Path) -> None:
-    """Put the entry's sampling in the place of that of the edition in the cache. All other files stay as they are."""
+    """Replace the cached model's recommended sampling with that of the catalogue entry. Other files are unchanged."""
     with building(source.name) as directory:
         for path in target.iterdir():
             if path.is_file() and path.name not in (MANIFEST_NAME, GENERATION_CONFIG_NAME):
@@ -280,7 +280,7 @@ def _requirements(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """A config.json; nothing if it is none, which is found later, in the whole directory."""
+    """Parse a config.json. Empty if it is invalid: the check of the whole directory reports that later."""
     try:
         config = json.loads(path.read_bytes())
     except ValueError:

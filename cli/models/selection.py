@@ -82,7 +82,7 @@ def choose_files(listing: HubListing, quantisation: str | None = None) -> HubCho
 
 
 def _variants(listing: HubListing) -> list[HubChoice]:
-    """The GGUF models of a repository, the pieces of each in order, the least bytes first."""
+    """The GGUF models of a repository, smallest first, each with its pieces in order."""
     by_stem: dict[str, list[HubFile]] = {}
     for file in sorted(listing.files, key=lambda file: file.path):
         stem, dot, suffix = file.path.rpartition(".")

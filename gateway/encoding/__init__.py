@@ -1,1 +1,2 @@
-"""Texts into vectors and scores: checked and tokenized, sent to the model, charged to the caller's key."""
+"""Turns texts into vectors and scores: checks and tokenizes them, sends them to the model, and charges the caller's
+key."""

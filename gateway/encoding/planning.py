@@ -1,4 +1,4 @@
-"""From texts to the tokens that a model encodes: finds the model, tokenizes, checks lengths."""
+"""Prepares texts for a model: finds the model, tokenizes the texts, and checks their lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Text = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class TextsToEmbed:
-    """Texts of which vectors are wanted. `field` is their name in errors."""
+    """Texts to be turned into vectors. `field` is their name in errors."""
 
     model: str
     texts: Sequence[Text]
@@ -34,8 +34,8 @@ class TextsToEmbed:
 
 @dataclass(frozen=True, slots=True)
 class PairsToScore:
-    """Pairs of a query and a document. `query_fields` and `document_fields` are their names in errors, `field` that of
-    the list of pairs."""
+    """Pairs of a query and a document. Errors name them by `query_fields` and `document_fields`, and the list of pairs
+    by `field`."""
 
     model: str
     pairs: Sequence[tuple[str, str]]
@@ -61,7 +61,7 @@ class EncodingPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
 
@@ -89,7 +89,7 @@ class Encodings:
         return EncodingPlan(model, prompts, [0] * len(prompts), request.priority)
 
     async def plan_pairs(self, request: PairsToScore) -> EncodingPlan:
-        """Check pairs and tokenize them: special tokens, query, separator, document, special tokens. Raises
+        """Check pairs and tokenize each as: special tokens, query, separator, document, special tokens. Raises
         `StatusError`."""
         _check_number(len(request.pairs), request.field)
         _check_truncation(request.truncate_prompt_tokens)
@@ -138,7 +138,7 @@ def _check_truncation(keep: int | None) -> None:
 
 
 def _checked(token_ids: Sequence[int], at: str, model: Model) -> Sequence[int]:
-    """Tokens of a caller. Raises `StatusError`."""
+    """Check tokens that the caller sent. Raises `StatusError`."""
     if not token_ids:
         raise invalid(at, f"{at} must have at least one token")
     size = model.card.vocab_size
@@ -148,7 +148,8 @@ def _checked(token_ids: Sequence[int], at: str, model: Model) -> Sequence[int]:
 
 
 def _fitting(token_ids: Sequence[int], keep: int | None, num_last: int, at: str, model: Model) -> Sequence[int]:
-    """The tokens as the model takes them, truncated if that is wanted; the last `num_last` are special and stay."""
+    """The tokens, truncated to the model's limit if the caller allows it. The last `num_last` are special tokens, which
+    are kept."""
     most = model.card.max_context_tokens
     if keep is not None:
         keep = most if keep == -1 else keep

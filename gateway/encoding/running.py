@@ -1,7 +1,7 @@
-"""Runs encodings: each text is one call upstream, and a request has a bounded number of them at a time.
+"""Runs encodings. Each text is one call to a router, and a request has a bounded number of calls at a time.
 
-Texts go longest first, so that those which are at a worker together are of about the same length and pad each other
-little. The first that fails ends the request.
+The longest texts go first, so that a worker has texts of about the same length at a time, and batches with little
+padding. The first failure ends the request.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class EncodingRunner:
         self._num_texts = 0
 
     async def run(self, plan: EncodingPlan, caller: Caller) -> list[bytes]:
-        """The vector of each prompt, as little-endian float32, in their order. Raises `StatusError`."""
+        """The vectors of the prompts, in the same order, as little-endian float32. Raises `StatusError`."""
         if caller.authorization is None:
             return await self._all(plan, caller, "")
         return await self._paid(plan, caller, caller.authorization)
 
     async def _paid(self, plan: EncodingPlan, caller: Caller, authorization: Authorization) -> list[bytes]:
-        """As `run`, charged to the caller's key: for all tokens, or for none if the request fails."""
+        """Run a plan, and charge the caller's key for all tokens, or for none if the request fails."""
         authorization.check(plan.model.name, plan.priority)
         with authorization.held():
             await authorization.take_tokens(plan.num_tokens)
@@ -72,7 +72,7 @@ class EncodingRunner:
     async def _some(
         self, plan: EncodingPlan, caller: Caller, tenant: str, order: Iterator[int], vectors: list[bytes]
     ) -> None:
-        """Encode one text after the other, as long as there are any."""
+        """Encode one text after another until none is left."""
         for number in order:
             request = self._request(plan, number, tenant)
             answer = self._upstream.generate(request, caller.metadata, caller.deadline_s, card=plan.model.card)
@@ -102,7 +102,7 @@ class EncodingRunner:
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all to their end. The first that fails cancels the others and is raised."""
+    """Run all of them to their end. The first failure cancels the others and is raised."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)

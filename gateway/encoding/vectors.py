@@ -1,4 +1,4 @@
-"""Vectors as answers show them (pure)."""
+"""Formats of vectors in answers (pure)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_dimensions(dimensions: int | None, most: int) -> None:
 
 
 def shortened(vector: bytes, dimensions: int | None) -> bytes:
-    """The first dimensions of a vector of float32, scaled to length 1; the whole vector as it is."""
+    """The first dimensions of a vector of float32, scaled to length 1. A whole vector is not scaled again."""
     if dimensions is None or 4 * dimensions == len(vector):
         return vector
     kept = np.frombuffer(vector, "<f4")[:dimensions]

@@ -180,7 +180,7 @@ def _json_object(name: str, text: Any) -> dict[str, Any]:
 
 
 def _without_empty(value: Any) -> Any:
-    """Texts without the empty one by which Triton's clients say none."""
+    """Remove the empty text, which Triton's clients send for no text."""
     if value == "":
         return None
     return [value] if isinstance(value, str) else None if value == [""] else value

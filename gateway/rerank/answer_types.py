@@ -1,4 +1,4 @@
-"""What answers look like, for the OpenAPI document. Tests hold real answers to these types."""
+"""Types of rerank responses, for the OpenAPI document. Tests compare real responses with them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _INNERMOST = re.compile(r"\$\{(\w+)(?::([-?+])([^${}]*))?\}")
 
 
 def interpolated(text: str) -> str:
-    """Variables put in as Compose does, the innermost first. Fails for one that must be set and is not."""
+    """Replace variables as Compose does, innermost first. Fails if a required one is not set."""
     while found := _INNERMOST.search(text):
         name, operator, otherwise = found.groups()
         value = VARIABLES.get(name) or (otherwise if operator == "-" else None)

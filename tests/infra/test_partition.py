@@ -50,7 +50,8 @@ class ThreeHosts:
         return info is not None and info.state == router_pb2.WORKER_STATE_READY
 
     def truth(self, index: int) -> tuple[int, int]:
-        """The number of findable blocks of a worker and the exclusive or of their hashes, from a new watch."""
+        """Open a new watch at a worker. Returns the number of its findable blocks and the exclusive or of their
+        hashes."""
         hashes: list[int] = []
         with grpc.insecure_channel(f"{self.workers[index].address}:{PORT}") as channel:
             watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=10)

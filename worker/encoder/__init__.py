@@ -1,1 +1,1 @@
-"""Models that turn a text into a vector or a score: batches by length, one pass, no KV cache."""
+"""Serves models that turn a text into a vector or a score: in batches by length, with one pass and no KV cache."""

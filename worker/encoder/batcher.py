@@ -1,4 +1,4 @@
-"""Which texts are encoded together.
+"""Chooses the texts that are encoded together.
 
 A batch is as long as its longest text, and the rest is padding. So texts of about the same length go together: the
 first in rank, and those nearest to it in length, as long as padding stays within a bound.
@@ -25,8 +25,8 @@ _LEAST_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """`window`: how many texts in rank a batch is chosen from. `max_tokens` of a batch, padding included; a longer text
-    is alone. `max_padding` is the share of padding among the tokens of a batch."""
+    """A batch is chosen from the first `window` texts in rank. It has at most `max_tokens` tokens, padding included,
+    unless it is a single longer text. At most the share `max_padding` of its tokens is padding."""
 
     window: int = 128
     max_tokens: int = 1024
@@ -34,25 +34,25 @@ class BatchLimits:
 
 
 class Batcher:
-    """The texts that wait."""
+    """The waiting texts, and the choice of the next batch."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self.num_tokens = 0
-        """Of all that wait."""
+        """Of all waiting texts."""
         self._queue: FairQueue[Request] = FairQueue()
         self._entries: dict[Request, Entry[Request]] = {}
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of waiting texts."""
         return len(self._entries)
 
     def requests(self) -> list[Request]:
-        """Those that wait, first in rank first."""
+        """The waiting texts, in order of rank."""
         return [entry.item for entry in self._queue.in_order()]
 
     def add(self, request: Request) -> None:
-        """A text comes."""
+        """Add a text."""
         charge = request.num_tokens
         self._entries[request] = self._queue.push(
             request, tenant=request.tenant, priority=request.priority, charge=charge
@@ -60,7 +60,7 @@ class Batcher:
         self.num_tokens += charge
 
     def remove(self, request: Request) -> bool:
-        """A text is no longer wanted; its tenant is not charged for it. False if it does not wait."""
+        """Remove a text without charging its tenant. Returns False if it was not waiting."""
         entry = self._entries.pop(request, None)
         if entry is None:
             return False
@@ -69,12 +69,12 @@ class Batcher:
         return True
 
     def tokens_ahead(self, request: Request) -> float:
-        """About how many tokens would go before those of a new text."""
+        """Approximate number of tokens that would be encoded before a new text."""
         return self._queue.charge_ahead(request.tenant, request.priority)
 
     def take(self, num_places: int = 1) -> Sequence[Request]:
-        """The next batch, longest text last; empty if none waits. With `num_places` batches to begin now, it is at most
-        an equal part of what waits, so that no core idles."""
+        """Remove and return the next batch, longest text last; empty if no text waits. With `num_places` free places,
+        the batch is at most an equal part of all waiting texts, so that no core idles."""
         window = list(islice(self._queue.in_order(), self.limits.window))
         if not window:
             return ()
@@ -103,8 +103,8 @@ def _num_tokens(entry: Entry[Request]) -> int:
 
 
 def _around(lengths: Sequence[int], place: int, most: int, max_padding: float) -> tuple[int, int]:
-    """The first and the last of some lengths, which ascend, that go with the one at a place: at most `most` tokens with
-    padding."""
+    """Choose the batch around the text at `place`. `lengths` are ascending. Returns the indices of the first and the
+    last text; with padding, the batch has at most `most` tokens."""
     low = high = place
     total = lengths[place]
     while True:

@@ -1,4 +1,4 @@
-"""The engine of a model that encodes: queues texts, begins batches and ends them.
+"""The engine of a model that encodes: it queues texts, and begins and ends batches.
 
     add --> Batcher --> begin_batches --> runner, several batches at a time --> end --> a RequestOutput for each text
 
@@ -40,18 +40,18 @@ class Runner(Protocol):
         ...
 
     def result(self, place: int) -> Floats:
-        """A vector for each text of the batch that has ended at a place. RuntimeError if it failed."""
+        """A vector for each text of the batch that has ended at a place. Raises RuntimeError if the batch failed."""
         ...
 
 
 class Rate:
-    """Learned texts and tokens a second, over the time in which there was work. Old observations fade."""
+    """Texts and tokens per second, learned while there is work. Old observations fade."""
 
     def __init__(self) -> None:
         self._num_tokens = self._num_texts = self._seconds = 0.0
 
     def observe(self, num_texts: int, num_tokens: int, seconds: float) -> None:
-        """So much was encoded in so many seconds of work."""
+        """Learn from texts that were encoded in some seconds of work."""
         keep = 0.5 ** (seconds / _HALF_LIFE_S)
         self._num_tokens = self._num_tokens * keep + num_tokens
         self._num_texts = self._num_texts * keep + num_texts
@@ -90,12 +90,12 @@ class _Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Of its texts, without padding."""
+        """Number of tokens without padding."""
         return sum(request.num_tokens for request in self.requests)
 
     @property
     def size(self) -> int:
-        """Tokens with padding."""
+        """Number of tokens with padding."""
         return len(self.requests) * max(request.num_tokens for request in self.requests)
 
 
@@ -112,7 +112,7 @@ class Encoder:
         self.rate = Rate()
         self.stats = EncoderStats()
         self.longest_batch_s = 0.0
-        """The longest time that a batch took; it fades."""
+        """The longest time of a batch in seconds. It fades."""
         self._runner = runner
         self._batcher = batcher
         self._max_wait_s = max_wait_s
@@ -128,11 +128,11 @@ class Encoder:
 
     @property
     def num_waiting(self) -> int:
-        """Texts that wait."""
+        """Number of waiting texts."""
         return len(self._batcher)
 
     def add(self, request: Request) -> RequestOutput | None:
-        """Take a text. The output with the refusal if it would wait too long."""
+        """Add a text. Returns an output with the refusal if the text would wait too long."""
         error = self._refusal(request)
         if error is not None:
             return _failed(request, error)
@@ -141,7 +141,7 @@ class Encoder:
         return None
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for this text any more. One that has ended already is left alone."""
+        """Cancel a text. Does nothing if it has already ended."""
         if self._batcher.remove(request):
             self._end(request)
             self.stats.requests_cancelled += 1
@@ -151,7 +151,7 @@ class Encoder:
                 batch.cancelled.add(request)
 
     def overdue(self) -> list[RequestOutput]:
-        """End texts that have waited too long."""
+        """Fail texts that have waited too long. Returns their outputs."""
         now_s = self._clock()
         late = [
             request
@@ -183,7 +183,7 @@ class Encoder:
             self._runner.begin(place, requests)
 
     def end(self, place: int) -> list[RequestOutput]:
-        """The batch at a place has ended: an output for each of its texts that somebody waits for."""
+        """Account for the batch that has ended at a place. Returns an output for each text that was not cancelled."""
         batch = self._running.pop(place)
         try:
             vectors: Floats | None = self._runner.result(place)
@@ -195,8 +195,8 @@ class Encoder:
         return list(self._outputs(batch, vectors))
 
     def report(self, num_taken: int) -> LoadReport:
-        """The state now, after `num_taken` requests were received. Texts of the window count as running: routers send
-        as many as fill it."""
+        """The current load, after `num_taken` requests were received. Texts in the window count as running, because
+        routers send texts until it is full."""
         num_running = sum(len(batch.requests) for batch in self._running.values())
         window = max(self._batcher.limits.window - num_running, 0)
         in_window = min(len(self._batcher), window)
@@ -221,7 +221,7 @@ class Encoder:
         return sum(batch.num_tokens for batch in self._running.values())
 
     def _refusal(self, request: Request) -> StatusError | None:
-        """The error for a text that would wait too long; None if it would not, or if nothing is known yet."""
+        """The error for a text that would wait too long; None if it would not, or if the rate is not known yet."""
         rate = self.rate.tokens_per_s
         if not rate:
             return None

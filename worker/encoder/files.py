@@ -1,4 +1,4 @@
-"""What the files of an encoder say: its task, pooling, normalisation, longest text and special tokens.
+"""Reads the files of an encoder: its task, pooling, normalisation, longest text and special tokens.
 
 modules.json                 the stages after the network: pooling, normalisation    (sentence-transformers)
 1_Pooling/config.json        the mode of pooling                                     (sentence-transformers)
@@ -35,8 +35,8 @@ _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "m
 
 @dataclass(frozen=True, slots=True)
 class EncoderFiles:
-    """What is done with a text. `pooling` and `normalizes` are for embeddings, `activation` and `pair_separator`, the
-    tokens between two texts, for scores. `max_tokens` of a text include special tokens."""
+    """Settings of an encoder. Embeddings use `pooling` and `normalizes`. Scores use `activation` and `pair_separator`,
+    the tokens between two texts. A text has at most `max_tokens` tokens, special tokens included."""
 
     task: Task
     max_tokens: int
@@ -48,8 +48,8 @@ class EncoderFiles:
 
 
 def read_encoder_files(model_dir: Path, task: Task, max_tokens: int | None) -> EncoderFiles:
-    """What the files say. `max_tokens` replaces their own longest text, up to the longest position. ConfigurationError
-    names the file that is missing or not supported."""
+    """Read the files of a directory. `max_tokens` replaces the longest text that they state, up to the longest
+    position. Raises ConfigurationError that names the file that is missing or not supported."""
     config = read_config(model_dir)
     pad = config.get("pad_token_id")
     pad_token_id = pad if isinstance(pad, int) and pad >= 0 else 0
@@ -72,7 +72,7 @@ def read_encoder_files(model_dir: Path, task: Task, max_tokens: int | None) -> E
 
 
 def _stages(model_dir: Path) -> tuple[Pooling, bool]:
-    """The pooling, and whether vectors are normalised."""
+    """Read the pooling, and whether vectors are normalised, from modules.json."""
     modules = _json(model_dir / MODULES, None)
     if not isinstance(modules, list):
         raise ConfigurationError(
@@ -110,7 +110,7 @@ def _pooling(config: Mapping[str, Any], path: Path) -> Pooling:
 
 
 def _activation(config: Mapping[str, Any]) -> Activation:
-    """That of a cross-encoder of sentence-transformers: sigmoid, unless its files name none."""
+    """The activation of a cross-encoder of sentence-transformers: sigmoid, unless the files state that it has none."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"
@@ -121,7 +121,7 @@ def _activation(config: Mapping[str, Any]) -> Activation:
 
 
 def pair_separator(tokenizer: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
-    """The tokens between two texts, as the tokenizer's post-processor has them. ConfigurationError."""
+    """The tokens that the tokenizer's post-processor puts between two texts. Raises ConfigurationError."""
     stack = [tokenizer.get("post_processor")]
     while stack:
         step = stack.pop()

@@ -52,7 +52,7 @@ _MOST_SCORE_ERROR = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LoadedEncoder:
-    """An encoder ready to serve. It has nothing of what needs a KV cache."""
+    """An encoder ready to serve. Everything that needs a KV cache is None."""
 
     runner: EncoderRunner
     batcher: Batcher
@@ -64,7 +64,7 @@ class LoadedEncoder:
 
     @property
     def max_num_seqs(self) -> int:
-        """How many texts a batch is chosen from."""
+        """Number of texts from which a batch is chosen."""
         return self.batcher.limits.window
 
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EncoderThread:
@@ -74,7 +74,7 @@ class LoadedEncoder:
 
 
 def load_encoder(config: WorkerConfig, task: Task) -> LoadedEncoder:
-    """Make the encoder in the model directory ready to serve. ConfigurationError if it cannot be served."""
+    """Load the encoder in the model directory. Raises ConfigurationError if it cannot be served."""
     _refuse_flags_of_generation(config)
     threads = num_threads_for(config.threads)
     model_dir = read_model_dir(config.model_dir)
@@ -108,8 +108,8 @@ def load_encoder(config: WorkerConfig, task: Task) -> LoadedEncoder:
 
 
 def warm_up(runner: EncoderRunner, files: EncoderFiles, vocab_size: int) -> None:
-    """Compute short texts, so that the first caller does not wait for what is done once. ConfigurationError if a text
-    gives another vector beside a longer one."""
+    """Encode short texts, so that the first caller does not wait for work that is done once. Raises ConfigurationError
+    if the vector of a text changes beside a longer text."""
     # Ordinary tokens have higher ids than special ones.
     lengths = [min(length, files.max_tokens) for length in _WARM_UP_TOKENS]
     first = min(1000, vocab_size - max(lengths))
@@ -130,14 +130,14 @@ def warm_up(runner: EncoderRunner, files: EncoderFiles, vocab_size: int) -> None
 
 
 def fingerprint_for(network: str, files: EncoderFiles) -> str:
-    """The fingerprint, in hex, of a network with what is done with its output."""
+    """The fingerprint, in hex, of the network and the processing of its output."""
     return hashlib.sha256(f"{network} {files}".encode()).hexdigest()
 
 
 def card_of(
     config: WorkerConfig, model_dir: ModelDir, files: EncoderFiles, vocab_size: int, dimensions: int, fingerprint: str
 ) -> ModelCard:
-    """The model card for callers. A block is longer than any text: nothing is cached."""
+    """The model card for callers. Nothing is cached, so a block is longer than any text."""
     return ModelCard(
         name=config.name,
         fingerprint=fingerprint,

@@ -1,4 +1,4 @@
-"""From the model's output to one vector for each text (pure)."""
+"""Converts the model's output to one vector for each text (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Pooling(enum.Enum):
-    """How the vectors of a text's tokens become one."""
+    """The way to combine the vectors of a text's tokens into one."""
 
     CLS = "cls"  # that of the first token
     MEAN = "mean"  # their mean
@@ -19,15 +19,15 @@ class Pooling(enum.Enum):
 
 
 class Activation(enum.Enum):
-    """What becomes of a score."""
+    """The function that is applied to a score."""
 
     SIGMOID = "sigmoid"
     IDENTITY = "identity"
 
 
 def pooled(hidden: Floats, lengths: npt.NDArray[np.intp], pooling: Pooling) -> Floats:
-    """One vector `[n, d]` for each text. `hidden` `[n, t, d]` has those of its tokens; text i has `lengths[i]`, and
-    what follows is padding."""
+    """One vector for each text, `[n, d]`. `hidden` `[n, t, d]` are the vectors of the tokens. Text i has `lengths[i]`
+    tokens; the rest of its row is padding."""
     if pooling is Pooling.CLS:
         return np.array(hidden[:, 0])
     if pooling is Pooling.LAST:
@@ -37,7 +37,7 @@ def pooled(hidden: Floats, lengths: npt.NDArray[np.intp], pooling: Pooling) -> F
 
 
 def normalized(vectors: Floats) -> Floats:
-    """The vectors with length 1; a vector of zeros stays one."""
+    """The vectors scaled to length 1. A vector of zeros is unchanged."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.asarray(vectors / np.maximum(lengths, 1e-12), np.float32)
 

@@ -1,8 +1,8 @@
-"""Computes batches of texts with OpenVINO, several at a time, each on cores of its own.
+"""Computes batches of texts with OpenVINO: several at the same time, each on its own cores.
 
-A batch on one core needs no core to wait for another, which short texts would spend most of their time with. So the
-cores are divided into streams of one core on small hosts and of four on large ones, where a text on one core would take
-long. One batch more than there are streams is begun, so that a stream has its next one when it ends.
+With short texts, cores that share a batch spend most of their time waiting for each other. So each stream has one core
+on small hosts, and four on large ones, where a text on one core would take long. There is one batch more than streams,
+so that a stream can begin its next batch at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _CORES_OF_A_STREAM = 4
 
 
 def num_streams_for(threads: int) -> int:
-    """How many batches are computed at the same time on so many cores."""
+    """Number of batches that are computed at the same time on some cores."""
     return min(threads, max(_CORES_OF_A_STREAM, threads // _CORES_OF_A_STREAM))
 
 
 class EncoderRunner:
-    """A compiled encoder. `dimensions` is the length of its vectors. `ended` gets the places of batches that have
-    ended; `on_end` is called after that, from any thread."""
+    """A compiled encoder. `dimensions` is the length of its vectors. When a batch ends, its place is put into `ended`,
+    and `on_end` is called, from any thread."""
 
     def __init__(self, model_dir: Path, files: EncoderFiles, *, threads: int, execution_mode: str) -> None:
         self.ended: deque[int] = deque()
@@ -84,7 +84,7 @@ class EncoderRunner:
         self._requests[place].start_async(inputs, share_inputs=False)
 
     def result(self, place: int) -> Floats:
-        """A vector `[n, dimensions]` for each text of the batch that has ended at a place. RuntimeError if it
+        """The vectors `[n, dimensions]` of the batch that has ended at a place. Raises RuntimeError if the batch
         failed."""
         request, files = self._requests[place], self._files
         request.wait()
@@ -95,7 +95,7 @@ class EncoderRunner:
         return normalized(vectors) if files.normalizes else vectors
 
     def encode(self, batch: Sequence[Request]) -> Floats:
-        """The vectors of a batch, when nothing else runs. For the warm-up."""
+        """Encode one batch while nothing else runs, for the warm-up."""
         self.begin(0, batch)
         vectors = self.result(0)
         self.ended.clear()
@@ -107,8 +107,8 @@ class EncoderRunner:
 
 
 def read_encoder(core: ov.Core, model_dir: Path, files: EncoderFiles) -> ov.Model:
-    """Read the network and check its inputs and outputs. Compiles nothing. ConfigurationError if it cannot be
-    served."""
+    """Read the network and check its inputs and outputs, without compiling it. Raises ConfigurationError if it cannot
+    be served."""
     try:
         model = core.read_model(model_dir / NETWORK)
     except RuntimeError as error:
@@ -127,7 +127,7 @@ def read_encoder(core: ov.Core, model_dir: Path, files: EncoderFiles) -> ov.Mode
 
 
 def _output_of(model: ov.Model, files: EncoderFiles) -> tuple[int, int]:
-    """The number of the output with the result, and the length of a vector in it. ConfigurationError."""
+    """The index of the output with the result, and the length of its vectors. Raises ConfigurationError."""
     wanted = (SCORES_OUTPUT,) if files.task == TASK_RANK else HIDDEN_OUTPUTS
     for number, port in enumerate(model.outputs):
         if port.get_names().intersection(wanted):

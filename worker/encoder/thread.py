@@ -1,4 +1,5 @@
-"""The thread of an encoder: takes requests from the mailbox, begins batches, delivers vectors and the load."""
+"""The thread of an encoder: it takes requests from the mailbox, begins batches, and delivers vectors and load
+reports."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _LOOK_S = 0.25
 
 
 class EncoderThread(ServingThread):
-    """Runs the encoder from `start` until the mailbox is stopped. `ended` has the places of the runner whose batches
-    have ended; it calls `wake` of the mailbox then."""
+    """Runs the encoder from `start` until the mailbox is stopped. The runner puts the places of batches that have ended
+    into `ended`, and wakes the mailbox."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class EncoderThread(ServingThread):
                 self._mailbox.deliver(outputs, encoder.report(self._num_taken))
 
     def _take(self) -> list[Command] | None:
-        """The new commands, after a wait for one or for the end of a batch. None means stop."""
+        """Wait for a command or for the end of a batch, and return the new commands. None means stop."""
         self.is_idle = not self._encoder.has_work
         return self._mailbox.take(block=True, timeout_s=_LOOK_S if self._encoder.num_waiting else None)
 
