@@ -26,6 +26,7 @@ from headrace.worker.serving import serve
 
 DRAIN_TIMEOUT_S = 2.0
 DEFAULT_MAX_ADAPTERS = 16
+SPECULATION = ("auto", "off", "ngram", "draft")
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True})
@@ -83,11 +84,17 @@ DEFAULT_MAX_ADAPTERS = 16
 )
 @click.option(
     "--speculation",
-    type=click.Choice(["auto", "off", "ngram"]),
+    type=click.Choice(SPECULATION),
     help="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: propose what "
     "followed the same tokens earlier in prompt or answer, always. auto: as ngram, as many tokens as make this worker "
-    "faster. Both also propose a request's prediction and what its grammar forces.  [default: auto; off on CPUs with "
-    "AMX, unless --execution-mode is accuracy]",
+    "faster. draft: as auto, and also what --draft-model continues with. All propose a request's prediction and what "
+    "its grammar forces.  [default: draft with --draft-model, else auto; off on CPUs with AMX, unless --execution-mode "
+    "is accuracy]",
+)
+@click.option(
+    "--draft-model",
+    type=click.Path(path_type=Path),
+    help="Directory of a smaller model with the same tokenizer, which proposes tokens.",
 )
 @click.option(
     "--max-num-seqs",
@@ -239,6 +246,7 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
         raise ConfigurationError("--keep-kv-memory needs a directory; give it with --kv-memory")
     if options["kv_disk_key"] is not None and options["kv_disk"] is None:
         raise ConfigurationError("--kv-disk-key encrypts the files in a directory; name it with --kv-disk")
+    check_speculation(options["speculation"], options["draft_model"])
     listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])
     found = {
         "name": options["name"] or model_dir.resolve().name,
@@ -248,6 +256,14 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
         **adapters_of(options["adapters"], options["max_adapters"], options["name"] or model_dir.resolve().name),
     }
     return WorkerConfig(**{**options, **found, "model_dir": model_dir, "kv_cache_bytes": kv_cache_bytes})
+
+
+def check_speculation(speculation: str | None, draft_model: Path | None) -> None:
+    """ConfigurationError if there is a draft model that is not used, or none where one is needed."""
+    if speculation == "draft" and draft_model is None:
+        raise ConfigurationError("--speculation draft needs a smaller model; name its directory with --draft-model")
+    if speculation not in (None, "draft") and draft_model is not None:
+        raise ConfigurationError(f"--speculation {speculation} does not use --draft-model; leave out one of them")
 
 
 def adapters_of(named: Sequence[str], most: int | None, model: str) -> dict[str, Any]:

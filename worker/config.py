@@ -29,6 +29,8 @@ class WorkerConfig:
     execution_mode: str = "performance"
     decode_graph: bool | None = None
     speculation: str | None = None
+    draft_model: Path | None = None
+    """Directory of a smaller model that proposes tokens."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_mixed_tokens: int | None = None

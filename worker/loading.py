@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.protos import inference_pb2, worker_pb2
@@ -16,7 +17,7 @@ from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.adapters.reader import Layers
 from headrace.worker.adapters.reader_process import ReaderProcess
 from headrace.worker.config import ConfigurationError, WorkerConfig
-from headrace.worker.engine.build import build_engine
+from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.mailbox import Mailbox
@@ -40,11 +41,14 @@ from headrace.worker.model.step_limits import StepLimits, step_limits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.speculation.load import load_draft
 
 if TYPE_CHECKING:
     from headrace.worker.model.runner import OpenVINOModelRunner
 
 log = logging.getLogger("headrace.worker")
+# Steps of the draft model after each prompt of the warm-up.
+_DRAFT_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,10 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     longest = config.max_context_tokens or model_dir.max_context_tokens
     speculation = speculation_for(config, with_amx=has_amx())
     runner = compile_model(config, threads, longest, kept, speculates=speculation != "off")
-    num_blocks, arena = allocate_cache(config, runner, kept)
+    draft_runner = None
+    if config.draft_model is not None:
+        draft_runner = load_draft(config.draft_model, runner, config.model_dir, threads=threads)
+    num_blocks, arena = allocate_cache(config, runner, kept, draft_runner)
     log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     limits = step_limits(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
@@ -99,7 +106,12 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
     touching.start()
     sampler = BatchSampler(reducer_for(runner.vocab_size, threads))
     journal = kept.journal if kept is not None else None
-    engine = engine_for(config, runner, sampler, num_blocks, limits, journal=journal, speculation=speculation)
+    draft = None
+    if draft_runner is not None:
+        draft = Draft(draft_runner, BatchSampler(reducer_for(draft_runner.vocab_size, threads)))
+    engine = engine_for(
+        config, runner, sampler, num_blocks, limits, journal=journal, speculation=speculation, draft=draft
+    )
     pool = engine.scheduler.kv_cache.pool
     if kept is not None:
         pool.put_last(kept.old_blocks())
@@ -163,8 +175,12 @@ def check_memory(config: WorkerConfig, kept_bytes: int = 0) -> None:
     """Raise ConfigurationError before loading if the requested KV cache cannot fit beside the weights. `kept_bytes` of
     memory are in use for it already."""
     if config.kv_cache_bytes is not None:
-        weights = (config.model_dir / WEIGHTS).stat().st_size
+        weights = sum(path.stat().st_size for path in _weights_of(config) if path.is_file())
         kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes() + kept_bytes - weights)
+
+
+def _weights_of(config: WorkerConfig) -> list[Path]:
+    return [path / WEIGHTS for path in (config.model_dir, config.draft_model) if path is not None]
 
 
 def compile_model(
@@ -193,19 +209,33 @@ def compile_model(
     )
 
 
-def allocate_cache(config: WorkerConfig, runner: OpenVINOModelRunner, kept: KeptCache | None) -> tuple[int, KVArena]:
-    """Allocate the KV cache. Returns its number of blocks, and its memory."""
-    shapes = runner.block_shapes
+def allocate_cache(
+    config: WorkerConfig, runner: OpenVINOModelRunner, kept: KeptCache | None, draft: OpenVINOModelRunner | None
+) -> tuple[int, KVArena]:
+    """Allocate the KV cache, and the part of the draft model in its blocks. Returns the number of blocks, and the
+    memory of the former."""
+    num_blocks, arena = _allocate_own(config, runner, kept, draft.block_bytes if draft is not None else 0)
+    if draft is not None:
+        draft.allocate(num_blocks, huge_pages=config.huge_pages)
+    return num_blocks, arena
+
+
+def _allocate_own(
+    config: WorkerConfig, runner: OpenVINOModelRunner, kept: KeptCache | None, draft_bytes: int
+) -> tuple[int, KVArena]:
+    """Allocate the KV cache. `draft_bytes` more of each block are allocated elsewhere."""
+    shapes, block_bytes = runner.block_shapes, runner.block_bytes + draft_bytes
     sizing = f"{config.kv_cache_bytes} {config.kv_cache_share} {config.memory_node} {config.kv_cache_node_share}"
+    sizing += f" {draft_bytes}" if draft_bytes else ""
     if kept is None:
-        num_blocks = num_blocks_for(config, runner.block_bytes)
+        num_blocks = num_blocks_for(config, block_bytes)
         return num_blocks, runner.allocate(num_blocks, huge_pages=config.huge_pages)
     # Available memory varies, and another number of blocks would be another cache.
     before = kept.num_blocks_for(runner.numerics, sizing, shapes)
-    if before is not None and before * runner.block_bytes <= available_bytes() + _kept_bytes(kept):
+    if before is not None and before * block_bytes <= available_bytes() + _kept_bytes(kept):
         num_blocks = before - 1
     else:
-        num_blocks = num_blocks_for(config, runner.block_bytes, _kept_bytes(kept), kept.memory.room_bytes)
+        num_blocks = num_blocks_for(config, block_bytes, _kept_bytes(kept), kept.memory.room_bytes)
     wanted = CacheFormat(runner.numerics, sizing, num_blocks + 1, runner.block_size, shapes)
     return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
 
@@ -249,10 +279,12 @@ def num_blocks_for(config: WorkerConfig, block_bytes: int, kept_bytes: int = 0, 
 
 
 def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
-    """How much to speculate: as the flag says, else "auto". On CPUs with AMX it is "off" in performance mode, because
+    """How much to speculate: as the flags say, else "auto". On CPUs with AMX it is "off" in performance mode, because
     there the bits of a decode step depend on its size, and the size on when drafts pay."""
     if config.speculation is not None:
         return config.speculation
+    if config.draft_model is not None:
+        return "draft"
     return "off" if config.execution_mode == "performance" and with_amx else "auto"
 
 
@@ -265,8 +297,9 @@ def engine_for(
     *,
     journal: Journal | None = None,
     speculation: str = "off",
+    draft: Draft | None = None,
 ) -> Engine:
-    """Build the engine for the given flags. `journal` records the contents of blocks."""
+    """Build the engine for the given flags. `journal` records the contents of blocks, `draft` proposes tokens."""
     return build_engine(
         runner,
         sampler,
@@ -275,6 +308,7 @@ def engine_for(
         target_step_ms=config.target_tpot_ms,
         journal=journal,
         speculation=speculation,
+        draft=draft,
     )
 
 
@@ -303,6 +337,9 @@ def warm_up(engine: Engine, *, has_adapters: bool = False) -> None:
         engine.warm_up(Request("warm-up", [0] * min(num_tokens, most), sampling, 0))
     for num_tokens in WARM_UP_TOKENS if has_adapters else ():  # of a slot that is empty
         engine.warm_up(Request("warm-up", [0] * min(num_tokens, most), sampling, 0, adapter_slot=0))
+    speculation = engine.scheduler.speculation
+    if speculation is not None and speculation.model_drafts is not None:
+        speculation.model_drafts.warm_up(WARM_UP_TOKENS, _DRAFT_STEPS)
     log.info(
         "warmed up in %.2f s: a step takes about %.0f ms, and %.2f ms more for each token of a prompt",
         time.monotonic() - start,
@@ -314,7 +351,7 @@ def warm_up(engine: Engine, *, has_adapters: bool = False) -> None:
 def give_back_weights(config: WorkerConfig) -> None:
     """Give back the memory of the weights' file. The warm-up has made OpenVINO's own copies, in the order that its
     kernels read."""
-    given_back = give_back(config.model_dir / WEIGHTS)
+    given_back = sum(give_back(path) for path in _weights_of(config))
     log.info(
         "the model takes %.2f GiB of memory beside its KV cache; %.2f GiB of the weights' file were given back",
         private_bytes() / GIB,

@@ -25,6 +25,7 @@ _WORKER_STATES = {
     router_pb2.WORKER_STATE_DRAINING: "draining",
     router_pb2.WORKER_STATE_SUSPECT: "suspect",
 }
+_PROPOSERS = ("ngram", "prediction", "grammar", "draft")
 _COLOURS = {"ready": "green", "failed": "red", "suspect": "red"}
 
 
@@ -49,9 +50,9 @@ def row_of(
 
     `workers` are the router's, by worker id, or None if the router does not respond. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port. A worker also has model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, kv_blocks_restored, kv_blocks_read, requests_running, requests_waiting, draft_tokens and
-    draft_tokens_accepted, which are None while unknown, and the columns of `_binding_columns`. A gateway also has
-    grpc_address.
+    kv_blocks_cached, kv_blocks_restored, kv_blocks_read, requests_running, requests_waiting, draft_tokens,
+    draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown, and the columns of
+    `_binding_columns`. A gateway also has grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -95,13 +96,22 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
 
 
 def _draft_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
-    """Draft tokens of speculative decoding that were verified, and that became part of answers, since the start."""
+    """Draft tokens of speculative decoding that were verified, and that became part of answers, since the start: in
+    all, and for each proposer that had any."""
     if load is None:
-        return {"draft_tokens": None, "draft_tokens_accepted": None}
-    counters = load.counters
-    drafted = counters.ngram_tokens_drafted + counters.prediction_tokens_drafted + counters.grammar_tokens_drafted
-    accepted = counters.ngram_tokens_accepted + counters.prediction_tokens_accepted + counters.grammar_tokens_accepted
-    return {"draft_tokens": drafted, "draft_tokens_accepted": accepted}
+        return {"draft_tokens": None, "draft_tokens_accepted": None, "draft_tokens_by_proposer": None}
+    found = {
+        name: {
+            "drafted": getattr(load.counters, f"{name}_tokens_drafted"),
+            "accepted": getattr(load.counters, f"{name}_tokens_accepted"),
+        }
+        for name in _PROPOSERS
+    }
+    return {
+        "draft_tokens": sum(each["drafted"] for each in found.values()),
+        "draft_tokens_accepted": sum(each["accepted"] for each in found.values()),
+        "draft_tokens_by_proposer": {name: each for name, each in found.items() if each["drafted"]},
+    }
 
 
 def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
@@ -168,6 +178,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
             blocks += f", {row['kv_blocks_read']} from disk"
     if row.get("draft_tokens"):
         drafts = f"{row['draft_tokens_accepted'] / row['draft_tokens']:.0%} of {row['draft_tokens']} accepted"
+        drafts += f" ({', '.join(row['draft_tokens_by_proposer'])})"
     up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])
     place = _place_of(row)
     figures = [requests, drafts, blocks]

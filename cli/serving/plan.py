@@ -63,6 +63,7 @@ class ServeOptions:
     execution_mode: str | None = None
     decode_graph: str | None = None
     speculation: str | None = None
+    draft_model: Path | None = None
     kv_precision: str | None = None
     max_context_tokens: int | None = None
     max_ttft: float | None = None
@@ -122,7 +123,7 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
     argv += _given("--execution-mode", options.execution_mode)
     argv += _given("--decode-graph", options.decode_graph)
-    argv += _given("--speculation", options.speculation)
+    argv += _given("--speculation", options.speculation) + _given("--draft-model", options.draft_model)
     argv += _given("--kv-precision", options.kv_precision)
     argv += _given("--max-context-tokens", options.max_context_tokens)
     argv += _given("--max-ttft-s", options.max_ttft)

@@ -39,6 +39,7 @@ from headrace.cli.models.offline import offline_option
 from headrace.cli.models.reference import parse_reference
 from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.cli.serving.draft_model import draft_model_option
 from headrace.cli.serving.first_requests import first_requests
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
@@ -253,10 +254,11 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option(
     "--speculation",
-    type=click.Choice(["auto", "off", "ngram"]),
-    help="Verify several proposed tokens in a step: when it makes answers faster, always, or never.  [default: auto, "
-    "or off on CPUs with AMX]",
+    type=click.Choice(["auto", "off", "ngram", "draft"]),
+    help="Verify several proposed tokens in a step: when it makes answers faster, never, always, or with --draft-model."
+    "  [default: draft with --draft-model, else auto; off on CPUs with AMX]",
 )
+@draft_model_option
 @click.option(
     "--kv-precision",
     type=click.Choice(["u8", "u4", "bf16", "f32"]),

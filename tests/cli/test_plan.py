@@ -67,7 +67,8 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         max_num_mixed_tokens=32,
         execution_mode="accuracy",
         decode_graph="off",
-        speculation="ngram",
+        speculation="draft",
+        draft_model=Path("/models/small"),
     )
     for worker in processes_of(asked, "python")[:2]:
         assert argument(worker.argv, "--threads") == "2"
@@ -77,7 +78,8 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         assert argument(worker.argv, "--max-num-mixed-tokens") == "32"
         assert argument(worker.argv, "--execution-mode") == "accuracy"
         assert argument(worker.argv, "--decode-graph") == "off"
-        assert argument(worker.argv, "--speculation") == "ngram"
+        assert argument(worker.argv, "--speculation") == "draft"
+        assert argument(worker.argv, "--draft-model") == "/models/small"
 
 
 def test_several_workers_share_the_memory_of_one() -> None:

@@ -91,6 +91,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "requests_waiting": 1,
         "draft_tokens": 0,
         "draft_tokens_accepted": 0,
+        "draft_tokens_by_proposer": {},
         "numa_node": 1,
         "cpus_allowed": "0-3",
         "memory_policy": "prefer:1",

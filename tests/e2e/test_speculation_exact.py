@@ -17,7 +17,7 @@ import openvino as ov
 import pytest
 
 from headrace.cli.models.model_cache import model_directory
-from headrace.worker.engine.build import build_engine
+from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.grammar.compiler import Grammars
 from headrace.worker.grammar.constraint import Constraint, ConstraintSource
 from headrace.worker.grammar.vocabulary import read_vocabulary
@@ -29,7 +29,7 @@ from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
-from tests.worker.conftest import CHEAP_STEPS
+from tests.worker.conftest import CHEAP_STEPS, KnownCosts
 
 pytestmark = pytest.mark.e2e
 SOAK = os.environ.get("HEADRACE_SOAK") == "1"
@@ -41,6 +41,9 @@ SCHEMA = (
     '"required":["first_name","age"],"additionalProperties":false}'
 )
 KINDS = ("plain", "schema", "penalties")
+PROPOSERS = ("ngram", "draft")
+# The controller then asks the smaller model for drafts in every step.
+FREE_STEPS = KnownCosts(1e-6, 1e-8)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,14 @@ def directory() -> Path:
 @pytest.fixture(scope="module")
 def runner(directory: Path) -> OpenVINOModelRunner:
     runner = OpenVINOModelRunner(directory, threads=2, kv_precision="u8", execution_mode="accuracy")
+    runner.allocate(NUM_BLOCKS)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def smaller() -> OpenVINOModelRunner:
+    """The first layers of the model, as a draft model."""
+    runner = OpenVINOModelRunner(small_model(), threads=2, kv_precision="u8", execution_mode="performance")
     runner.allocate(NUM_BLOCKS)
     return runner
 
@@ -75,12 +86,20 @@ def prompts(directory: Path) -> list[list[int]]:
 
 
 def answers(
-    runner: OpenVINOModelRunner, prompts: Sequence[Sequence[int]], batch: int, speculation: str, **sampling: Any
+    runner: OpenVINOModelRunner,
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    speculation: str,
+    smaller: OpenVINOModelRunner | None = None,
+    **sampling: Any,
 ) -> tuple[list[tuple[Any, ...]], list[Request]]:
     """Tokens and log-probabilities of each prompt, with this many prompts at a time."""
     limits = StepLimits(batch, 1024, 1024, is_exact=True)
     sampler = BatchSampler()
-    engine = build_engine(runner, sampler, NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, speculation=speculation)
+    draft = Draft(smaller, BatchSampler(), FREE_STEPS) if smaller is not None and speculation == "draft" else None
+    engine = build_engine(
+        runner, sampler, NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, speculation=speculation, draft=draft
+    )
     given: dict[Request, list[RequestOutput]] = {}
     for number, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": number, **sampling})
@@ -126,16 +145,19 @@ def assert_alike(found: Sequence[tuple[Any, ...]], expected: Sequence[tuple[Any,
         assert [entry.logprob for entry in logprobs] == pytest.approx([entry.logprob for entry in others], abs=1e-6)
 
 
+@pytest.mark.parametrize("proposer", PROPOSERS)
 @pytest.mark.parametrize("batch", [1, 8, 64] if SOAK else [1, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_bit_for_bit_those_without(
     runner: OpenVINOModelRunner,
+    smaller: OpenVINOModelRunner,
     prompts: list[list[int]],
     constraint: Constraint,
     kind: str,
     temperature: float,
     batch: int,
+    proposer: str,
 ) -> None:
     sampling: dict[str, Any] = {
         "plain": {"num_logprobs": 2},
@@ -144,7 +166,16 @@ def test_answers_are_bit_for_bit_those_without(
     }[kind]
     chosen = prompts if batch > 1 or SOAK else prompts[:3]
     without, _ = answers(runner, chosen, batch, "off", temperature=temperature, **sampling)
-    with_drafts, requests = answers(runner, chosen, batch, "ngram", temperature=temperature, **sampling)
+    with_drafts, requests = answers(runner, chosen, batch, proposer, smaller, temperature=temperature, **sampling)
     assert with_drafts == without
-    assert sum(request.num_drafted for request in requests) > 0
-    assert kind == "penalties" or sum(request.num_accepted for request in requests) > 0
+    num_drafted, num_accepted = (sum(values) for values in zip(*map(_draft_tokens, requests), strict=True))
+    print(f"{kind} at {temperature}, {batch} together, {proposer}: {num_accepted} of {num_drafted} accepted")
+    assert num_drafted > 0
+    if proposer == "draft" and not SOAK:
+        assert num_accepted > 0.5 * num_drafted, "the same model in another precision is nearly always right"
+    elif proposer == "draft" or kind != "penalties":
+        assert num_accepted > 0
+
+
+def _draft_tokens(request: Request) -> tuple[int, int]:
+    return request.num_drafted, request.num_accepted

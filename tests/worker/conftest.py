@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from headrace.worker.engine.build import build_engine
+from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCosts, StepShape
@@ -113,12 +113,15 @@ def make_engine(
     max_num_batched_tokens: int = 32,
     max_num_mixed_tokens: int | None = None,
     speculation: str = "off",
+    draft: Draft | None = None,
 ) -> EngineUnderTest:
     """A fresh engine over a fresh fake runner. Steps that streams have a part in are as large as others by default."""
     most = max_num_mixed_tokens or max_num_batched_tokens
     limits = StepLimits(max_num_seqs, max_num_batched_tokens, most, is_exact=True)
     runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-    engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, speculation=speculation)
+    engine = build_engine(
+        runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, speculation=speculation, draft=draft
+    )
     return EngineUnderTest(engine, runner)
 
 

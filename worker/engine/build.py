@@ -6,16 +6,60 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.isolation import Sampler
 from headrace.worker.engine.scheduler import Scheduler
-from headrace.worker.engine.step_cost import StepCosts, StepShape
+from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
 from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.speculation.controller import StepLine
+from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler
+from headrace.worker.speculation.model_drafts import ModelDrafts
 from headrace.worker.speculation.speculation import Speculation
+
+
+class Draft(NamedTuple):
+    """A smaller model that proposes tokens. Its runner has allocated as many blocks as the target's."""
+
+    runner: DraftRunner
+    sampler: DraftSampler
+    step_costs: StepCosts | None = None
+    """What is known of its steps so far."""
+
+
+class LearnedDraftTimes:
+    """The learned costs of the smaller model's steps, which have at most `most_tokens` tokens."""
+
+    def __init__(self, costs: StepCosts, most_tokens: int) -> None:
+        self._costs, self._most_tokens = costs, most_tokens
+        self._seen: set[int] = set()
+        self._size_before = 0
+
+    def observe(self, sequences: Sequence[tuple[int, int]], padding: int, milliseconds: float) -> None:
+        """See `DraftTimes`."""
+        shape = StepShape.of(sequences, padding=padding)
+        shape = shape._replace(changed=shape.tokens != self._size_before)
+        self._size_before = shape.tokens
+        self._costs.observe(shape, milliseconds, is_first=shape.tokens not in self._seen)
+        self._seen.add(shape.tokens)
+
+    def line(self, contexts: Sequence[int]) -> StepLine:
+        """See `DraftTimes`."""
+        return _line_of(self._costs.decode, contexts)
+
+    def tokens_for(self, milliseconds: float, past: int) -> int:
+        """See `DraftTimes`."""
+        model = self._costs.prompts
+        return min(model.tokens_for(milliseconds - model.step_ms, past), self._most_tokens)
+
+    def prompt_ms(self, past: int, num_tokens: int) -> float:
+        """See `DraftTimes`."""
+        model = self._costs.prompts
+        num_steps = -(-num_tokens // self._most_tokens)
+        return num_steps * model.step_ms + model.chunk_ms(past, num_tokens)
 
 
 def build_engine(
@@ -28,10 +72,12 @@ def build_engine(
     step_costs: StepCosts | None = None,
     journal: Journal | None = None,
     speculation: str = "off",
+    draft: Draft | None = None,
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks. See `build_scheduler`.
 
-    `speculation` is "off", "auto" (as many draft tokens as pay) or "ngram" (drafts of a fixed length).
+    `speculation` is "off", "auto" (as many draft tokens as pay), "ngram" (drafts of a fixed length) or "draft" (as
+    "auto", with a smaller model, which is `draft`).
     """
     scheduler = build_scheduler(
         num_blocks,
@@ -44,11 +90,15 @@ def build_engine(
     if speculation != "off":
         scheduler.speculation = Speculation(
             sampler,
-            partial(_step_line, scheduler.step_costs) if speculation == "auto" else None,
+            partial(_step_line, scheduler.step_costs) if speculation != "ngram" else None,
             most_tokens=limits.max_num_mixed_tokens,
             small_decode=runner.small_decode,
             most_ms=math.inf if target_step_ms is None else target_step_ms,
         )
+        if draft is not None:
+            times = LearnedDraftTimes(draft.step_costs or StepCosts(), limits.max_num_batched_tokens)
+            model = DraftModel(draft.runner, draft.sampler, scheduler.kv_cache, times, runner.vocab_size)
+            scheduler.speculation.model_drafts = ModelDrafts(model, sampler)
     return Engine(scheduler, runner, sampler)
 
 
@@ -81,9 +131,11 @@ def build_scheduler(
 
 def _step_line(costs: StepCosts, contexts: Sequence[int]) -> StepLine | None:
     """The cost of decode steps with these contexts; None while too little is known."""
-    model, count = costs.decode, len(contexts)
-    if not model.is_learned:
-        return None
+    return _line_of(costs.decode, contexts) if costs.decode.is_learned else None
+
+
+def _line_of(model: StepCostModel, contexts: Sequence[int]) -> StepLine:
+    count = len(contexts)
     streams = [(past, 1) for past in contexts]
     base_ms = model.predict_ms(StepShape.of(streams))
     with_one_ms = model.predict_ms(StepShape.of([*streams, (1 + sum(contexts) // count, 1)]))

@@ -126,6 +126,8 @@ class Engine:
         """
         start_s = time.perf_counter()
         is_traced = self.scheduler.num_traced > 0
+        if self.scheduler.speculation is not None and self.scheduler.speculation.model_drafts is not None:
+            self._overlap.deliver(deliver)  # nobody should wait for the next drafts
         output = self.scheduler.schedule()
         if not output.scheduled:
             self._overlap.deliver(deliver)
@@ -231,11 +233,14 @@ class Engine:
     def _observe(self, step: _Step, sampled: Sequence[Sampled], step_s: float, *, is_traced: bool) -> None:
         """Learn what the step cost, and count it."""
         num_more = sum(len(entry.more) for entry in sampled) if step.output.num_draft_tokens else 0
-        self.meter.observe(step.size, step_s, 1.0 + num_more / max(1, len(sampled)))
+        speculation = self.scheduler.speculation
+        draft_s = speculation.take_draft_s() if speculation is not None else 0.0
+        self.meter.observe(step.size, step_s - draft_s, 1.0 + num_more / max(1, len(sampled)), draft_s)
         self.stats.num_steps += 1
         self.stats.num_padding_tokens += step.size.num_padding
-        self.stats.infer_s += self.runner.infer_s
-        self.stats.overhead_s += step_s - self.runner.infer_s
+        infer_s = self.runner.infer_s + draft_s
+        self.stats.infer_s += infer_s
+        self.stats.overhead_s += step_s - infer_s
         if is_traced:
             _note_step(step.output, step_s)
 

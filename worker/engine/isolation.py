@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from headrace.protos.status import Reason, StatusError
+from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.model.batch import Ahead, PromptRows
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
@@ -39,6 +40,10 @@ class Sampler(Protocol):
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
         """The number of the tokens, in order, that the request's grammar allows."""
+        ...
+
+    def branch(self, request: Request) -> Constraint | None:
+        """The request's grammar after its latest token, for tokens that may be taken back."""
         ...
 
     def logprobs(

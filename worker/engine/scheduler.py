@@ -249,7 +249,7 @@ class Scheduler:
         if behind:
             self._share_with(behind, wanted)
         elif self.speculation is not None:
-            self.speculation.propose(wanted, self.kv_cache.pool.num_free_blocks)
+            self.speculation.propose(wanted, self.kv_cache)
         return wanted
 
     def _share_with(self, behind: list[Request], wanted: dict[Request, int]) -> None:

@@ -272,13 +272,15 @@ class StepRates:
     (docs/simulation.md).
     """
 
-    __slots__ = ("_seconds", "_tokens", "decode_step_ms", "tokens_per_stream")
+    __slots__ = ("_seconds", "_tokens", "decode_step_ms", "draft_ms", "tokens_per_stream")
 
     def __init__(self) -> None:
         self.decode_step_ms = 0.0
         """Mean time of a decode step."""
         self.tokens_per_stream = 1.0
         """Mean number of tokens that a decode step gives to a stream: more than one with accepted drafts."""
+        self.draft_ms = 0.0
+        """Mean time that a smaller model takes before a decode step to propose tokens."""
         self._tokens = 0.0
         self._seconds = 0.0
 
@@ -295,10 +297,11 @@ class StepRates:
     @property
     def decode_token_ms(self) -> float:
         """Mean time of a token of a stream."""
-        return self.decode_step_ms / self.tokens_per_stream
+        return (self.decode_step_ms + self.draft_ms) / self.tokens_per_stream
 
-    def observe_drafts(self, tokens_per_stream: float) -> None:
-        """Record the number of tokens that a decode step gave each stream."""
+    def observe_drafts(self, tokens_per_stream: float, draft_ms: float = 0.0) -> None:
+        """Record the number of tokens that a decode step gave each stream, and the time to propose them."""
+        self.draft_ms += DECODE_WEIGHT * (draft_ms - self.draft_ms)
         self.tokens_per_stream += DECODE_WEIGHT * (tokens_per_stream - self.tokens_per_stream)
 
     def observe_decode(self, milliseconds: float) -> None:

@@ -55,8 +55,10 @@ class StepMeter:
         self.longest_expected_step_s = max(self._longest_step_s, predicted_s)
         return StepSize(shape, num_padding, graph)
 
-    def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0) -> None:
-        """Learn from a step that took `step_s` seconds and gave each stream this many tokens on average."""
+    def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0, draft_s: float = 0.0) -> None:
+        """Learn from a step that took `step_s` seconds and gave each stream this many tokens on average. Before it, a
+        smaller model took `draft_s` to propose them."""
+        self._longest_step_s = max(step_s + draft_s, _FORGETTING * self._longest_step_s)
         # Kernels are built in the first step of each size.
         key = (size.graph, size.shape.tokens)
         is_first = key not in self._seen
@@ -67,9 +69,8 @@ class StepMeter:
             ratio = 1000 * step_s / self.costs.decode.predict_ms(size.shape) if is_known else None
             speculation.observe_step(size.shape.tokens, ratio)
             if size.shape.prompt_tokens == 0:
-                self.costs.rates.observe_drafts(tokens_per_stream)
+                self.costs.rates.observe_drafts(tokens_per_stream, 1000 * draft_s)
         self.costs.observe(size.shape, 1000 * step_s, is_first=is_first)
-        self._longest_step_s = max(step_s, _FORGETTING * self._longest_step_s)
 
     def end_warm_up(self) -> None:
         """Forget everything that depends on the steps so far, except what steps cost and which kernels are built."""

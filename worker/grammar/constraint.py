@@ -167,6 +167,12 @@ class Matcher:
         """The number of generated tokens that it has followed."""
         return self._num_tokens
 
+    def branch(self) -> Constraint | None:
+        """The constraint from here on, for tokens that may be taken back; None if it has failed."""
+        if self._failure is not None or self.has_failed:
+            return None
+        return replace(self._constraint, start=self.position, num_start_tokens=self._num_tokens, first=None)
+
     def forced_tokens(self) -> Sequence[int]:
         """The tokens of the only text that may follow, as far as there is but one. A sampled token may differ, because
         a text has several tokenisations."""

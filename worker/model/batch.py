@@ -155,6 +155,29 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
     )
 
 
+def one_by_one(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
+    """The inputs of a step in which every token is a sequence of its own, and every request samples after its last
+    token."""
+    sequences = _Sequences(block_size)
+    rows = []
+    for request, num_tokens in scheduled:
+        past = request.num_computed_tokens
+        for position in range(past, past + num_tokens):
+            sequences.add(request, position, request.token_ids[position : position + 1])
+        rows.append(len(sequences.input_ids) - 1)
+    sampled = [request for request, _ in scheduled]
+    return Batch(
+        **sequences.inputs(),
+        sampled_tokens_indices=np.array(rows, np.int64),
+        sampled=sampled,
+        ahead=None,
+        later=(),
+        copies=(),
+        prompts=(),
+        sums=sums_for(sampled),
+    )
+
+
 def depends_on_tokens(sampling: SamplingParams) -> bool:
     """Whether what is sampled depends on the tokens of the answer in another way than by the model's logits."""
     return sampling.has_penalties or sampling.has_edits

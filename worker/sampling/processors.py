@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.grammar.constraint import Allowed, LookAhead, Matcher
+from headrace.worker.grammar.constraint import Allowed, Constraint, LookAhead, Matcher
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Changes, Logits, Places
 from headrace.worker.sampling.penalties import Penalties
@@ -89,6 +89,11 @@ class LogitsProcessors:
         """See BatchSampler."""
         matcher = self._matcher_behind(request)
         return len(token_ids) if matcher is None else matcher.num_valid(token_ids)
+
+    def branch(self, request: Request) -> Constraint | None:
+        """See BatchSampler."""
+        matcher = self._matcher_behind(request)
+        return None if matcher is None else matcher.branch()
 
     def _matcher_behind(self, request: Request) -> Matcher | None:
         """The matcher of the request, if it has followed all its tokens."""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.protos.status import Reason, StatusError
+from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
@@ -91,6 +92,11 @@ class BatchSampler:
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
         """How many of the tokens the request's grammar allows to follow; all of them without a grammar."""
         return self._processors.num_valid(request, token_ids)
+
+    def branch(self, request: Request) -> Constraint | None:
+        """The request's grammar after its latest token, for tokens that may be taken back; None without a grammar, or
+        if its place is not known."""
+        return self._processors.branch(request)
 
     def logprobs(
         self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]

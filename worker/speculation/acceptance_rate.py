@@ -10,11 +10,14 @@ _PRIORS = {
     Source.NGRAM: (0.2, 0.35, 0.5, 0.65, 0.85),
     Source.PREDICTION: (0.7, 0.7, 0.75, 0.8, 0.9),
     Source.GRAMMAR: (0.9,) * (len(LEVELS) + 1),
+    Source.DRAFT: (0.6,),
 }
 # A prior counts as so many observed tokens.
 _PRIOR_TOKENS = 8.0
 # Weight of an earlier observation after another: half after 140 tokens for all requests, and 34 for one.
 _KEPT, _KEPT_OF_REQUEST = 0.995, 0.98
+# The same after a step that could have had a draft and had none. So a source that does not pay is tried again.
+_KEPT_UNUSED = 0.99
 
 
 class AcceptanceRate:
@@ -41,6 +44,12 @@ class AcceptanceRate:
             weight = self._kept * weight + 1.0
             share += (outcome - share) / weight
         self._weights[key], self._shares[key] = weight, share
+
+    def age(self, source: Source) -> None:
+        """Trust what is known of a source a little less, because a step did without it."""
+        for key in self._weights:
+            if key[0] is source:
+                self._weights[key] *= _KEPT_UNUSED
 
     def chance(self, draft: Draft, of_request: AcceptanceRate | None) -> float:
         """The probability that a token of the draft is accepted if those before it are. `of_request` is what was

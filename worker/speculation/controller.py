@@ -64,6 +64,29 @@ def rounded_size(num_tokens: int) -> int:
     return -(-num_tokens // grain) * grain
 
 
+class DraftSteps:
+    """The cost of the steps in which a smaller model computes drafts. Step d computes token d of each draft."""
+
+    __slots__ = ("_fixed_ms", "_is_modelled", "_num_steps", "_token_ms", "cost_ms")
+
+    def __init__(self, line: StepLine | None, is_modelled: Sequence[bool] | None) -> None:
+        """`line` is the cost of a step with all streams that are `is_modelled`."""
+        self._is_modelled = is_modelled if line is not None else None
+        self._num_steps, self.cost_ms = 0, 0.0
+        if line is not None and is_modelled is not None:
+            self._token_ms = line.token_ms
+            self._fixed_ms = max(0.0, line.base_ms - sum(is_modelled) * line.token_ms)
+
+    def add(self, stream: int, depth: int) -> None:
+        """Let it compute this token of the stream's draft too."""
+        if self._is_modelled is None or not self._is_modelled[stream]:
+            return
+        self.cost_ms += self._token_ms
+        if depth >= self._num_steps:
+            self._num_steps = depth + 1
+            self.cost_ms += self._fixed_ms
+
+
 def best_counts(
     chances: Sequence[float],
     lengths: Sequence[int],
@@ -73,33 +96,40 @@ def best_counts(
     size_before: int,
     most_tokens: int,
     most_ms: float,
+    is_modelled: Sequence[bool] | None = None,
+    draft_line: StepLine | None = None,
 ) -> list[int]:
     """How many draft tokens of each of B streams to verify. A token of stream i is accepted with probability
     `chances[i]` if those before it are; there are `lengths[i]`. Steps with drafts have at most `most_tokens` tokens and
-    take at most `most_ms`. `size_before` is the number of tokens of the step before."""
+    take at most `most_ms`. `size_before` is the number of tokens of the step before.
+
+    A smaller model has to compute the tokens of streams that are `is_modelled`, one of each stream in a step;
+    `draft_line` is the cost of its steps with all of these streams."""
     num_streams = len(chances)
     gains = [
-        (chance ** (depth + 1), stream)
+        (chance ** (depth + 1), stream, depth)
         for stream, (chance, length) in enumerate(zip(chances, lengths, strict=True))
         for depth in range(length)
     ]
     gains.sort(key=lambda gain: -gain[0])
+    drafting = DraftSteps(draft_line, is_modelled)
     without_ms = line.base_ms * correction(num_streams)
     if num_streams != size_before:
         without_ms += _CHANGE_BACK * line.change_ms
     best_rate, best = _MARGIN * num_streams / without_ms, 0
     expected = float(num_streams)
-    for count, (gain, _) in enumerate(gains[: max(0, most_tokens - num_streams)], 1):
+    for count, (gain, stream, depth) in enumerate(gains[: max(0, most_tokens - num_streams)], 1):
         expected += gain
+        drafting.add(stream, depth)
         size = num_streams + count
         if size not in (size_before, rounded_size(size)):
             continue
-        cost_ms = (line.base_ms + line.token_ms * count) * correction(size)
+        cost_ms = (line.base_ms + line.token_ms * count) * correction(size) + drafting.cost_ms
         if size != size_before:
             cost_ms += line.change_ms
         if cost_ms <= most_ms and expected / cost_ms > best_rate:
             best_rate, best = expected / cost_ms, count
     counts = [0] * num_streams
-    for _, stream in gains[:best]:
+    for _, stream, _ in gains[:best]:
         counts[stream] += 1
     return counts

@@ -16,6 +16,8 @@ class Source(enum.Enum):
     """The answer that the caller expects."""
     GRAMMAR = "grammar"
     """The only text that the request's grammar allows."""
+    DRAFT = "draft"
+    """What a smaller model continues with."""
 
 
 class Draft(NamedTuple):

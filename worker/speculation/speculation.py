@@ -1,7 +1,8 @@
 """Proposes drafts for the streams of a step, and learns from their acceptance.
 
-scheduler   propose    streams -> drafts: the grammar's forced tokens, else those of `history`
+scheduler   propose    streams -> drafts: the grammar's forced tokens, else those of `history` or of a smaller model
                        -> as many of them as the controller chooses
+                       -> the smaller model computes those that are its own
 scheduler   observe    accepted tokens -> acceptance rates, counters
 step meter  observe_step    cost of the step -> controller
 """
@@ -13,16 +14,23 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from headrace.worker.grammar.constraint import Constraint
+from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.acceptance_rate import AcceptanceRate
 from headrace.worker.speculation.controller import SizeCorrections, StepLine, best_counts
 from headrace.worker.speculation.history import History
+from headrace.worker.speculation.model_drafts import ModelDrafts
 from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
 
 # The longest draft, and its length without a controller.
 MAX_DRAFT, FIXED_DRAFT = 15, 7
+# The longest draft of a smaller model, which takes a step for each token.
+MAX_MODEL_DRAFT = 11
 # Batches of at least so many streams are looked at less often while nothing pays: proposing takes 10 us for each.
 _MANY_STREAMS, _MOST_SKIPPED = 4, 16
+# Drafts of earlier text cost nothing, so they may be less likely by so much than those of the smaller model.
+_FREE = 0.1
 
 
 class GrammarDrafts(Protocol):
@@ -34,6 +42,10 @@ class GrammarDrafts(Protocol):
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
         """The number of the tokens, in order, that the grammar allows."""
+        ...
+
+    def branch(self, request: Request) -> Constraint | None:
+        """The grammar after the request's latest token, for tokens that may be taken back."""
         ...
 
 
@@ -68,21 +80,23 @@ class Speculation:
         self._rate, self._corrections = AcceptanceRate(), SizeCorrections()
         self._size_before = 0
         self._num_skipped = self._num_to_skip = 0
+        self.model_drafts: ModelDrafts | None = None
+        """Drafts of a smaller model; None without one."""
 
-    def propose(self, wanted: dict[Request, int], num_free_blocks: int) -> None:
+    def propose(self, wanted: dict[Request, int], kv_cache: KVCacheManager) -> None:
         """Give drafts to streams, and add their tokens to what each wants to compute. No draft takes a block that a
         stream needs."""
         self._drafts.clear()
-        if num_free_blocks < 2 * len(wanted) or self._is_skipped():
+        if kv_cache.pool.num_free_blocks < 2 * len(wanted) or self._is_skipped():
             return
         streams = list(wanted)
         drafts = [self._draft_of(request) for request in streams]
-        counts = self._counts(streams, drafts) if any(draft.token_ids for draft in drafts) else ()
-        for request, draft, count in zip(streams, drafts, counts, strict=False):
-            if count:
-                request.draft = draft.token_ids[:count]
-                wanted[request] += count
-                self._drafts[request] = draft
+        if any(draft.token_ids for draft in drafts):
+            for request, draft in zip(streams, self._chosen(streams, drafts, kv_cache), strict=True):
+                if draft.token_ids:
+                    request.draft = draft.token_ids
+                    wanted[request] += len(draft.token_ids)
+                    self._drafts[request] = draft
         self._note_use(len(streams))
 
     def observe(self, request: Request, token_ids: Sequence[int]) -> tuple[int, int]:
@@ -107,6 +121,18 @@ class Speculation:
         self._size_before = num_tokens
         if ratio is not None:
             self._corrections.observe(num_tokens, ratio)
+
+    def take_draft_s(self) -> float:
+        """The time in seconds that a smaller model has taken since the last call."""
+        return self.model_drafts.take_spent_s() if self.model_drafts is not None else 0.0
+
+    def _age_unused(self, streams: Sequence[Request], drafts: Sequence[Draft]) -> None:
+        """Trust a little less what is known of drafts of the smaller model that were possible and not chosen."""
+        for request, draft in zip(streams, drafts, strict=True):
+            if draft.source is Source.DRAFT and not draft.token_ids:
+                self._rate.age(Source.DRAFT)
+                if request in self._rates:
+                    self._rates[request].age(Source.DRAFT)
 
     def _is_skipped(self) -> bool:
         self._num_skipped += 1
@@ -133,28 +159,47 @@ class Speculation:
         if request.sampling.constraint is not None and draft.token_ids:
             num_valid = self._grammars.num_valid(request, draft.token_ids)
             draft = draft._replace(token_ids=draft.token_ids[:num_valid])
-        return draft
+        if self.model_drafts is None or not self.model_drafts.can_serve(request):
+            return draft
+        of_model = Draft(range(min(most, MAX_MODEL_DRAFT)), Source.DRAFT)
+        is_better = draft.token_ids and self._chance(request, draft) + _FREE >= self._chance(request, of_model)
+        return draft if is_better else of_model
 
-    def _counts(self, streams: Sequence[Request], drafts: Sequence[Draft]) -> Sequence[int]:
+    def _chosen(self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager) -> Sequence[Draft]:
+        """As much of each draft as a step should verify."""
+        line = self._steps([request.num_computed_tokens for request in streams]) if self._steps is not None else None
+        counts = self._counts(streams, drafts, line)
+        drafts = [
+            draft._replace(token_ids=draft.token_ids[:count]) for draft, count in zip(drafts, counts, strict=True)
+        ]
+        if self.model_drafts is None or line is None:
+            return drafts
+        self._age_unused(streams, drafts)
+        return self.model_drafts.compute(streams, drafts, line, kv_cache)
+
+    def _chance(self, request: Request, draft: Draft) -> float:
+        return self._rate.chance(draft, self._rates.get(request))
+
+    def _counts(self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine | None) -> Sequence[int]:
         """The number of tokens of each draft to verify."""
         num_streams = len(streams)
         most = self._small_decode if num_streams <= self._small_decode else self._most_tokens
         if self._steps is None:
             return _fixed_counts(drafts, most - num_streams)
-        line = self._steps([request.num_computed_tokens for request in streams])
         if line is None:
-            return ()
+            return [0] * num_streams
+        is_modelled = [draft.source is Source.DRAFT for draft in drafts]
+        modelled = [request.num_computed_tokens for request, is_one in zip(streams, is_modelled, strict=True) if is_one]
         return best_counts(
-            [
-                self._rate.chance(draft, self._rates.get(request))
-                for request, draft in zip(streams, drafts, strict=True)
-            ],
+            [self._chance(request, draft) for request, draft in zip(streams, drafts, strict=True)],
             [len(draft.token_ids) for draft in drafts],
             line,
             self._corrections.of,
             size_before=self._size_before,
             most_tokens=most,
             most_ms=self._most_ms,
+            is_modelled=is_modelled,
+            draft_line=self.model_drafts.line(modelled) if self.model_drafts is not None and modelled else None,
         )
 
 

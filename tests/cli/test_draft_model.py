@@ -1,0 +1,24 @@
+"""Finding the model of --draft-model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.errors import CommandError
+from headrace.cli.models.model_cache import model_directory
+from headrace.cli.serving import draft_model
+from headrace.cli.serving.draft_model import find_draft_model
+
+
+def test_a_draft_model_is_a_cached_name_or_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    checked: list[Path] = []
+    monkeypatch.setattr(draft_model, "check_model_directory", checked.append)
+    cached, other = model_directory("small"), tmp_path / "other"
+    for directory in (cached, other):
+        directory.mkdir(parents=True)
+    assert [find_draft_model("small"), find_draft_model(str(other))] == [cached, other] == checked
+    with pytest.raises(CommandError, match=r"'absent' is neither .* headrace pull"):
+        find_draft_model("absent")

@@ -1,0 +1,197 @@
+"""A smaller model drafts: answers are those without, and it always knows the right tokens.
+
+The fake smaller model reads its own blocks, as the fake target does, and then proposes the target's token in a share of
+cases. If that share is 1, a rejected token shows that it read a wrong block, a wrong position or a stale token.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from headrace.worker.engine.build import Draft
+from headrace.worker.model.batch import Batch
+from headrace.worker.request.request import FinishReason, Request
+from headrace.worker.sampling.sampler import BatchSampler
+from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, KnownCosts, make_engine, run_random_load
+from tests.worker.fake_runner import FakeRunner, expected_tokens
+from tests.worker.speculation.test_engine_with_drafts import SAMPLINGS, answers
+
+# The smaller model's steps cost next to nothing, so that the controller asks for many tokens.
+FREE_STEPS = KnownCosts(1e-6, 1e-8)
+
+
+class FakeDraftRunner(FakeRunner):
+    """A smaller model with its own blocks. Its next token is the target's with probability `right`."""
+
+    def __init__(self, num_blocks: int, right: float, vocab_size: int = VOCAB_SIZE) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, vocab_size)
+        self.right = right
+        self.num_prompt_steps = 0
+
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """See FakeRunner. Logits of a wrong row are moved by one token."""
+        super().bind(batch, keeps_logits=keeps_logits)
+        self.num_prompt_steps += not batch.is_decode
+        values = self._logits[0].values
+        for row, index in enumerate(batch.sampled_tokens_indices.tolist()):
+            chance = crc32(np.array([index, *values[row].nonzero()[0].tolist()], np.int64).tobytes()) / 2**32
+            if chance >= self.right:
+                values[row] = np.roll(values[row], 1)
+
+
+def engine_with_model(
+    right: float, *, num_blocks: int = 128, **options: Any
+) -> tuple[EngineUnderTest, FakeDraftRunner]:
+    runner = FakeDraftRunner(num_blocks, right)
+    draft = Draft(runner, BatchSampler(), FREE_STEPS)
+    return make_engine(num_blocks=num_blocks, speculation="draft", draft=draft, **options), runner
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("num_streams", [1, 8])
+@pytest.mark.parametrize("right", [1.0, 0.8, 0.0])
+def test_answers_are_those_without_drafts(num_streams: int, right: float, is_pipelined: bool) -> None:
+    rng = random.Random(num_streams)
+    for sampling in SAMPLINGS:
+        prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(29)] for _ in range(num_streams)]
+        plain = make_engine(max_num_batched_tokens=80, num_blocks=128)
+        wanted = answers(plain, [plain.request(prompt, 30, seed=7, **sampling) for prompt in prompts])
+        engine, _ = engine_with_model(right, max_num_batched_tokens=80)
+        engine.is_pipelined = is_pipelined
+        requests = [engine.request(prompt, 30, seed=7, **sampling) for prompt in prompts]
+        assert answers(engine, requests) == wanted
+        assert sum(request.num_drafted for request in requests) > 0
+        if right == 1.0:
+            assert all(request.num_accepted == request.num_drafted for request in requests), sampling
+
+
+def test_the_same_model_as_its_own_draft_is_always_right_and_takes_few_steps() -> None:
+    engine, draft_runner = engine_with_model(1.0)
+    request = engine.request([1, 2, 3], 64)
+    engine.run()
+    assert engine.tokens[request] == expected_tokens([1, 2, 3], 64, VOCAB_SIZE)
+    assert request.num_accepted == request.num_drafted >= 48
+    assert len(engine.runner.batch_sizes) <= 16
+    speculation = engine.scheduler.speculation
+    assert speculation is not None
+    assert speculation.counters["draft_tokens_accepted"] == request.num_accepted
+    assert draft_runner.num_tokens <= 3 + 64 + 16, "what the smaller model has computed is not computed again"
+
+
+def test_it_catches_up_with_a_long_prompt_once_for_all_that_share_it() -> None:
+    engine, runner = engine_with_model(1.0, num_blocks=256, max_num_batched_tokens=128)
+    prompt = [number % 97 for number in range(200)]
+    first = engine.request([*prompt, 1], 20)
+    engine.run()
+    assert first.num_accepted == first.num_drafted > 0
+    steps, tokens = runner.num_prompt_steps, runner.num_tokens
+    assert 0 < steps <= 3
+    second = engine.request([*prompt, 2], 20)
+    engine.run()
+    assert second.num_cached_tokens >= 196
+    assert second.num_accepted == second.num_drafted > 0
+    assert runner.num_prompt_steps == steps, "its part of the cached blocks is found too"
+    assert runner.num_tokens - tokens < 60
+
+
+def test_a_prompt_that_is_dearer_than_its_drafts_are_worth_gets_none() -> None:
+    runner = FakeDraftRunner(256, 1.0)
+    engine = make_engine(
+        256, speculation="draft", draft=Draft(runner, BatchSampler(), KnownCosts(1e-6, 1.0)), max_num_batched_tokens=128
+    )
+    request = engine.request(list(range(200)), 8)
+    engine.run()
+    assert request.num_drafted == runner.num_tokens == 0
+
+
+def test_a_cancelled_and_a_preempted_request_leave_nothing_wrong_behind() -> None:
+    engine, _ = engine_with_model(1.0, num_blocks=24, max_num_seqs=5, max_num_batched_tokens=40)
+    requests = [engine.request([number] * 9, 40) for number in range(5)]
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.cancel(requests[0])
+    engine.run()
+    assert engine.scheduler.stats.preemptions > 0
+    for number, request in enumerate(requests[1:], 1):
+        assert engine.tokens[request] == expected_tokens([number] * 9, 40, VOCAB_SIZE)
+        assert request.num_accepted == request.num_drafted > 0
+
+
+def test_a_failing_draft_model_ends_no_request_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    engine, runner = engine_with_model(1.0)
+    for _ in range(2):
+        runner.fail_next = RuntimeError("no kernels")
+        request = engine.request([5, 6, 7], 12)
+        engine.run()
+        assert engine.tokens[request] == expected_tokens([5, 6, 7], 12, VOCAB_SIZE)
+        assert request.num_drafted == 0
+    helped = engine.request([5, 6, 7], 12)
+    engine.run()
+    assert helped.num_accepted > 0
+    with caplog.at_level(logging.CRITICAL):
+        for _ in range(9):
+            runner.fail_next = RuntimeError("no kernels")
+            request = engine.request([5, 6, 7], 12)
+            engine.run()
+    assert runner.fail_next is not None, "it is asked again after eight failures"
+    assert engine.tokens[request] == expected_tokens([5, 6, 7], 12, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("size", [VOCAB_SIZE - 100, VOCAB_SIZE + 100])
+def test_vocabularies_may_be_padded_to_other_sizes(size: int) -> None:
+    runner = FakeDraftRunner(64, 1.0, size)
+    engine = make_engine(speculation="draft", draft=Draft(runner, BatchSampler(), FREE_STEPS))
+    requests = [
+        engine.request([1, 2, 3], 20, **options)
+        for options in ({}, {"logit_bias": ((VOCAB_SIZE - 1, 3.0),)}, {"bad_words": ((VOCAB_SIZE - 1,), (3,))})
+    ]
+    high = engine.request([VOCAB_SIZE - 1, 2, 3], 20)
+    engine.run()
+    for request in (requests[0], high):
+        assert engine.tokens[request] == expected_tokens(request.prompt_token_ids, 20, VOCAB_SIZE)
+    assert set(engine.tokens[requests[1]]) == {VOCAB_SIZE - 1}
+    assert (high.num_drafted > 0) == (size > VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_load_with_a_draft_model_keeps_every_promise(seed: int) -> None:
+    rng = random.Random(seed)
+    right = rng.choice([1.0, 1.0, 0.7, 0.2])
+    engine, _ = engine_with_model(
+        right,
+        num_blocks=rng.randint(20, 64),
+        max_num_seqs=rng.randint(1, 8),
+        max_num_batched_tokens=rng.randint(10, 60),
+    )
+    engine.is_pipelined = seed % 2 == 1
+    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
+    expected: dict[Request, list[int]] = {}
+
+    def arrive() -> Request:
+        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
+        count = rng.randint(1, 20)
+        tokens = expected_tokens(prompt, count, VOCAB_SIZE)
+        resumed = tokens[: rng.randrange(count)] if rng.random() < 0.2 else []
+        options: dict[str, Any] = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+        options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
+        options |= {"logit_bias": ((0, -1.0),)} if rng.random() < 0.3 else {}
+        request = engine.request(prompt, count, priority=rng.choice([0, 0, 0, 1]), resume_token_ids=resumed, **options)
+        expected[request] = tokens
+        return request
+
+    cancelled = run_random_load(engine, rng, arrive)
+    for request, tokens in engine.tokens.items():
+        if request in cancelled:
+            assert tokens == expected[request][: len(tokens)]
+        elif 0 not in expected[request] or not request.sampling.logit_bias:
+            assert tokens == expected[request]
+            assert engine.last[request].finish is FinishReason.LENGTH
+        if right == 1.0:
+            assert request.num_accepted == request.num_drafted, "the smaller model has read a wrong token"
+    assert any(request.num_accepted for request in engine.tokens)

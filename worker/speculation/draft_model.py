@@ -1,0 +1,282 @@
+"""A smaller model proposes the next tokens. It has a graph of its own, and keys and values of its own for the blocks of
+the pool.
+
+    block          0      1      2      3           a request's block table leads to both
+    target's KV    [....] [....] [....] [....]
+    draft's KV     [....] [....] [..  ] [    ]      what the smaller model has computed of the same tokens
+
+So a block that a prefix hit finds may have the smaller model's part too, and whatever ends, preempts or resumes a
+request needs to know nothing of drafts. The part is right if the block's hash is that of the tokens that the smaller
+model computed there (`_contents`). Nobody has to say when a block changes hands: another content has another hash.
+
+Proposed tokens are drawn like the request's own, with its seed, position and parameters. So a drawn token is likely to
+be the same if the two distributions are close.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from headrace.worker.grammar.constraint import Constraint
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.model.batch import Batch, build_batch, one_by_one, padded
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Sampled, Scheduled
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import Plan
+from headrace.worker.speculation.controller import StepLine, rounded_size
+
+# A request that is further behind is caught up with before it gets drafts.
+MAX_BEHIND = 16
+
+
+class DraftRunner(Protocol):
+    """Computes steps of the smaller model; see `headrace.worker.engine.engine.ModelRunner`."""
+
+    vocab_size: int
+    block_size: int
+
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """Set the inputs of a step."""
+        ...
+
+    def run(self) -> Logits:
+        """Compute the step."""
+        ...
+
+
+class DraftSampler(Protocol):
+    """Samples from the smaller model; see `headrace.worker.sampling.sampler.BatchSampler`."""
+
+    def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
+        """Prepare what can be known before there are logits."""
+        ...
+
+    def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> Sequence[Sampled]:
+        """The next token of each request."""
+        ...
+
+
+class DraftTimes(Protocol):
+    """What steps of the smaller model cost, learned from steps."""
+
+    def observe(self, sequences: Sequence[tuple[int, int]], padding: int, milliseconds: float) -> None:
+        """Learn from a step: for each sequence the tokens before it and its new tokens."""
+        ...
+
+    def line(self, contexts: Sequence[int]) -> StepLine:
+        """The cost of steps of streams with these contexts."""
+        ...
+
+    def tokens_for(self, milliseconds: float, past: int) -> int:
+        """How many tokens of a prompt, after `past` others, a step of so many milliseconds computes."""
+        ...
+
+    def prompt_ms(self, past: int, num_tokens: int) -> float:
+        """The cost of computing so many tokens of a prompt."""
+        ...
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the smaller model has of a request: `tokens` that it has computed, in the blocks of `table`. The first
+    `num_agreed` are the request's, and the first `num_marked` blocks are noted with their hashes."""
+
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    table: array[int] = field(default_factory=lambda: array("i"))
+    num_agreed: int = 0
+    num_marked: int = 0
+    num_preemptions: int = 0
+
+
+class DraftModel:
+    """The smaller model, for the requests of one scheduler. `runner` has allocated as many blocks as the pool has, and
+    one for padding. `vocab_size` is the target's. Used by the engine thread only."""
+
+    def __init__(
+        self, runner: DraftRunner, sampler: DraftSampler, kv_cache: KVCacheManager, times: DraftTimes, vocab_size: int
+    ) -> None:
+        assert runner.block_size == kv_cache.block_size, "blocks of two sizes"
+        self.times = times
+        self.spent_s = 0.0
+        """Time spent since it was last set to 0."""
+        self._runner, self._sampler, self._kv_cache = runner, sampler, kv_cache
+        self._vocab_size = vocab_size
+        self._contents: list[int | None] = [None] * kv_cache.pool.num_blocks
+        self._progress: WeakKeyDictionary[Request, _Progress] = WeakKeyDictionary()
+        self._samplings: WeakKeyDictionary[Request, SamplingParams | None] = WeakKeyDictionary()
+        self._size = 0
+
+    def can_serve(self, request: Request) -> bool:
+        """Whether the smaller model knows all tokens that the request may have, and can follow its grammar."""
+        if request not in self._samplings:
+            self._samplings[request] = self._sampling_of(request)
+        return self._samplings[request] is not None
+
+    def num_behind(self, request: Request) -> int:
+        """How many tokens the smaller model has to compute before it proposes one, the latest included."""
+        return request.num_tokens - len(self._follow(request).tokens)
+
+    def catch_up(self, request: Request, num_tokens: int) -> None:
+        """Compute up to `num_tokens` of the tokens that are missing, except the latest."""
+        progress = self._follow(request)
+        num_tokens = min(num_tokens, request.num_tokens - 1 - len(progress.tokens))
+        if num_tokens > 0:
+            shadow = self._shadow(request, progress, None)
+            self._forget(request, len(progress.tokens), len(progress.tokens) + num_tokens)
+            self._run(build_batch([Scheduled(shadow, num_tokens)], self._runner.block_size), padding=0)
+            progress.tokens.extend(request.token_ids[len(progress.tokens) : len(progress.tokens) + num_tokens])
+            progress.table = request.block_table[:]
+
+    def propose(self, asked: Sequence[tuple[Request, int, Constraint | None]]) -> list[list[int]]:
+        """Continue each request by up to so many tokens. The requests have blocks for them. A constraint is a branch of
+        the request's grammar, if it has one."""
+        found: list[list[int]] = [[] for _ in asked]
+        shadows = []
+        for request, count, constraint in asked:
+            progress = self._follow(request)
+            self._forget(request, len(progress.tokens), request.num_tokens + count - 1)
+            shadows.append(self._shadow(request, progress, constraint))
+        active = list(range(len(asked)))
+        while active:
+            sampled = self._step([shadows[place] for place in active])
+            active = [
+                place
+                for place, entry in zip(active, sampled, strict=True)
+                if self._take(shadows[place], found[place], entry.token_id) and len(found[place]) < asked[place][1]
+            ]
+        for (request, *_), shadow in zip(asked, shadows, strict=True):
+            progress = self._progress[request]
+            progress.tokens = shadow.token_ids[: shadow.num_computed_tokens]
+            progress.table = request.block_table[:]
+        return found
+
+    def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
+        """Run prompts of so many tokens and decode steps, before there are requests, to build kernels and learn
+        costs."""
+        blocks = array("i", range(min(self._kv_cache.num_blocks_for(max(num_tokens) + 1), len(self._contents))))
+        most = len(blocks) * self._runner.block_size - 1
+        for count in (*num_tokens, *num_tokens):
+            request = Request("warm-up", [0] * (min(count, most) + 1), SamplingParams(1, 0, temperature=0.0), 0)
+            request.block_table = blocks
+            self._run(build_batch([Scheduled(request, min(count, most))], self._runner.block_size), padding=0)
+            for _ in range(num_steps):
+                request.num_computed_tokens = request.num_tokens - 1
+                self._step([request])
+        self.spent_s = 0.0
+
+    def _take(self, shadow: Request, found: list[int], token_id: int) -> bool:
+        """Add a proposed token. Returns whether another may follow."""
+        if not 0 <= token_id < self._vocab_size:
+            return False
+        found.append(token_id)
+        shadow.token_ids.append(token_id)
+        return token_id not in shadow.sampling.stop_token_ids
+
+    def _step(self, shadows: Sequence[Request]) -> Sequence[Sampled]:
+        """Compute all missing tokens of some requests, and sample the next."""
+        scheduled = [Scheduled(shadow, shadow.num_uncomputed_tokens) for shadow in shadows]
+        num_tokens = sum(count for _, count in scheduled)
+        # Another number of tokens than before costs a change (docs/decisions/0025), a few more tokens cost little.
+        if not num_tokens <= self._size <= max(2, 2 * num_tokens):
+            self._size = rounded_size(max(2, num_tokens))
+        batch = one_by_one(scheduled, self._runner.block_size)
+        plan = self._sampler.plan(shadows, self._runner.vocab_size)
+        logits = self._run(batch, padding=self._size - num_tokens)
+        sampled = self._sampler.sample(shadows, logits, plan)
+        for shadow in shadows:
+            shadow.num_computed_tokens = shadow.num_tokens
+        return sampled
+
+    def _run(self, batch: Batch, *, padding: int) -> Logits:
+        sequences = [
+            (past, end - begin)
+            for past, begin, end in zip(
+                batch.past_lens.tolist(),
+                batch.subsequence_begins[:-1].tolist(),
+                batch.subsequence_begins[1:].tolist(),
+                strict=True,
+            )
+        ]
+        start_s = time.perf_counter()
+        self._runner.bind(padded(batch, padding, len(self._contents)) if padding else batch, keeps_logits=False)
+        logits = self._runner.run()
+        seconds = time.perf_counter() - start_s
+        self.spent_s += seconds
+        self.times.observe(sequences, padding, 1000 * seconds)
+        return logits
+
+    def _follow(self, request: Request) -> _Progress:
+        """Find how much of the request the smaller model has, after the request's tokens or blocks have changed."""
+        progress = self._progress.get(request)
+        if progress is None or progress.num_preemptions != request.num_preemptions:
+            progress = self._progress[request] = _Progress(num_preemptions=request.num_preemptions)
+        size, table, tokens = self._runner.block_size, request.block_table, request.token_ids
+        agreed, most = progress.num_agreed, min(len(progress.tokens), len(tokens) - 1)
+        while agreed < most and progress.tokens[agreed] == tokens[agreed]:
+            agreed += 1
+        num_blocks = -(-agreed // size)
+        if progress.table[:num_blocks] != table[:num_blocks]:
+            first = next(
+                place for place, (left, right) in enumerate(zip(progress.table, table, strict=False)) if left != right
+            )
+            agreed, progress.num_marked = min(agreed, first * size), min(progress.num_marked, first)
+        for index in range(progress.num_marked, agreed // size):
+            self._contents[table[index]] = self._kv_cache.hash_of(request, index)
+        while agreed % size == 0 and agreed + size < len(tokens) and agreed // size < len(table):
+            index = agreed // size
+            if self._contents[table[index]] != self._kv_cache.hash_of(request, index):
+                break
+            agreed += size
+        progress.tokens = tokens[:agreed]
+        progress.table = table[:]
+        progress.num_agreed, progress.num_marked = agreed, agreed // size
+        return progress
+
+    def _forget(self, request: Request, start: int, end: int) -> None:
+        """Note that the blocks of tokens `start` to `end` are written to."""
+        size = self._runner.block_size
+        for index in range(start // size, -(-end // size)):
+            self._contents[request.block_table[index]] = None
+
+    def _shadow(self, request: Request, progress: _Progress, constraint: Constraint | None) -> Request:
+        """The request as the smaller model sees it. Every proposal has a new one, because samplers remember the tokens
+        of requests, and tokens of drafts may be taken back."""
+        sampling = self._samplings[request]
+        assert sampling is not None
+        if constraint is not None:
+            vocab_size = self._runner.vocab_size
+            sampling = replace(sampling, constraint=replace(constraint, vocab_size=vocab_size))
+        shadow = Request(request.request_id, (), sampling, request.root_hash)
+        shadow.prompt_token_ids, shadow.num_prompt_tokens = request.prompt_token_ids, request.num_prompt_tokens
+        shadow.token_ids = request.token_ids[:]
+        shadow.block_table = request.block_table
+        shadow.num_computed_tokens = len(progress.tokens)
+        return shadow
+
+    def _sampling_of(self, request: Request) -> SamplingParams | None:
+        """The request's parameters for the smaller model, which may know fewer tokens; None if it cannot serve it."""
+        size, sampling = self._runner.vocab_size, request.sampling
+        if sampling.constraint is not None and size > self._vocab_size:
+            return None
+        if size < self._vocab_size and max(request.token_ids) >= size:
+            return None
+        allowed = tuple(token_id for token_id in sampling.allowed_token_ids if token_id < size)
+        if sampling.allowed_token_ids and not allowed:
+            return None
+        return replace(
+            sampling,
+            num_logprobs=None,
+            num_prompt_logprobs=None,
+            constraint=None,
+            logit_bias=tuple(entry for entry in sampling.logit_bias if entry[0] < size),
+            allowed_token_ids=allowed,
+            bad_words=tuple(word for word in sampling.bad_words if max(word) < size),
+            stop_token_ids=frozenset(token_id for token_id in sampling.stop_token_ids if token_id < size),
+        )

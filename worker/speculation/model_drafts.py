@@ -1,0 +1,121 @@
+"""Which requests a smaller model drafts for, and what happens if it is behind, lacks blocks or fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakSet
+
+from headrace.worker.grammar.constraint import Constraint
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.request.request import Request
+from headrace.worker.speculation.controller import StepLine
+from headrace.worker.speculation.draft_model import MAX_BEHIND, DraftModel
+from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
+
+log = logging.getLogger(__name__)
+
+# Catching up with a request may cost at most this share of what drafts may save of the rest of its answer.
+_WORTH = 0.5
+# After so many failures in a row, the smaller model is not used any more.
+_MOST_FAILURES = 8
+
+
+class Branches(Protocol):
+    """Grammars that drafts can follow; see `headrace.worker.sampling.sampler.BatchSampler`."""
+
+    def branch(self, request: Request) -> Constraint | None:
+        """The grammar after the request's latest token, for tokens that may be taken back."""
+        ...
+
+
+class ModelDrafts:
+    """The drafts of a smaller model. A failure of it ends no request: they continue without drafts."""
+
+    def __init__(self, model: DraftModel, grammars: Branches) -> None:
+        self._model, self._grammars = model, grammars
+        self._barred: WeakSet[Request] = WeakSet()
+        self._num_failures = 0
+
+    def can_serve(self, request: Request) -> bool:
+        """Whether the smaller model may draft for the request."""
+        is_usable = self._num_failures < _MOST_FAILURES and request not in self._barred
+        return is_usable and self._model.can_serve(request)
+
+    def line(self, contexts: Sequence[int]) -> StepLine:
+        """The cost of a step of the smaller model with these streams."""
+        return self._model.times.line(contexts)
+
+    def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
+        """See `DraftModel.warm_up`."""
+        self._model.warm_up(num_tokens, num_steps)
+
+    def take_spent_s(self) -> float:
+        """The time that the smaller model has taken since the last call."""
+        spent_s, self._model.spent_s = self._model.spent_s, 0.0
+        return spent_s
+
+    def compute(
+        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCacheManager
+    ) -> list[Draft]:
+        """The drafts, with the tokens of those that are the smaller model's. `line` is the cost of the target's steps.
+
+        A draft is dropped if there are no blocks for it, or if the smaller model has yet to catch up with the request.
+        It does so a piece at a time, so that no step takes twice as long."""
+        done = [NO_DRAFT if draft.source is Source.DRAFT else draft for draft in drafts]
+        asked: list[tuple[int, int, Constraint | None]] = []
+        behind: tuple[Request, int] | None = None
+        failing = streams
+        try:
+            for place, (request, draft) in enumerate(zip(streams, drafts, strict=True)):
+                count = len(draft.token_ids)
+                if draft.source is not Source.DRAFT or not count:
+                    continue
+                if self._model.num_behind(request) > MAX_BEHIND:
+                    behind = behind or (request, count)
+                elif self._has_blocks(request, count, len(streams), kv_cache):
+                    self._ask(place, request, count, asked)
+            failing = [streams[place] for place, *_ in asked]
+            found = self._model.propose([(streams[place], count, branch) for place, count, branch in asked])
+            for (place, *_), token_ids in zip(asked, found, strict=True):
+                done[place] = drafts[place]._replace(token_ids=token_ids)
+            if behind is not None:
+                failing = behind[:1]
+                self._catch_up(*behind, line, len(streams))
+            self._num_failures = 0
+        except Exception:
+            self._note_failure(failing)
+        return done
+
+    def _ask(self, place: int, request: Request, count: int, asked: list[tuple[int, int, Constraint | None]]) -> None:
+        """Note a request to draft for. A grammar whose place is not known yet gets no draft."""
+        if request.sampling.constraint is None:
+            asked.append((place, count, None))
+        elif (branch := self._grammars.branch(request)) is not None:
+            asked.append((place, count, branch))
+
+    def _has_blocks(self, request: Request, count: int, num_streams: int, kv_cache: KVCacheManager) -> bool:
+        """Take blocks for a draft, unless a stream may need them."""
+        needed = kv_cache.num_blocks_for(request.num_tokens + count) - len(request.block_table)
+        if needed > 0 and kv_cache.pool.num_free_blocks < needed + num_streams:
+            return False
+        return kv_cache.reserve(request, request.num_tokens + count)
+
+    def _catch_up(self, request: Request, count: int, line: StepLine, num_streams: int) -> None:
+        """Compute a piece of what is missing, if drafts of `count` tokens will save more than that costs."""
+        model = self._model
+        num_behind = model.num_behind(request) - 1
+        past = request.num_tokens - 1 - num_behind
+        num_left = request.sampling.max_tokens - request.num_generated_tokens
+        may_save_ms = num_left * line.base_ms / num_streams * count / (count + 1)
+        if model.times.prompt_ms(past, num_behind) > _WORTH * may_save_ms:
+            self._barred.add(request)
+        else:
+            model.catch_up(request, max(MAX_BEHIND, model.times.tokens_for(line.base_ms, past)))
+
+    def _note_failure(self, requests: Sequence[Request]) -> None:
+        self._barred.update(requests)
+        self._num_failures += 1
+        is_last = self._num_failures == _MOST_FAILURES
+        log.exception("the draft model failed%s", "; it is not used any more" if is_last else "")
