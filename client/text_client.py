@@ -1,4 +1,4 @@
-"""Chats and completions over gRPC, with plain Python values.
+"""Chats, completions, embeddings and rerank over gRPC, with plain Python values.
 
     with TextClient("127.0.0.1:8001") as client:
         for piece in client.chat("What is the capital of France?", max_tokens=64):
@@ -199,6 +199,35 @@ class TextClient:
         """The text of token ids."""
         answer = self._ask(self._text.Detokenize, text_pb2.DetokenizeRequest(model=model, token_ids=token_ids))
         return cast("str", answer.text)
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[list[float]]:
+        """The vectors of texts, each a text or its token ids."""
+        request = text_pb2.EmbedRequest(
+            model=model,
+            texts=[
+                text_pb2.EmbedText(text=text)
+                if isinstance(text, str)
+                else text_pb2.EmbedText(token_ids=text_pb2.TokenIds(ids=text))
+                for text in texts
+            ],
+            dimensions=dimensions,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return [list(one.values) for one in self._ask(self._text.Embed, request).embeddings]
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, model: str = "", top_n: int | None = None
+    ) -> list[tuple[int, float]]:
+        """Number and score of the documents, the most relevant first."""
+        request = text_pb2.RerankRequest(model=model, query=query, documents=documents, top_n=top_n)
+        return [(one.index, one.relevance_score) for one in self._ask(self._text.Rerank, request).results]
 
     def models(self) -> list[str]:
         """The names of the available models."""

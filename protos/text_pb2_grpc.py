@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TextStub(object):
-    """Text serves chats and completions.
+    """Text serves chats, completions, embeddings and rerank.
     """
 
     def __init__(self, channel):
@@ -55,6 +55,16 @@ class TextStub(object):
                 request_serializer=headrace_dot_protos_dot_text__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_text__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/headrace.v1.Text/Embed',
+                request_serializer=headrace_dot_protos_dot_text__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_text__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/headrace.v1.Text/Rerank',
+                request_serializer=headrace_dot_protos_dot_text__pb2.RerankRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_text__pb2.RerankResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/headrace.v1.Text/ListModels',
                 request_serializer=headrace_dot_protos_dot_text__pb2.TextListModelsRequest.SerializeToString,
@@ -63,7 +73,7 @@ class TextStub(object):
 
 
 class TextServicer(object):
-    """Text serves chats and completions.
+    """Text serves chats, completions, embeddings and rerank.
     """
 
     def Chat(self, request, context):
@@ -89,6 +99,20 @@ class TextServicer(object):
 
     def Detokenize(self, request, context):
         """Detokenize converts token ids to text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Embed turns texts into vectors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Rerank orders documents by their relevance to a query.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +148,16 @@ def add_TextServicer_to_server(servicer, server):
                     request_deserializer=headrace_dot_protos_dot_text__pb2.DetokenizeRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_text__pb2.DetokenizeResponse.SerializeToString,
             ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=headrace_dot_protos_dot_text__pb2.EmbedRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_text__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=headrace_dot_protos_dot_text__pb2.RerankRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_text__pb2.RerankResponse.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=headrace_dot_protos_dot_text__pb2.TextListModelsRequest.FromString,
@@ -138,7 +172,7 @@ def add_TextServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Text(object):
-    """Text serves chats and completions.
+    """Text serves chats, completions, embeddings and rerank.
     """
 
     @staticmethod
@@ -239,6 +273,60 @@ class Text(object):
             '/headrace.v1.Text/Detokenize',
             headrace_dot_protos_dot_text__pb2.DetokenizeRequest.SerializeToString,
             headrace_dot_protos_dot_text__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Text/Embed',
+            headrace_dot_protos_dot_text__pb2.EmbedRequest.SerializeToString,
+            headrace_dot_protos_dot_text__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Text/Rerank',
+            headrace_dot_protos_dot_text__pb2.RerankRequest.SerializeToString,
+            headrace_dot_protos_dot_text__pb2.RerankResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,6 +28,11 @@ def shortened(vector: bytes, dimensions: int | None) -> bytes:
 def floats_of(vector: bytes) -> list[float]:
     """The numbers of a vector of float32."""
     return list(np.frombuffer(vector, "<f4").tolist())
+
+
+def best_first(scores: Sequence[float], top_n: int | None) -> list[int]:
+    """Numbers of the scores, best first, of equal ones the earlier first; the first `top_n` of them."""
+    return sorted(range(len(scores)), key=lambda number: -scores[number])[:top_n]
 
 
 def base64_of(vector: bytes) -> str:

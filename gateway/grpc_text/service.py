@@ -10,6 +10,14 @@ from headrace.gateway.chat.choice import Piece
 from headrace.gateway.chat.generation import Account, Plan
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.grpc_call import Context, GrpcCalls, caller_of
+from headrace.gateway.encoding.vectors import check_dimensions, floats_of, shortened
+from headrace.gateway.grpc_text.encoding import (
+    check_response_size,
+    embed_response,
+    pairs_to_score,
+    rerank_response,
+    texts_to_embed,
+)
 from headrace.gateway.grpc_text.values import FIELD_NAMES, Answers, chat_request, completion_request, tokenize_request
 from headrace.gateway.services import Services
 from headrace.gateway.text.detokenizer import detokenize
@@ -20,6 +28,10 @@ from headrace.protos.text_pb2 import (
     CompleteResponse,
     DetokenizeRequest,
     DetokenizeResponse,
+    EmbedRequest,
+    EmbedResponse,
+    RerankRequest,
+    RerankResponse,
     TextListModelsRequest,
     TextListModelsResponse,
     TextModel,
@@ -38,6 +50,8 @@ class TextService(TextServicer):
         self._models = services.models
         self._chats = services.chats
         self._generator = services.generator
+        self._encodings = services.encodings
+        self._encoding_runner = services.encoding_runner
         self.calls = GrpcCalls(SERVICE_NAME, services.metrics)
 
     async def Chat(self, request: TextChatRequest, context: Context) -> AsyncIterator[ChatResponse]:
@@ -76,6 +90,31 @@ class TextService(TextServicer):
             return DetokenizeResponse(text=detokenize(request.token_ids, model.text.tokenizer.token_bytes))
 
         return await self.calls.answered(text, "grpc_detokenize", "Detokenize", context)
+
+    async def Embed(self, request: EmbedRequest, context: Context) -> EmbedResponse:
+        """Vectors of texts."""
+        caller = caller_of(context)
+
+        async def vectors() -> EmbedResponse:
+            plan = await self._encodings.plan(texts_to_embed(request))
+            dimensions = request.dimensions if request.HasField("dimensions") else None
+            check_dimensions(dimensions, plan.model.card.dimensions)
+            check_response_size(len(plan.prompts), dimensions or plan.model.card.dimensions)
+            found = await self._encoding_runner.run(plan, caller)
+            return embed_response([shortened(vector, dimensions) for vector in found], plan, caller.request_id)
+
+        return await self.calls.answered(vectors, "grpc_embed", "Embed", context)
+
+    async def Rerank(self, request: RerankRequest, context: Context) -> RerankResponse:
+        """Documents by their relevance to a query."""
+        caller = caller_of(context)
+
+        async def order() -> RerankResponse:
+            plan = await self._encodings.plan_pairs(pairs_to_score(request))
+            scores = [floats_of(vector)[0] for vector in await self._encoding_runner.run(plan, caller)]
+            return rerank_response(request, scores, plan, caller.request_id)
+
+        return await self.calls.answered(order, "grpc_rerank", "Rerank", context)
 
     async def ListModels(self, request: TextListModelsRequest, context: Context) -> TextListModelsResponse:
         """The available models."""

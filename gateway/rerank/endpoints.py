@@ -11,7 +11,7 @@ from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore
-from headrace.gateway.encoding.vectors import floats_of
+from headrace.gateway.encoding.vectors import best_first, floats_of
 from headrace.gateway.rerank.types import RerankRequest, ScoreRequest
 from headrace.gateway.services import Services
 
@@ -47,9 +47,8 @@ class _Ranking:
             request.priority or 0,
         )
         plan, scores = await self._scored(exchange, pairs)
-        order = sorted(range(len(scores)), key=lambda number: -scores[number])[: request.top_n]
         results: list[dict[str, Any]] = []
-        for number in order:
+        for number in best_first(scores, request.top_n):
             result: dict[str, Any] = {"index": number, "relevance_score": scores[number]}
             if request.return_documents:
                 result["document"] = {"text": texts[number]}
