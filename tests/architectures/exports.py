@@ -31,6 +31,11 @@ def exported_encoders(names: Sequence[str]) -> Path:
     return _made(names, "encoders", ("requirements.txt", "encoder_requirements.txt", "encoders.py", "texts.py"))
 
 
+def exported_small_encoders(names: Sequence[str]) -> Path:
+    """The directory with one directory per encoder with random weights. Missing ones are exported."""
+    return _made(names, "small_encoders", ("requirements.txt", "small_encoders.py"))
+
+
 def _made(names: Sequence[str], module: str, made_by: Sequence[str]) -> Path:
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in made_by)).hexdigest()[:16]
     root = cache_directory() / "test-architectures" / digest
