@@ -14,7 +14,7 @@ import openvino as ov
 
 from headrace.common.model_files.task import task_of
 from headrace.worker.config import ConfigurationError
-from headrace.worker.encoder.files import read_encoder_files
+from headrace.worker.encoder.files import read_encoder_files, refuse_embedder_with_cache
 from headrace.worker.encoder.runner import read_encoder
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.fused_projections import fuse_projections
@@ -28,6 +28,7 @@ def check_servable(model_dir: Path) -> None:
     if task := task_of(model_dir):
         read_encoder(ov.Core(), model_dir, read_encoder_files(model_dir, task, None))
         return
+    refuse_embedder_with_cache(model_dir)
     graph = read_paged(ov.Core(), model_dir).graph
     fuse_projections(graph)
     replace_head(graph, is_bfloat16=False)

@@ -22,6 +22,7 @@ from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.inference_pb2 import Task
 from headrace.protos.model_identity import model_identity
 from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.encoder.files import refuse_embedder_with_cache
 from headrace.worker.encoder.load import LoadedEncoder, load_encoder
 from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.mailbox import Mailbox
@@ -106,7 +107,10 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
 
 def load(config: WorkerConfig, task: Task, memory: HostMemory | None) -> LoadedModel | LoadedEncoder:
     """Make the model ready to serve for a task. ConfigurationError."""
-    return load_encoder(config, task) if task else load_model(config, memory)
+    if task:
+        return load_encoder(config, task)
+    refuse_embedder_with_cache(config.model_dir)
+    return load_model(config, memory)
 
 
 async def _keep_in_use(memory: HostMemory) -> None:

@@ -6,33 +6,57 @@ import json
 import mmap
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED, Task
 
 HIDDEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 """Names that exporters give to the output with a vector for each token."""
 SCORES_OUTPUT = "logits"
+MODULES = "modules.json"
+"""The stages of an embedder, in a file of sentence-transformers."""
 _NAMES = re.compile(rb'names="([^"]*)"')
 
 
 def task_of(model_dir: Path) -> Task:
     """What the network in a directory is for, by the names of its tensors and its state. Directories without a network
     count as generating: who loads them says what is missing."""
-    path = model_dir / "openvino_model.xml"
-    if not path.is_file() or not path.stat().st_size:
+    network = _network(model_dir)
+    if network is None or network.has_kv_cache:
         return TASK_UNSPECIFIED
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content.find(b'type="ReadValue"') >= 0:  # a KV cache
-            return TASK_UNSPECIFIED
-        names = {name.decode() for found in set(_NAMES.findall(content)) for name in found.split(b",")}
-    if names & {"beam_idx", "past_key_values.0.key"}:
-        return TASK_UNSPECIFIED
+    names = network.names
     if names.intersection(HIDDEN_OUTPUTS):
         return TASK_EMBED
     classes = _config(model_dir / "config.json").get("architectures")
     is_classifier = isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes)
     return TASK_RANK if SCORES_OUTPUT in names and is_classifier else TASK_UNSPECIFIED
+
+
+def is_embedder_with_cache(model_dir: Path) -> bool:
+    """Whether a directory has an embedder that was exported with a KV cache: a network that has one gives no logits, or
+    the files of sentence-transformers are beside it."""
+    network = _network(model_dir)
+    if network is None or not network.has_kv_cache:
+        return False
+    gives_hidden = bool(network.names.intersection(HIDDEN_OUTPUTS)) and SCORES_OUTPUT not in network.names
+    return gives_hidden or (model_dir / MODULES).is_file()
+
+
+class _Network(NamedTuple):
+    """Names of a network's tensors, and whether it keeps keys and values."""
+
+    names: set[str]
+    has_kv_cache: bool
+
+
+def _network(model_dir: Path) -> _Network | None:
+    path = model_dir / "openvino_model.xml"
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        has_state = content.find(b'type="ReadValue"') >= 0
+        names = {name.decode() for found in set(_NAMES.findall(content)) for name in found.split(b",")}
+    return _Network(names, has_state or bool(names & {"beam_idx", "past_key_values.0.key"}))
 
 
 def _config(path: Path) -> dict[str, Any]:

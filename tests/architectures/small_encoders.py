@@ -1,4 +1,4 @@
-"""Export small encoders with random weights, and what transformers computes of them: `small_encoders.py OUTDIR NAME...`.
+"""Export encoders with random weights, and what transformers computes of them: `small_encoders.py OUTDIR NAME...`.
 
 Runs in the environment of `export.py`; nothing is downloaded.
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.common.model_files.task import MODULES, is_embedder_with_cache
 from headrace.protos.inference_pb2 import TASK_RANK, Task
 from headrace.worker.config import ConfigurationError
 from headrace.worker.encoder.pooling import Activation, Pooling
 from headrace.worker.model.directory import context_of, read_config
 
-MODULES = "modules.json"
 _MODES = {
     "pooling_mode_cls_token": Pooling.CLS,
     "pooling_mode_mean_tokens": Pooling.MEAN,
@@ -69,6 +69,16 @@ def read_encoder_files(model_dir: Path, task: Task, max_tokens: int | None) -> E
         return EncoderFiles(task, longest, pad_token_id, activation=_activation(config), pair_separator=separator)
     pooling, normalizes = _stages(model_dir)
     return EncoderFiles(task, longest, pad_token_id, pooling=pooling, normalizes=normalizes)
+
+
+def refuse_embedder_with_cache(model_dir: Path) -> None:
+    """Raise ConfigurationError for a model that gives vectors and was exported as if it generated text."""
+    if is_embedder_with_cache(model_dir):
+        raise ConfigurationError(
+            f"{model_dir} has an embedding model with a KV cache, so it would be served as one that generates text; "
+            "export it again with optimum-cli export openvino --task feature-extraction, or remove "
+            f"{MODULES} to serve it for text"
+        )
 
 
 def _stages(model_dir: Path) -> tuple[Pooling, bool]:

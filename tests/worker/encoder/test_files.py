@@ -11,7 +11,7 @@ import pytest
 from headrace.common.model_files.task import task_of
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED
 from headrace.worker.config import ConfigurationError
-from headrace.worker.encoder.files import pair_separator, read_encoder_files
+from headrace.worker.encoder.files import pair_separator, read_encoder_files, refuse_embedder_with_cache
 from headrace.worker.encoder.pooling import Activation, Pooling
 
 PREFIX = "sentence_transformers.models."
@@ -176,3 +176,24 @@ def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
     config = {"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}
     with pytest.raises(ConfigurationError, match=r"torch.nn.Tanh"):
         read_encoder_files(directory(tmp_path, config=config, tokenizer=BERT), TASK_RANK, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "state", "files", "is_refused"),
+    [
+        (["input_ids", "last_hidden_state"], True, {}, True),
+        (["input_ids", "beam_idx", "logits"], True, {"modules": MODULES}, True),
+        (["input_ids", "beam_idx", "logits"], True, {}, False),
+        (["input_ids", "logits", "last_hidden_state"], True, {}, False),
+        (["input_ids", "last_hidden_state"], False, {"modules": MODULES}, False),
+    ],
+)
+def test_an_embedder_that_was_exported_for_text_is_refused(
+    tmp_path: Path, names: list[str], state: bool, files: dict[str, Any], is_refused: bool
+) -> None:
+    network(directory(tmp_path, **files), *names, state=state)
+    if not is_refused:
+        refuse_embedder_with_cache(tmp_path)
+        return
+    with pytest.raises(ConfigurationError, match="an embedding model with a KV cache.*--task feature-extraction"):
+        refuse_embedder_with_cache(tmp_path)
