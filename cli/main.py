@@ -21,9 +21,9 @@ class _Subcommand(NamedTuple):
 # name -> where its click.Command lives below headrace.cli, and its line in --help
 _SUBCOMMANDS = {
     "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
-    "serve": _Subcommand("serving.serve:serve", "Serve a model on this host: workers, router and gateway."),
+    "serve": _Subcommand("serving.serve:serve", "Serve models on this host: workers, router and gateway."),
     "run": _Subcommand("serving.run:run", "Chat with a model; serve it for as long if nothing does."),
-    "models": _Subcommand("serving.models:models", "List, show and remove models of the cache."),
+    "models": _Subcommand("hosting.models:models", "List, show and remove models of the cache."),
     "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host."),
     "health": _Subcommand("fleet.health:health", "Ask one process whether it serves."),
     "drain": _Subcommand("fleet.drain:drain", "Let a worker end its requests, or take them again (--undo)."),
@@ -36,7 +36,7 @@ _SUBCOMMANDS = {
     "worker": _Subcommand("serving.roles:worker", "Run one worker (see headrace worker --help)."),
     "router": _Subcommand("serving.roles:router", "Run one router (see headrace router --help)."),
     "gateway": _Subcommand("serving.roles:gateway", "Run one gateway (see headrace gateway --help)."),
-    "sim": _Subcommand("serving.sim:sim", "Compare routing policies on a simulated fleet (headrace sim --help)."),
+    "sim": _Subcommand("serving.roles:sim", "Compare routing policies on a simulated fleet (headrace sim --help)."),
 }
 
 

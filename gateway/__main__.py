@@ -18,6 +18,7 @@ from headrace.gateway.edge.spans import ACCESS
 from headrace.gateway.protocol import CannotServeError
 from headrace.gateway.protocols import PROTOCOLS
 from headrace.gateway.server import Settings, serve
+from headrace.gateway.text.aliases import Aliases, parse_aliases
 
 DRAIN_TIMEOUT_S = 2.0
 EXIT_USAGE = 2
@@ -67,6 +68,19 @@ MAX_FILES = 65_536
     help=f"Format of reasoning, instead of the one detected from the chat template: {', '.join(REASONING_PARSERS)}.",
 )
 @click.option(
+    "--model-host",
+    help="Address of the `headrace serve` that loads and unloads the models of its host. Default: none, so that the "
+    "routers alone say which models there are.",
+)
+@click.option(
+    "--alias",
+    "aliases",
+    multiple=True,
+    callback=lambda context, parameter, values: _aliases(values),
+    metavar="ALIAS=MODEL",
+    help="Another name for a model. May be repeated.",
+)
+@click.option(
     "--plain-grpc",
     is_flag=True,
     help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",
@@ -104,6 +118,13 @@ command.params.extend(_PROTOCOL_OPTIONS)
 def _parsers(values: tuple[str, ...], known: Sequence[str]) -> dict[str, str]:
     try:
         return parse_parsers(values, known)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _aliases(values: tuple[str, ...]) -> Aliases:
+    try:
+        return parse_aliases(values)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -31,7 +31,9 @@ from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
 from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.text.aliases import Aliases
 from headrace.gateway.text.models import Models
+from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
 
 NUM_TOKENIZER_THREADS = 2
@@ -59,6 +61,10 @@ class Settings:
     """How long a new request waits if no worker is reachable; None: as long as its client."""
     plain_grpc: bool
     """Whether each request is an RPC of its own."""
+    model_host: str | None
+    """Address of the host that loads and unloads models."""
+    aliases: Aliases
+    """Other names of models."""
     security: SecuritySettings
     protocol_flags: Mapping[str, Any]
     """Values of the protocols' own options, by parameter name."""
@@ -95,6 +101,7 @@ async def serve(settings: Settings) -> None:
         await _run(settings, security, services, opened, bound, threads, stop)
     finally:
         await services.upstream.close()
+        await services.host.close()
         for one in opened:
             await one.close()
         await security.close()
@@ -110,7 +117,8 @@ def _services(settings: Settings, security: Security, threads: _Threads) -> Serv
         worker_wait_s=settings.worker_wait_s,
         plain_grpc=settings.plain_grpc,
     )
-    models = Models(upstream, threads.loading)
+    host = ModelHost(settings.model_host, security.transport)
+    models = Models(upstream, threads.loading, host=host, aliases=settings.aliases)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
     prompts = Prompts(threads.tokenizing)
     generator = Generator(upstream, metrics)
@@ -122,6 +130,7 @@ def _services(settings: Settings, security: Security, threads: _Threads) -> Serv
         Encodings(models, prompts),
         EncodingRunner(upstream, metrics),
         upstream,
+        host,
         metrics,
     )
 
@@ -144,7 +153,7 @@ async def _run(
     serving = asyncio.create_task(http_server.serve(sockets=[bound]))
     # Importing OpenVINO takes a third of a second. It is done before a router has a model.
     threads.loading.submit(importlib.import_module, "headrace.gateway.text.tokenizer")
-    works = (services.models.run(), *(protocol.run() for protocol in opened), _wait(stop))
+    works = (services.models.run(), services.host.run(), *(protocol.run() for protocol in opened), _wait(stop))
     tasks = [asyncio.create_task(work) for work in works]
     _log_address(bound, security)
     done, _ = await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)

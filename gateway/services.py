@@ -11,6 +11,7 @@ from headrace.gateway.encoding.planning import Encodings
 from headrace.gateway.encoding.running import EncodingRunner
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.text.models import Models
+from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
 
 
@@ -25,4 +26,5 @@ class Services:
     encodings: Encodings
     encoding_runner: EncodingRunner
     upstream: Upstream
+    host: ModelHost
     metrics: Metrics

@@ -40,6 +40,7 @@ class Reason(enum.Enum):
     QUEUE_FULL = enum.auto()
     TOO_LARGE_FOR_CACHE = enum.auto()
     NO_CAPACITY = enum.auto()
+    MODEL_NOT_LOADED = enum.auto()
     GIVEN_BACK = enum.auto()
     DRAINING = enum.auto()
     WORKER_LOST = enum.auto()
@@ -74,6 +75,7 @@ TABLE: dict[Reason, StatusRow] = {
         _Code.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded"
     ),
     Reason.NO_CAPACITY: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "no_capacity"),
+    Reason.MODEL_NOT_LOADED: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "model_not_loaded"),
     # Used only between worker and router: the router places such a request again.
     Reason.GIVEN_BACK: StatusRow(_Code.ABORTED, 503, "server_error", "given_back"),
     Reason.DRAINING: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "draining"),

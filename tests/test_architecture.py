@@ -121,7 +121,7 @@ TIERS = {
         ("__main__",),
     ),
     "router": (("placement",), ("fleet",), ("dispatch",), ("adapter_calls", "explain"), ("service",), ("__main__",)),
-    "cli": (("errors", "launch", "gguf"), ("models", "fleet"), ("serving",), ("main",), ("__main__",)),
+    "cli": (("errors", "launch", "gguf"), ("models", "fleet"), ("hosting",), ("serving",), ("main",), ("__main__",)),
 }
 
 

@@ -46,12 +46,13 @@ class ServeRecord:
     host: str
     port: int
     grpc_port: int
-    model: str
+    models: tuple[str, ...]
     router_address: str
     socket_directory: str
     processes: tuple[ProcessRecord, ...]
     tls_dir: str | None = None
     join_token_file: str | None = None
+    host_address: str | None = None
 
 
 def runtime_directory() -> Path:
@@ -140,6 +141,7 @@ def running_serves(port: int | None = None) -> list[ServeRecord]:
 def _read(path: Path) -> ServeRecord | None:
     try:
         raw = json.loads(path.read_text())
+        raw["models"] = tuple(raw["models"])
         raw["processes"] = tuple(ProcessRecord(**process) for process in raw["processes"])
         return ServeRecord(**raw)
     except (OSError, ValueError, KeyError, TypeError):

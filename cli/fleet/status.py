@@ -154,7 +154,7 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
     for record in records:
-        title = f"{record.model} on {record.url}/v1 (serve: pid {record.pid})"
+        title = f"{', '.join(record.models)} on {record.url}/v1 (serve: pid {record.pid})"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
         for column in ("process", "pid", "state", "up", "restarts", "requests", "drafts", "KV blocks", "runs on"):
             table.add_column(column, no_wrap=True, justify="right" if column in ("pid", "restarts") else "left")

@@ -9,7 +9,8 @@ number of threads.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from headrace.cli.errors import CommandError
 from headrace.cli.serving.topology import Core, Topology
@@ -86,3 +87,32 @@ def _split(cores: list[Core], parts: int) -> list[list[Core]]:
 def _place(node: int, cores: list[Core]) -> WorkerPlace:
     reserved = next((count for least, count in _RESERVED_FROM if len(cores) >= least), 0)
     return WorkerPlace(node, tuple(sorted(core.cpus[0] for core in cores)), len(cores) - reserved)
+
+
+def share_cores(topology: Topology, wanted: Sequence[int | None]) -> list[Topology]:
+    """Divide the cores among models. A model with a number in `wanted` gets so many for itself, in the order of the
+    machine. The models with None share the rest. Raises CommandError if the cores do not suffice."""
+    reserved = sum(number or 0 for number in wanted)
+    num_cores = len(topology.cores)
+    if reserved > num_cores:
+        raise CommandError(f"the models ask for {reserved} cores together (`cores`), and {num_cores} are usable here")
+    if reserved == num_cores and None in wanted:
+        raise CommandError(
+            f"`cores` of some models take all {num_cores} cores, and none is left for the other models; take fewer, or "
+            "give each model a number"
+        )
+    in_order = [core for node in topology.nodes for core in topology.cores_of(node.number)]
+    taken, found = 0, []
+    for number in wanted:
+        own = in_order[reserved:] if number is None else in_order[taken : taken + number]
+        found.append(_with_cores(topology, own))
+        taken += number or 0
+    return found
+
+
+def _with_cores(topology: Topology, cores: Sequence[Core]) -> Topology:
+    """The machine with some of its cores only, and with their part of a quota."""
+    if len(cores) == len(topology.cores):
+        return topology
+    quota = None if topology.quota_cpus is None else topology.quota_cpus * len(cores) / len(topology.cores)
+    return replace(topology, cores=tuple(cores), quota_cpus=quota)

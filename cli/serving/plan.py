@@ -1,14 +1,16 @@
-"""Decides which processes serve a model on one host, with their arguments and CPUs. Pure."""
+"""Decides which processes serve models on one host, with their arguments and CPUs. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.cli.serving.placement import WorkerPlace
 
 # The share of the available memory for the KV caches of all workers together. A single worker takes the same share.
 _KV_CACHE_SHARE = 0.4
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,8 @@ class ProcessSpec:
 
     `address` is where others reach it: a gRPC target or an http URL. `cpus` is its affinity mask; if empty, it inherits
     the supervisor's. Processes stop in the order of `stop_phase`, lowest first. A process with a `memory_flag` gets
-    an in-memory file that it keeps across restarts, passed as the flag with the value `fd:N`.
+    an in-memory file that it keeps across restarts, passed as the flag with the value `fd:N`. If an essential process
+    refuses its flags, all processes stop.
     """
 
     name: str
@@ -27,6 +30,7 @@ class ProcessSpec:
     cpus: tuple[int, ...] = ()
     stop_phase: int = 0
     memory_flag: str | None = None
+    is_essential: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +46,39 @@ class SecurityFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """All options of `headrace serve`. With None, the process uses its default.
+class ModelPlan:
+    """A model and its workers. `places` has one entry for each worker, and worker i (from 0) has the number
+    `first_worker` + i on the host.
 
-    `places` has one entry for each worker. `grpc_port` 0 turns the gRPC API off. The router serves its metrics at
-    `metrics_port`, and worker i (from 0) at `metrics_port` + 1 + i.
+    `kv_share` is the share of these workers in the memory for KV caches, if no size is given. With None, the option of
+    `headrace serve` applies.
     """
 
-    model_directory: Path
-    model_name: str
+    name: str
+    directory: Path
+    places: tuple[WorkerPlace, ...]
+    first_worker: int = 0
+    kv_share: float = 1.0
+    kv_cache_gb: float | None = None
+    max_context_tokens: int | None = None
+    adapters: tuple[str, ...] | None = None
+    max_adapters: int | None = None
+    is_essential: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of `headrace serve` that all models share. With None, the process uses its default.
+
+    `grpc_port` 0 turns the gRPC API off. The router serves its metrics at `metrics_port`, and worker i (from 0) at
+    `metrics_port` + 1 + i.
+    """
+
     host: str
     port: int
     grpc_port: int
-    places: tuple[WorkerPlace, ...]
     socket_directory: Path
+    aliases: tuple[str, ...] = ()
     kv_cache_gb: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -101,23 +124,29 @@ def router_address(options: ServeOptions) -> str:
     return f"unix:{options.socket_directory / 'router.sock'}"
 
 
-def processes_of(options: ServeOptions, python: str) -> tuple[ProcessSpec, ...]:
-    """All processes, slowest to start first. `python` is the interpreter that runs them."""
-    workers = tuple(_worker(options, python, index, place) for index, place in enumerate(options.places))
-    return (*workers, _gateway(options, python), _router(options, python))
+def host_address(options: ServeOptions) -> str:
+    """The gRPC target at which `headrace serve` itself answers."""
+    return f"unix:{options.socket_directory / 'host.sock'}"
 
 
-def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) -> ProcessSpec:
-    name = f"worker-{index}"
+def front_specs(options: ServeOptions, python: str) -> tuple[ProcessSpec, ...]:
+    """The processes that all models share. `python` is the interpreter that runs them."""
+    return (_gateway(options, python), _router(options, python))
+
+
+def worker_specs(options: ServeOptions, model: ModelPlan, python: str) -> tuple[ProcessSpec, ...]:
+    """The processes of a model."""
+    return tuple(_worker(options, model, python, index, place) for index, place in enumerate(model.places))
+
+
+def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, place: WorkerPlace) -> ProcessSpec:
+    number = model.first_worker + index
+    name = f"worker-{number}"
     address = f"unix:{options.socket_directory / name}.sock"
-    argv = [python, "-m", "headrace.worker", "--model", str(options.model_directory), "--name", options.model_name]
+    argv = [python, "-m", "headrace.worker", "--model", str(model.directory), "--name", model.name]
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
     argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
-    argv += _given("--kv-cache-gb", options.kv_cache_gb)
-    if options.kv_cache_gb is None and len(options.places) > 1:
-        argv += ["--kv-cache-share", str(_KV_CACHE_SHARE / len(options.places))]
-        num_on_node = sum(other.node == place.node for other in options.places)
-        argv += ["--kv-cache-node-share", str(_KV_CACHE_SHARE / num_on_node)]
+    argv += _kv_cache(options, model, place)
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
     argv += _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
@@ -125,16 +154,41 @@ def _worker(options: ServeOptions, python: str, index: int, place: WorkerPlace) 
     argv += _given("--decode-graph", options.decode_graph)
     argv += _given("--speculation", options.speculation) + _given("--draft-model", options.draft_model)
     argv += _given("--kv-precision", options.kv_precision)
-    argv += _given("--max-context-tokens", options.max_context_tokens)
+    argv += _given("--max-context-tokens", _first(model.max_context_tokens, options.max_context_tokens))
     argv += _given("--max-ttft-s", options.max_ttft)
     argv += _given("--stuck-after-s", options.stuck_after_s)
     argv += _given("--kv-disk", options.kv_disk) + _given("--kv-disk-gb", options.kv_disk_gb)
     argv += _given("--kv-disk-key", options.kv_disk_key and options.kv_disk_key.absolute())
-    argv += [part for adapter in options.adapters for part in ("--adapter", adapter)]
-    argv += _given("--max-adapters", options.max_adapters)
-    argv += _metrics(options, 1 + index) + _observation(options) + _membership(options)
+    adapters = options.adapters if model.adapters is None else model.adapters
+    argv += [part for adapter in adapters for part in ("--adapter", adapter)]
+    argv += _given("--max-adapters", _first(model.max_adapters, options.max_adapters))
+    argv += _metrics(options, 1 + number) + _observation(options) + _membership(options)
     memory_flag = "--kv-memory" if options.warm_restart else None
-    return ProcessSpec(name, "worker", tuple(argv), address, place.cpus, stop_phase=1, memory_flag=memory_flag)
+    return ProcessSpec(
+        name,
+        "worker",
+        tuple(argv),
+        address,
+        place.cpus,
+        stop_phase=1,
+        memory_flag=memory_flag,
+        is_essential=model.is_essential,
+    )
+
+
+def _kv_cache(options: ServeOptions, model: ModelPlan, place: WorkerPlace) -> list[str]:
+    """The size of a worker's KV cache. A single worker without a given size has the worker's own default."""
+    given = _first(model.kv_cache_gb, options.kv_cache_gb)
+    if given is not None:
+        return ["--kv-cache-gb", str(given)]
+    if len(model.places) == 1 and model.kv_share == 1.0:
+        return []
+    num_on_node = sum(other.node == place.node for other in model.places)
+    share = _KV_CACHE_SHARE * model.kv_share
+    return [
+        *("--kv-cache-share", str(share / len(model.places))),
+        *("--kv-cache-node-share", str(share / num_on_node)),
+    ]
 
 
 def _router(options: ServeOptions, python: str) -> ProcessSpec:
@@ -146,7 +200,8 @@ def _router(options: ServeOptions, python: str) -> ProcessSpec:
 
 def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv = [python, "-m", "headrace.gateway", "--host", options.host, "--port", str(options.port)]
-    argv += ["--router", router_address(options)]
+    argv += ["--router", router_address(options), "--model-host", host_address(options)]
+    argv += [part for alias in options.aliases for part in ("--alias", alias)]
     argv += _given("--grpc-port", options.grpc_port or None)
     argv += _given("--tool-parser", options.tool_parser) + _given("--reasoning-parser", options.reasoning_parser)
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
@@ -183,3 +238,8 @@ def _metrics(options: ServeOptions, offset: int) -> list[str]:
 
 def _given(flag: str, value: float | str | Path | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
+
+
+def _first(own: _T | None, shared: _T | None) -> _T | None:
+    """The model's own value, or else the value of all models."""
+    return shared if own is None else own

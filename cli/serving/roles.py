@@ -1,4 +1,4 @@
-"""`headrace worker|router|gateway`: replaces this process by the role's, with the same arguments."""
+"""`headrace worker|router|gateway|sim`: replaces this process by the role's, with the same arguments."""
 
 from __future__ import annotations
 
@@ -34,3 +34,10 @@ def router(args: tuple[str, ...]) -> None:
 def gateway(args: tuple[str, ...]) -> None:
     """Run `python -m headrace.gateway` with the same arguments."""
     _become("gateway", args)
+
+
+@click.command(context_settings=_PASS_EVERYTHING_ON, add_help_option=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def sim(args: tuple[str, ...]) -> None:
+    """Run `python -m headrace.sim` with the same arguments."""
+    _become("sim", args)

@@ -18,11 +18,11 @@ from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.chat import ChatClient, Conversation, talk
 from headrace.cli.fleet.fleet_access import ApiAccess, api_options
 from headrace.cli.fleet.run_state import running_serves, runtime_directory
+from headrace.cli.hosting.finding import find_model
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.offline import offline_option
 from headrace.cli.models.progress import say
 from headrace.cli.models.reference import parse_reference
-from headrace.cli.serving.serve import find_model
 
 _STOP_S = 15.0
 _POLL_S = 0.1
@@ -79,7 +79,7 @@ def _server_of(model: str, offline: bool, access: ApiAccess) -> Iterator[tuple[s
 
 def _running(name: str) -> str | None:
     """The URL of this user's running serve with that model; None if there is none."""
-    found = (record.url for record in running_serves() if record.model == name)
+    found = (record.url for record in running_serves() if name in record.models)
     return next((url.replace("//0.0.0.0:", "//127.0.0.1:") for url in found), None)
 
 

@@ -1,7 +1,8 @@
 """Keeps the processes of one host running, and stops them in order.
 
     start all -> one dies: restart it, first at once, then with growing delays
-              -> one exits with status 2: it refuses its flags; stop all
+              -> one exits with status 2: it refuses its flags; stop all, or only this one if it is not essential
+              -> add(), remove(): processes that come and go while the others run
               -> stop(): SIGTERM phase by phase, SIGKILL after a time limit
 
 No process outlives the supervisor, even if that is killed, because launch.py starts each one.
@@ -65,7 +66,8 @@ class StopRule:
 
 @dataclass(slots=True)
 class SupervisedProcess:
-    """A process and its history, which only the Supervisor changes. `started_s` is Unix time."""
+    """A process and its history, which only the Supervisor changes. `started_s` is Unix time, `last_ending` is how it
+    ended last, and `leaving` is set when it must not be started again."""
 
     spec: ProcessSpec
     state: ProcessState = ProcessState.STARTING
@@ -73,6 +75,8 @@ class SupervisedProcess:
     started_s: float = 0.0
     num_restarts: int = 0
     last_error: str | None = None
+    last_ending: str = ""
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -100,7 +104,7 @@ class Supervisor:
         `failure` is then the error of the process that refused its flags, or None after an orderly stop.
         """
         for process in self.processes:
-            self._keepers[process.spec.name] = asyncio.create_task(self._keep(process))
+            self._start(process)
         await self._stopping.wait()
         await self._stop_in_order()
         await asyncio.gather(*self._keepers.values())
@@ -110,41 +114,76 @@ class Supervisor:
     def stop(self) -> None:
         """Start an orderly stop."""
         self._stopping.set()
+        for process in self.processes:
+            process.leaving.set()
 
     def kill(self) -> None:
         """Kill all processes at once."""
-        self._stopping.set()
+        self.stop()
         for process in self.processes:
             self._signal(process, signal.SIGKILL)
 
+    def add(self, specs: Sequence[ProcessSpec]) -> list[SupervisedProcess]:
+        """Start more processes. `run` must be running; after `stop`, nothing is started."""
+        added = [SupervisedProcess(spec) for spec in specs if not self._stopping.is_set()]
+        for process in added:
+            assert process.spec.name not in self._keepers, f"{process.spec.name} is running"
+            self.processes.append(process)
+            self._start(process)
+        return added
+
+    async def remove(self, processes: Sequence[SupervisedProcess]) -> None:
+        """Stop processes in an orderly way, kill those that take too long, and forget them."""
+        for process in processes:
+            process.leaving.set()
+            if process.pid is not None:
+                self._change(process, ProcessState.STOPPING)
+                self._signal(process, signal.SIGTERM)
+        keepers = [self._keepers[process.spec.name] for process in processes]
+        if keepers:
+            await asyncio.wait(keepers, timeout=self.stop_rule.kill_from_s)
+        self._kill_late(processes)
+        await asyncio.gather(*keepers)
+        for process in processes:
+            self.processes.remove(process)
+            del self._keepers[process.spec.name]
+            if (memory := self._memories.pop(process.spec.name, None)) is not None:
+                os.close(memory)
+        self.on_change()
+
+    def _start(self, process: SupervisedProcess) -> None:
+        self._keepers[process.spec.name] = asyncio.create_task(self._keep(process))
+
     async def _keep(self, process: SupervisedProcess) -> None:
         num_deaths = 0
-        while not self._stopping.is_set():
+        while not process.leaving.is_set():
             started_s = time.monotonic()
             status = await self._run_once(process)
-            process.pid = None
-            if self._stopping.is_set():
+            process.pid, process.last_ending = None, _ending(status)
+            if process.leaving.is_set():
                 break
             if status == EXIT_REFUSED:
                 self._give_up(process)
                 return
             lived_s = time.monotonic() - started_s
             num_deaths = 1 if lived_s >= self.restart_rule.calm_s else num_deaths + 1
-            await self._wait_to_restart(process, status, self.restart_rule.delay_s(num_deaths))
+            await self._wait_to_restart(process, self.restart_rule.delay_s(num_deaths))
         self._change(process, ProcessState.STOPPED)
 
-    async def _wait_to_restart(self, process: SupervisedProcess, status: int, delay_s: float) -> None:
+    async def _wait_to_restart(self, process: SupervisedProcess, delay_s: float) -> None:
         when = f"in {delay_s:g} s" if delay_s else "at once"
-        self.log.line("serve", f"{process.spec.name} {_ending(status)}; restarting it {when}")
+        self.log.line("serve", f"{process.spec.name} {process.last_ending}; restarting it {when}")
         process.num_restarts += 1
         self._change(process, ProcessState.RESTARTING)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), delay_s)
+            await asyncio.wait_for(process.leaving.wait(), delay_s)
 
     def _give_up(self, process: SupervisedProcess) -> None:
-        self.failure = process.last_error or f"{process.spec.name} refused to start; its log above says why"
+        process.last_error = process.last_error or f"{process.spec.name} refused to start; its log above says why"
         self._change(process, ProcessState.FAILED)
-        self._stopping.set()
+        if process.spec.is_essential:
+            self.failure = process.last_error
+            self.stop()
 
     async def _run_once(self, process: SupervisedProcess) -> int:
         """Start the process and wait until it ends. Returns its exit status, as Popen.returncode."""
@@ -207,7 +246,10 @@ class Supervisor:
             bound_s = self.stop_rule.kill_from_s if last else self.stop_rule.last_phase_from_s
             keepers = [self._keepers[process.spec.name] for process in members]
             await asyncio.wait(keepers, timeout=max(0.0, begun_s + bound_s - time.monotonic()))
-        for process in self.processes:
+        self._kill_late(self.processes)
+
+    def _kill_late(self, processes: Sequence[SupervisedProcess]) -> None:
+        for process in processes:
             if process.pid is not None:
                 self.log.line("serve", f"{process.spec.name} did not stop in time; killing it")
                 self._signal(process, signal.SIGKILL)

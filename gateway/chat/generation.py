@@ -193,7 +193,7 @@ class Generator:
         num_prompt_tokens = num_taken = num_used = 0
         scope = cache_scope(authorization.key.tenant, authorization.key.cache_group)
         for plan in plans:
-            authorization.check(plan.job.model.name, plan.job.priority)
+            authorization.check(plan.job.model.asked_as, plan.job.priority)
             num_prompt_tokens += len(plan.job.token_ids)
             for request in plan.requests:
                 request.tenant = authorization.key.tenant

@@ -43,7 +43,7 @@ class EncodingRunner:
 
     async def _paid(self, plan: EncodingPlan, caller: Caller, authorization: Authorization) -> list[bytes]:
         """Run a plan, and charge the caller's key for all tokens, or for none if the request fails."""
-        authorization.check(plan.model.name, plan.priority)
+        authorization.check(plan.model.asked_as, plan.priority)
         with authorization.held():
             await authorization.take_tokens(plan.num_tokens)
             num_used = 0

@@ -21,6 +21,7 @@ from headrace.gateway.grpc_text.encoding import (
 from headrace.gateway.grpc_text.values import FIELD_NAMES, Answers, chat_request, completion_request, tokenize_request
 from headrace.gateway.services import Services
 from headrace.gateway.text.detokenizer import detokenize
+from headrace.gateway.text.models import ListedModel
 from headrace.protos.text_pb2 import ChatRequest as TextChatRequest
 from headrace.protos.text_pb2 import (
     ChatResponse,
@@ -120,9 +121,9 @@ class TextService(TextServicer):
         """The available models."""
 
         async def models() -> TextListModelsResponse:
-            listed = await self._models.listed()
-            cards = [TextModel(name=one.name, max_context_tokens=one.card.max_context_tokens) for one in listed]
-            return TextListModelsResponse(models=cards)
+            listed = await self._models.overview()
+            found = [TextModel(name=one.name, max_context_tokens=_context_of(one)) for one in listed]
+            return TextListModelsResponse(models=found)
 
         return await self.calls.answered(models, "grpc_models", "ListModels", context)
 
@@ -160,3 +161,8 @@ class TextService(TextServicer):
             async with aclosing(self._generator.stream(plans, caller)) as pieces:
                 async for indexed in pieces:
                     yield indexed
+
+
+def _context_of(model: ListedModel) -> int:
+    """Maximum length of prompt and answer; 0 while it is not known."""
+    return 0 if model.card is None else model.card.max_context_tokens

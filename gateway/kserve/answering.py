@@ -11,10 +11,10 @@ from headrace.gateway.services import Services
 from headrace.gateway.text.models import Model
 
 
-async def find_model(services: Services, name: str, version: str) -> Model:
+async def find_model(services: Services, name: str, version: str, *, loads: bool = True) -> Model:
     """The model of this name. Raises `StatusError` if there is none, or if it has no such version."""
     check_version(name, version)
-    return await services.models.find(name)
+    return await services.models.find(name, loads=loads)
 
 
 async def answer_whole(services: Services, model: Model, inference: Inference, caller: Caller) -> list[Tensor]:

@@ -58,12 +58,12 @@ class _Inferences:
 
     async def ready(self, exchange: Exchange) -> None:
         """GET ready: 200, or the error that a request would get."""
-        model = await self._model(exchange)
+        model = await self._model(exchange, loads=False)
         await exchange.respond(encode({"name": model.name, "ready": True}))
 
     async def model(self, exchange: Exchange) -> None:
         """GET a model."""
-        await exchange.respond(encode(model_metadata((await self._model(exchange)).name)))
+        await exchange.respond(encode(model_metadata((await self._model(exchange, loads=False)).name)))
 
     async def infer(self, exchange: Exchange) -> None:
         """POST infer."""
@@ -105,6 +105,6 @@ class _Inferences:
             stream = GenerateStream(model.name, request_id, parts)
             await self._services.answering.stream(exchange, completion.plans, stream)
 
-    async def _model(self, exchange: Exchange) -> Model:
+    async def _model(self, exchange: Exchange, *, loads: bool = True) -> Model:
         path = exchange.scope["path_params"]
-        return await find_model(self._services, path["name"], path.get("version", ""))
+        return await find_model(self._services, path["name"], path.get("version", ""), loads=loads)

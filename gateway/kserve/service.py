@@ -66,7 +66,7 @@ class KserveService(GRPCInferenceServiceServicer):
     async def ModelReady(self, request: ModelReadyRequest, context: Context) -> ModelReadyResponse:
         """Whether the model is ready."""
         try:
-            await find_model(self._services, request.name, request.version)
+            await find_model(self._services, request.name, request.version, loads=False)
         except StatusError:
             return ModelReadyResponse(ready=False)
         return ModelReadyResponse(ready=True)
@@ -76,7 +76,7 @@ class KserveService(GRPCInferenceServiceServicer):
 
         async def metadata() -> ModelMetadataResponse:
             return ModelMetadataResponse(
-                **model_metadata((await find_model(self._services, request.name, request.version)).name)
+                **model_metadata((await find_model(self._services, request.name, request.version, loads=False)).name)
             )
 
         return await self.calls.answered(metadata, "grpc_kserve_models", "ModelMetadata", context)

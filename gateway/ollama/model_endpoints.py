@@ -14,7 +14,7 @@ from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.turns import check_fields
 from headrace.gateway.ollama.types import OllamaPull, OllamaShow
 from headrace.gateway.services import Services
-from headrace.gateway.text.models import Model
+from headrace.gateway.text.models import ListedModel, Model
 from headrace.protos.inference_pb2 import TASK_EMBED
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
@@ -70,15 +70,16 @@ class _Models:
         self._services = services
 
     async def tags(self, exchange: Exchange) -> None:
-        models = await self._services.models.listed()
-        listed = [{**_identity(model.card), "modified_at": time_of(model.card.created_s)} for model in models]
+        models = await self._services.models.overview()
+        listed = [{**_identity(model), "modified_at": time_of(_card(model).created_s)} for model in models]
         await exchange.respond(encode({"models": listed}))
 
     async def running(self, exchange: Exchange) -> None:
-        models = await self._services.models.listed()
+        models = await self._services.models.overview()
         running = [
-            {**_identity(model.card), "expires_at": _NEVER, "context_length": model.card.max_context_tokens}
+            {**_identity(model), "expires_at": _NEVER, "context_length": _card(model).max_context_tokens}
             for model in models
+            if model.state == "loaded"
         ]
         await exchange.respond(encode({"models": running}))
 
@@ -88,7 +89,7 @@ class _Models:
     async def show(self, exchange: Exchange) -> None:
         request = decode_body(await exchange.body(), OllamaShow)
         check_fields(request)
-        model = await find(self._services.models, request.model or request.name)
+        model = await find(self._services.models, request.model or request.name, loads=False)
         template = model.text.template
         value: dict[str, Any] = {
             "modelfile": f"FROM {model.name}\n",
@@ -120,7 +121,7 @@ class _Models:
         check_fields(request)
         name = request.model or request.name
         try:
-            model = await find(self._services.models, name)
+            model = await find(self._services.models, name, loads=False)
         except StatusError as error:
             if error.reason is not Reason.MODEL_NOT_FOUND:
                 raise
@@ -143,8 +144,13 @@ def _refusing(verb: str) -> Handler:
     return refuse
 
 
-def _identity(card: ModelCard) -> dict[str, Any]:
-    return {"name": card.name, "model": card.name, "digest": card.fingerprint, "details": _DETAILS}
+def _identity(model: ListedModel) -> dict[str, Any]:
+    return {"name": model.name, "model": model.name, "digest": _card(model).fingerprint, "details": _DETAILS}
+
+
+def _card(model: ListedModel) -> ModelCard:
+    """The model's card; empty if it was not loaded yet."""
+    return model.card or ModelCard()
 
 
 def _parameters(card: ModelCard) -> list[str]:

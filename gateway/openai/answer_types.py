@@ -151,7 +151,7 @@ class Completion(Shape):
 
 
 class ModelCard(Shape):
-    """An available model."""
+    """A model, loaded or not."""
 
     id: str
     object: Literal["model"]
@@ -159,9 +159,11 @@ class ModelCard(Shape):
     owned_by: str
     root: str
     parent: str | None
-    max_model_len: int
+    max_model_len: int | None
     task: Literal["generate", "embed", "rank"]
     dimensions: int | None
+    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    problem: str | None
 
 
 class ModelList(Shape):

@@ -17,6 +17,7 @@ from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, pro
 from headrace.gateway.chat.output import WholeChat
 from headrace.gateway.edge.failures import error_value, failure_of
 from headrace.gateway.edge.wire import encode
+from headrace.gateway.text.models import ListedModel
 from headrace.protos.tasks import NAMES
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -181,16 +182,19 @@ def _whole(
     )
 
 
-def model_value(card: ModelCard) -> dict[str, Any]:
-    """A model as GET /v1/models shows it."""
+def model_value(model: ListedModel) -> dict[str, Any]:
+    """A model as GET /v1/models shows it. Of a model that was not loaded yet, little is known."""
+    card = model.card
     return {
-        "id": card.name,
+        "id": model.name,
         "object": "model",
-        "created": card.created_s,
+        "created": 0 if card is None else card.created_s,
         "owned_by": "headrace",
-        "root": card.name,
-        "parent": card.parent or None,
-        "max_model_len": card.max_context_tokens,
-        "task": NAMES[card.task],
-        "dimensions": card.dimensions or None,
+        "root": model.alias_of or model.name,
+        "parent": None if card is None else card.parent or None,
+        "max_model_len": None if card is None else card.max_context_tokens,
+        "task": NAMES[model.task],
+        "dimensions": None if card is None else card.dimensions or None,
+        "state": model.state,
+        "problem": model.problem or None,
     }

@@ -32,12 +32,13 @@ class _Models:
         self._services = services
 
     async def list_models(self, exchange: Exchange) -> None:
-        cards = [model_value(model.card) for model in await self._services.models.listed()]
+        cards = [model_value(model) for model in await self._services.models.overview()]
         await exchange.respond(encode({"object": "list", "data": cards}))
 
     async def get_model(self, exchange: Exchange) -> None:
-        model = await self._services.models.find(exchange.scope["path_params"]["name"])
-        await exchange.respond(encode(model_value(model.card)))
+        await exchange.respond(
+            encode(model_value(await self._services.models.look_up(exchange.scope["path_params"]["name"])))
+        )
 
     async def tokenize(self, exchange: Exchange) -> None:
         request = decode_body(await exchange.body(), TokenizeRequest)

@@ -4,6 +4,9 @@ The list is polled. An unknown name triggers one refresh at once, shared by all 
 every `MIN_FORCED_INTERVAL_S`. A model that is no longer listed stays available for `FORGET_AFTER_S`, because its
 workers may only be restarting; the router decides. In its first `SETTLE_S`, a gateway lets requests wait for the list
 and the tokenizer, so that its own restart causes a pause instead of errors.
+
+A host that loads and unloads models (`headrace serve`) may know more of them. A request for a model that is not loaded
+waits until the host has loaded it.
 """
 
 from __future__ import annotations
@@ -12,15 +15,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from headrace.gateway.text.aliases import Aliases
 from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.upstream import bundle
 from headrace.gateway.upstream.bundle import BundleError
+from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
+from headrace.protos.host_pb2 import HOSTED_MODEL_STATE_LOADED, HostedModel, HostedModelState
+from headrace.protos.inference_pb2 import Task
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -50,15 +57,21 @@ class TextSide:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An available model."""
+    """An available model. `alias` is the name by which the caller asked for it, if that is not its own."""
 
     card: ModelCard
     text: TextSide
+    alias: str = ""
 
     @property
     def name(self) -> str:
         """Name that requests use."""
         return str(self.card.name)
+
+    @property
+    def asked_as(self) -> str:
+        """Name that the caller used. Keys allow models by these names."""
+        return self.alias or self.name
 
     def chat_template(self) -> ChatTemplate:
         """The chat template. Raises `StatusError` if the model has none that works."""
@@ -66,6 +79,19 @@ class Model:
             problem = f"the model cannot chat: {self.text.template_problem}; it can complete texts"
             raise StatusError(Reason.UNSUPPORTED, problem, field="messages")
         return self.text.template
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model in the list for callers: its name, its state in a word, what it is for, why it could not be loaded, and
+    its card, if it is known. `alias_of` is the model for which the name is another one."""
+
+    name: str
+    state: str
+    task: Task
+    problem: str = ""
+    card: ModelCard | None = None
+    alias_of: str = ""
 
 
 @dataclass(slots=True)
@@ -93,8 +119,14 @@ class Models:
         clock: Callable[[], float] = time.monotonic,
         *,
         settle_s: float = SETTLE_S,
+        host: ModelHost | None = None,
+        aliases: Aliases | None = None,
     ) -> None:
         """`executor` compiles tokenizers, which takes long."""
+        self._host = host or ModelHost()
+        self._host.on_change = self._take_hosted
+        self._hosted: Mapping[str, HostedModel] = {}
+        self._aliases = aliases or Aliases()
         self._settled_s = clock() + settle_s
         self._changed = asyncio.Event()
         self._upstream = upstream
@@ -131,6 +163,37 @@ class Models:
         live = (self._model_of(entry) for _, entry in sorted(self._entries.items()) if entry.live)
         return [model for model in live if model is not None]
 
+    async def overview(self) -> list[ListedModel]:
+        """All models and aliases that callers may name, by name, loaded or not. Raises `StatusError` if the router does
+        not answer."""
+        if any(self._lags_behind(name) for name in self._hosted):
+            await self.refresh()
+        found = {
+            model.name: ListedModel(model.name, "loaded", model.card.task, card=model.card)
+            for model in await self.listed()
+        }
+        for name, hosted in self._hosted.items():
+            if name not in found or hosted.state != HOSTED_MODEL_STATE_LOADED:
+                state = _word_for(hosted.state)
+                entry = self._entries.get(name)
+                found[name] = ListedModel(
+                    name, state, hosted.task, hosted.problem, None if entry is None else entry.card
+                )
+        for alias, name in self._aliases.items():
+            if name in found:
+                found[alias] = replace(found[name], name=alias, alias_of=name)
+        return [found[name] for name in sorted(found)]
+
+    async def look_up(self, name: str) -> ListedModel:
+        """The entry of this name in the list. Raises `StatusError` if there is none."""
+        listed = {model.name: model for model in await self.overview()}
+        if name not in listed:
+            await self.find(name)  # it may have come since, or its workers are restarting
+            listed = {model.name: model for model in await self.overview()}
+        if name not in listed:
+            raise StatusError(Reason.NO_CAPACITY, f"model '{name}' has no worker at the moment", retry_after_s=1.0)
+        return listed[name]
+
     async def refresh(self) -> None:
         """List the models now. Raises `StatusError`."""
         if self._refreshing is not None and not self._refreshing.done():
@@ -143,21 +206,48 @@ class Models:
         if (entry := self._entries.get(name)) is not None and not entry.live:
             del self._entries[name]
 
-    async def find(self, name: str) -> Model:
-        """The model of this name, or the only model if the name is empty. Raises `StatusError`."""
-        model = self._find(name)
-        if model is None and self._clock() - self._forced_s > MIN_FORCED_INTERVAL_S:
-            self._forced_s = self._clock()
-            await self._refresh_quietly()
+    async def find(self, name: str, *, loads: bool = True) -> Model:
+        """The model of this name, or the only model if the name is empty. If a host must load it first, this waits for
+        it, or with `loads` False raises MODEL_NOT_LOADED unless the model is known. Raises `StatusError`."""
+        alias, name = name, self._aliases.model_of(name)
+        while True:
+            if loads:
+                await self._have_loaded(name or self._only_name())
             model = self._find(name)
-        while model is None:
+            is_due = self._clock() - self._forced_s > MIN_FORCED_INTERVAL_S
+            if model is None and (is_due or self._lags_behind(name)):
+                self._forced_s = self._clock()
+                await self._refresh_quietly()
+                model = self._find(name)
+            if model is not None:
+                return model if alias == name else replace(model, alias=alias)
             problem = self._why_not(name)
+            if not loads and not self._is_loaded(name or self._only_name()):
+                raise StatusError(Reason.MODEL_NOT_LOADED, f"model '{name}' is not loaded")
             left_s = self._settled_s - self._clock()
             if problem.reason is not Reason.NO_CAPACITY or left_s <= 0:
                 raise problem
             await self._next_change(left_s)
-            model = self._find(name)
-        return model
+
+    def _take_hosted(self) -> None:
+        self._hosted = self._host.models
+        self._notify()
+
+    def _is_loaded(self, name: str) -> bool:
+        """Whether requests for this model need not wait for the host: it has loaded the model, or does not know it."""
+        hosted = self._hosted.get(name)
+        return hosted is None or hosted.state == HOSTED_MODEL_STATE_LOADED
+
+    def _lags_behind(self, name: str) -> bool:
+        """Whether the host has loaded a model that is not in the list."""
+        entry = self._entries.get(name)
+        return name in self._hosted and self._is_loaded(name) and (entry is None or not entry.live)
+
+    async def _have_loaded(self, name: str) -> None:
+        """Have the host load the model, if it is there and not loaded. Raises `StatusError`."""
+        if not self._is_loaded(name):
+            await self._host.load(name)
+            await self.refresh()
 
     async def _next_change(self, timeout_s: float) -> None:
         """Return when the list was refreshed, or after the time limit."""
@@ -173,28 +263,35 @@ class Models:
         self._entries.clear()
 
     def _find(self, name: str) -> Model | None:
-        if name:
-            entry = self._entries.get(name)
-            return None if entry is None else self._model_of(entry)
-        models = [entry for entry in self._entries.values() if not entry.card.parent]
-        candidates = [entry for entry in models if entry.live] or models
-        return self._model_of(candidates[0]) if len(candidates) == 1 else None
+        entry = self._entries.get(name or self._only_name())
+        return None if entry is None else self._model_of(entry)
+
+    def _only_name(self) -> str:
+        """The name of the only model; empty if there is none, or several."""
+        entries = {name: entry for name, entry in self._entries.items() if not entry.card.parent}
+        names = {name for name, entry in entries.items() if entry.live} or set(entries)
+        names |= self._hosted.keys()
+        return names.pop() if len(names) == 1 else ""
 
     def _model_of(self, entry: _Entry) -> Model | None:
         text = self._texts.get(entry.card.tokenizer_sha256)
         return None if text is None else Model(entry.card, text)
 
     def _why_not(self, name: str) -> StatusError:
-        if not self._entries:
+        names = self._entries.keys() | self._hosted.keys() | {alias for alias, _ in self._aliases.items()}
+        if not (self._entries or self._hosted) or not self._host.is_known:
             return StatusError(Reason.NO_CAPACITY, "no model is being served yet; try again shortly", retry_after_s=1.0)
-        entry = next(iter(self._entries.values())) if not name and len(self._entries) == 1 else self._entries.get(name)
+        entry = self._entries.get(name or self._only_name())
         if entry is not None:
             what = f"the tokenizer of '{entry.card.name}'"
             problem = self._problems.get(entry.card.tokenizer_sha256)
             if problem is not None:
                 return StatusError(Reason.INTERNAL, f"{what} cannot be used: {problem.message}")
             return StatusError(Reason.NO_CAPACITY, f"{what} is still being loaded", retry_after_s=1.0)
-        known = ", ".join(f"'{known}'" for known in sorted(self._entries)[:20])
+        if (name or self._only_name()) in self._hosted:
+            problem_text = f"model '{name or self._only_name()}' has no worker at the moment"
+            return StatusError(Reason.NO_CAPACITY, problem_text, retry_after_s=1.0)
+        known = ", ".join(f"'{known}'" for known in sorted(names)[:20])
         if not name:
             return StatusError(Reason.INVALID_FIELD, f"model is required; there are {known}", field="model")
         echo = name if len(name) <= _MAX_ECHO_CHARS else name[:_MAX_ECHO_CHARS] + "…"
@@ -228,6 +325,9 @@ class Models:
             del self._texts[sha256]  # freed with the last request that uses it
         for sha256 in sorted(wanted - self._texts.keys()):
             await self._load(sha256)
+        self._notify()
+
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -247,6 +347,13 @@ class Models:
             self._problems.pop(sha256, None)
             self._texts[sha256] = text
             _LOG.info("loaded the tokenizer bundle %s", sha256[:12])
+
+
+def _word_for(state: HostedModelState) -> str:
+    """The state of a model that has no live worker. One that was loaded has a worker that is restarting."""
+    if state == HOSTED_MODEL_STATE_LOADED:
+        return "loading"
+    return HostedModelState.Name(state).removeprefix("HOSTED_MODEL_STATE_").lower()
 
 
 def load_text_side(raw: bytes) -> TextSide:

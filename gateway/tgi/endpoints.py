@@ -59,7 +59,7 @@ class _Generations:
     async def info(self, exchange: Exchange) -> None:
         """GET /info."""
         query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-        model = await self._services.models.find(query.get("model", [""])[0])
+        model = await self._services.models.find(query.get("model", [""])[0], loads=False)
         value = {
             "model_id": model.name,
             "model_sha": model.card.fingerprint,

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.errors import CommandError
+from headrace.cli.hosting.finding import find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.catalogue import CATALOGUE
@@ -22,7 +23,6 @@ from headrace.cli.models.requirements import check_weights_fit
 from headrace.cli.models.selection import HubFile, HubListing, choose_files
 from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
-from headrace.cli.serving.serve import find_model
 from headrace.gateway.chat.output_parsers.families import TOOL_FORMATS
 from tests.cli.conftest import write_files
 from tests.hub import Hub

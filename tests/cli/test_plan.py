@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headrace.cli.serving.placement import WorkerPlace
-from headrace.cli.serving.plan import ServeOptions, base_url, processes_of
+from headrace.cli.serving.plan import ModelPlan, ProcessSpec, ServeOptions, base_url, front_specs, worker_specs
 
 OPTIONS = ServeOptions(
-    model_directory=Path("/models/m"),
-    model_name="m",
     host="127.0.0.1",
     port=8000,
     grpc_port=8001,
-    places=(WorkerPlace(0, (0, 1, 2, 3), 4),),
     socket_directory=Path("/run/h/8000"),
 )
+ONE_PLACE = (WorkerPlace(0, (0, 1, 2, 3), 4),)
 TWO_PLACES = (WorkerPlace(0, (0, 1), 2), WorkerPlace(1, (2, 3), 2))
+
+
+def processes_of(
+    options: ServeOptions, places: tuple[WorkerPlace, ...] = ONE_PLACE, **plan: Any
+) -> tuple[ProcessSpec, ...]:
+    """The workers of one model, the gateway and the router."""
+    model = ModelPlan("m", Path("/models/m"), places, **plan)
+    return (*worker_specs(options, model, "python"), *front_specs(options, "python"))
 
 
 def argument(argv: tuple[str, ...], flag: str) -> str | None:
@@ -25,7 +32,7 @@ def argument(argv: tuple[str, ...], flag: str) -> str | None:
 
 
 def test_one_worker_one_gateway_and_one_router_find_each_other() -> None:
-    worker, gateway, router = processes_of(OPTIONS, "python")
+    worker, gateway, router = processes_of(OPTIONS)
     assert (worker.name, gateway.name, router.name) == ("worker-0", "gateway", "router")
     assert argument(worker.argv, "--router") == argument(gateway.argv, "--router") == router.address
     assert argument(worker.argv, "--listen") == worker.address == "unix:/run/h/8000/worker-0.sock"
@@ -34,12 +41,12 @@ def test_one_worker_one_gateway_and_one_router_find_each_other() -> None:
 
 
 def test_the_gateway_stops_before_router_and_workers() -> None:
-    worker, gateway, router = processes_of(OPTIONS, "python")
+    worker, gateway, router = processes_of(OPTIONS)
     assert gateway.stop_phase < router.stop_phase == worker.stop_phase
 
 
 def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
-    worker, *_ = processes_of(OPTIONS, "python")
+    worker, *_ = processes_of(OPTIONS)
     flags = (
         "--kv-cache-gb",
         "--kv-cache-share",
@@ -60,7 +67,6 @@ def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
 def test_what_was_asked_for_reaches_every_worker() -> None:
     asked = replace(
         OPTIONS,
-        places=TWO_PLACES,
         kv_cache_gb=1.5,
         max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -70,7 +76,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         speculation="draft",
         draft_model=Path("/models/small"),
     )
-    for worker in processes_of(asked, "python")[:2]:
+    for worker in processes_of(asked, TWO_PLACES)[:2]:
         assert argument(worker.argv, "--threads") == "2"
         assert argument(worker.argv, "--kv-cache-gb") == "1.5"
         assert argument(worker.argv, "--max-num-seqs") == "8"
@@ -83,23 +89,23 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
 
 
 def test_several_workers_share_the_memory_of_one() -> None:
-    first, second, *_ = processes_of(replace(OPTIONS, places=TWO_PLACES), "python")
+    first, second, *_ = processes_of(OPTIONS, TWO_PLACES)
     assert argument(first.argv, "--kv-cache-share") == argument(second.argv, "--kv-cache-share") == "0.2"
     assert argument(first.argv, "--kv-cache-node-share") == argument(second.argv, "--kv-cache-node-share") == "0.4"
     on_one_node = (WorkerPlace(0, (0, 1), 2), WorkerPlace(0, (2, 3), 2))
-    third, fourth, *_ = processes_of(replace(OPTIONS, places=on_one_node), "python")
+    third, fourth, *_ = processes_of(OPTIONS, on_one_node)
     assert argument(third.argv, "--kv-cache-node-share") == argument(fourth.argv, "--kv-cache-node-share") == "0.2"
-    (asked, *_) = processes_of(replace(OPTIONS, places=TWO_PLACES, kv_cache_gb=1), "python")
+    (asked, *_) = processes_of(replace(OPTIONS, kv_cache_gb=1), TWO_PLACES)
     assert argument(asked.argv, "--kv-cache-share") is None
 
 
 def test_several_workers_have_cpus_of_their_own() -> None:
-    first, second, *_ = processes_of(replace(OPTIONS, places=TWO_PLACES), "python")
+    first, second, *_ = processes_of(OPTIONS, TWO_PLACES)
     assert (first.cpus, second.cpus) == ((0, 1), (2, 3))
 
 
 def test_no_grpc_edge_means_no_flag() -> None:
-    _, gateway, _ = processes_of(replace(OPTIONS, grpc_port=0), "python")
+    _, gateway, _ = processes_of(replace(OPTIONS, grpc_port=0))
     assert argument(gateway.argv, "--grpc-port") is None
 
 
@@ -108,8 +114,8 @@ def test_an_ipv6_address_has_brackets_in_a_url() -> None:
 
 
 def test_every_process_tells_what_it_does_in_the_way_that_was_asked_for() -> None:
-    asked = replace(OPTIONS, places=TWO_PLACES, log_format="json", otlp_endpoint="http://c:4317", metrics_port=9101)
-    *workers, gateway, router = processes_of(asked, "python")
+    asked = replace(OPTIONS, log_format="json", otlp_endpoint="http://c:4317", metrics_port=9101)
+    *workers, gateway, router = processes_of(asked, TWO_PLACES)
     for process in (*workers, gateway, router):
         assert argument(process.argv, "--log-format") == "json"
         assert argument(process.argv, "--otlp-endpoint") == "http://c:4317"
@@ -129,7 +135,7 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
         cors_origins=("https://a.example", "https://b.example"),
         redis_url="redis://127.0.0.1:6379",
     )
-    worker, gateway, router = processes_of(asked, "python")
+    worker, gateway, router = processes_of(asked)
     assert argument(worker.argv, "--kv-precision") == "u4"
     assert argument(worker.argv, "--max-context-tokens") == "4096"
     assert argument(worker.argv, "--max-ttft-s") == argument(router.argv, "--max-ttft") == "7.5"
@@ -142,6 +148,36 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
 
 
 def test_plain_grpc_reaches_whoever_calls() -> None:
-    worker, gateway, router = processes_of(replace(OPTIONS, plain_grpc=True), "python")
+    worker, gateway, router = processes_of(replace(OPTIONS, plain_grpc=True))
     assert ["--plain-grpc" in process.argv for process in (worker, gateway, router)] == [False, True, True]
-    assert not any("--plain-grpc" in process.argv for process in processes_of(OPTIONS, "python"))
+    assert not any("--plain-grpc" in process.argv for process in processes_of(OPTIONS))
+
+
+def test_a_model_among_several_has_workers_names_and_ports_of_its_own() -> None:
+    asked = replace(OPTIONS, metrics_port=9101, kv_cache_gb=2.0, max_context_tokens=4096)
+    second, *_ = processes_of(asked, first_worker=2, kv_cache_gb=0.5, max_context_tokens=1024, is_essential=False)
+    assert second.name == "worker-2"
+    assert second.address == "unix:/run/h/8000/worker-2.sock"
+    assert argument(second.argv, "--metrics") == "127.0.0.1:9104"
+    assert argument(second.argv, "--kv-cache-gb") == "0.5"
+    assert argument(second.argv, "--max-context-tokens") == "1024"
+    assert not second.is_essential
+
+
+def test_models_share_the_memory_for_kv_caches() -> None:
+    workers = processes_of(OPTIONS, TWO_PLACES, kv_share=0.25)[:2]
+    assert [argument(worker.argv, "--kv-cache-share") for worker in workers] == ["0.05", "0.05"]
+    assert [argument(worker.argv, "--kv-cache-node-share") for worker in workers] == ["0.1", "0.1"]
+
+
+def test_adapters_of_a_model_are_its_own() -> None:
+    worker, *_ = processes_of(OPTIONS, adapters=("a=/x", "b=/y"), max_adapters=3)
+    adapters = [value for flag, value in zip(worker.argv, worker.argv[1:], strict=False) if flag == "--adapter"]
+    assert adapters == ["a=/x", "b=/y"]
+    assert argument(worker.argv, "--max-adapters") == "3"
+
+
+def test_the_gateway_knows_aliases_and_the_host_of_the_models() -> None:
+    _, gateway, _ = processes_of(replace(OPTIONS, aliases=("chat=m",)))
+    assert argument(gateway.argv, "--alias") == "chat=m"
+    assert argument(gateway.argv, "--model-host") == "unix:/run/h/8000/host.sock"

@@ -13,12 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.errors import CommandError
+from headrace.cli.hosting.finding import check_memory, find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.model_cache import model_directory
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.ports import check_port, free_port, is_free
-from headrace.cli.serving.serve import check_memory, choose_grpc_port, find_model
+from headrace.cli.serving.serve import choose_grpc_port
 from tests.cli.conftest import write_files
 
 

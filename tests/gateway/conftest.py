@@ -42,7 +42,9 @@ from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
 from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.text.aliases import Aliases
 from headrace.gateway.text.models import Models, TextSide, load_text_side
+from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
 from headrace.protos import (
     inference_pb2,
@@ -375,15 +377,18 @@ async def serving_gateway(
     security: Security | None = None,
     plain_grpc: bool = False,
     flags: Mapping[str, Any] | None = None,
+    model_host: str | None = None,
+    aliases: Aliases | None = None,
 ) -> AsyncIterator[Gateway]:
     """A ready gateway in front of the routers, over real HTTP and gRPC.
 
-    `flags` are the protocols' flags by parameter name.
+    `flags` are the protocols' flags by parameter name, `model_host` is the address of a host of models.
     """
     security = security or Security(SecuritySettings())
     with ThreadPoolExecutor(2) as executor:
         metrics, upstream = Metrics(), Upstream(routers, plain_grpc=plain_grpc)
-        models = Models(upstream, executor)
+        host = ModelHost(model_host)
+        models = Models(upstream, executor, host=host, aliases=aliases)
         prompts, generator = Prompts(executor), Generator(upstream, metrics)
         services = Services(
             models,
@@ -393,8 +398,10 @@ async def serving_gateway(
             Encodings(models, prompts),
             EncodingRunner(upstream, metrics),
             upstream,
+            host,
             metrics,
         )
+        following = asyncio.create_task(host.run())
         opened = {
             name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))
             for name, protocol in PROTOCOLS.items()
@@ -418,7 +425,9 @@ async def serving_gateway(
             await asyncio.gather(serving, grpc_server.stop(None))
             for protocol in opened.values():
                 await protocol.drain(0)
+            following.cancel()
             await upstream.close()
+            await host.close()
             for protocol in opened.values():
                 await protocol.close()
             models.close()

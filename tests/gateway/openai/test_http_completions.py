@@ -172,6 +172,8 @@ async def test_models_are_listed_and_found_by_name(gateway: Any, prefix: str) ->
         "max_model_len": 256,
         "task": "generate",
         "dimensions": None,
+        "state": "loaded",
+        "problem": None,
     }
     assert listed["data"] == [card]
     assert (await gateway.http.get(f"{prefix}/models/tiny")).json() == card

@@ -256,7 +256,7 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
 def rm(names: tuple[str, ...], force: bool) -> None:
     """Remove models from the cache. If a name refers to a directory elsewhere, only the name is removed."""
     for model in [cached_model(name) for name in names]:
-        served = [record.url for record in running_serves() if record.model == model.name]
+        served = [record.url for record in running_serves() if model.name in record.models]
         if served and not force:
             raise CommandError(f"{model.name} is being served at {served[0]}; stop that first, or use --force")
         with model_lock(model.name, lambda name=model.name: say(f"{name}: waiting for a pull of it")):  # type: ignore[misc]

@@ -1,0 +1,64 @@
+"""Finds the directory of a model by its name, and checks that it fits into memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.cli.errors import CommandError
+from headrace.cli.models.catalogue import CATALOGUE
+from headrace.cli.models.model_cache import (
+    cached_names,
+    check_model_directory,
+    is_model_name,
+    model_directory,
+    read_manifest,
+)
+from headrace.cli.models.reference import parse_reference
+from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
+from headrace.cli.models.short_names import SHORT_NAMES
+
+
+def find_model(model: str, *, offline: bool = False, num_workers: int = 1) -> tuple[Path, str]:
+    """Return the directory and name of MODEL, after pulling or converting it if necessary. Raises CommandError if there
+    is no such model, or if the weights of `num_workers` workers do not fit into memory."""
+    directory, name = _find_model(model, offline=offline, num_workers=num_workers)
+    check_weights_fit(name, (directory / "openvino_model.bin").stat().st_size, num_workers)
+    return directory, name
+
+
+def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, str]:
+    path, reference = Path(model).expanduser(), parse_reference(model)
+    name = model if reference is None else reference.name
+    if is_model_name(name) and model_directory(name).exists():
+        directory = model_directory(name)
+        check_model_directory(directory)
+        return directory, name
+    if path.is_dir() and path.suffix != ".gguf":
+        check_model_directory(path)
+        manifest = read_manifest(path)
+        return path.absolute(), manifest.name if manifest is not None else path.resolve().name
+    if path.suffix == ".gguf" or model in CATALOGUE or model in SHORT_NAMES or reference is not None:
+        # A deferred import: serving a cached model does not need it.
+        from headrace.cli.models.pull import pull_model, source_of
+
+        source = source_of(model)
+        return pull_model(source, offline=offline, num_workers=num_workers), source.name
+    known = ", ".join(sorted({*CATALOGUE, *cached_names()}))
+    raise CommandError(
+        f"unknown model {model!r}: it is not one of {known}, nor a directory, a .gguf file or a hub's OWNER/NAME; "
+        "headrace models catalogue lists more names"
+    )
+
+
+def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise CommandError if the requested KV caches do not fit into memory. Each worker also checks its own limits."""
+    available = available_memory(meminfo)
+    if kv_cache_gb is None or available is None:
+        return
+    available_gb = available / GIB
+    if num_workers * kv_cache_gb > available_gb:
+        of_each = f"{kv_cache_gb:g} GiB" if num_workers == 1 else f"{num_workers} times {kv_cache_gb:g} GiB"
+        raise CommandError(
+            f"--kv-cache-gb asks for {of_each}, but only {available_gb:.1f} GiB of memory are available; choose a "
+            "smaller size, or omit the flag"
+        )

@@ -1,0 +1,136 @@
+"""Decides which models of a host to load and to unload. Pure: the caller gives the states and the time, and acts.
+
+Models that were asked for are loaded in the order of the requests, as long as they fit into the memory budget. The
+first one that does not fit gets its memory from the models that were not used for the longest time. If all are in use,
+it waits `patience_s`, and then those give way that have had their turn. Nobody takes memory before the first one.
+
+Times are in seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class State(enum.Enum):
+    """Whether a model is loaded. See host.proto."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """What the decision needs of a model.
+
+    `num_bytes` is its memory when loaded, and `has_processes` says whether it takes that now. A pinned model is never
+    unloaded to make room, and a busy one has requests. `wanted_since_s` is None if nobody waits for the model.
+    `idle_s` is the time without requests after which it is unloaded; None for never.
+    """
+
+    name: str
+    state: State
+    num_bytes: int = 0
+    has_processes: bool = False
+    is_pinned: bool = False
+    is_busy: bool = False
+    wanted_since_s: float | None = None
+    loaded_s: float = 0.0
+    last_used_s: float = 0.0
+    idle_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A model stays for `stay_s` after it was loaded, so that the requests that waited for it arrive. A request waits
+    `patience_s` before a busy model gives way, and a busy model keeps its place for `turn_s`."""
+
+    stay_s: float = 2.0
+    patience_s: float = 5.0
+    turn_s: float = 10.0
+
+
+@dataclass(slots=True)
+class Decisions:
+    """Names of models to load and to unload now, and of those that can never be loaded, with the reason."""
+
+    load: list[str] = field(default_factory=list)
+    unload: list[str] = field(default_factory=list)
+    refuse: dict[str, str] = field(default_factory=dict)
+
+
+_GIB = 1 << 30
+
+
+def decide(models: Sequence[ModelView], budget_bytes: int | None, now_s: float, rules: Rules = Rules()) -> Decisions:
+    """What to do now. Without a budget, everything fits."""
+    found = Decisions(unload=[model.name for model in models if _is_idle(model, now_s)])
+    used_bytes = sum(model.num_bytes for model in models if model.has_processes)
+    wanted = [model for model in models if model.wanted_since_s is not None and _can_be_loaded(model)]
+    for model in sorted(wanted, key=lambda model: (not model.is_pinned, model.wanted_since_s, model.name)):
+        if budget_bytes is None or used_bytes + model.num_bytes <= budget_bytes:
+            found.load.append(model.name)
+            used_bytes += model.num_bytes
+            continue
+        if problem := _never_fits(model, models, budget_bytes):
+            found.refuse[model.name] = problem
+            continue
+        missing_bytes = used_bytes + model.num_bytes - budget_bytes
+        found.unload += _victims(model, missing_bytes, models, found.unload, now_s, rules)
+        break
+    return found
+
+
+def _can_be_loaded(model: ModelView) -> bool:
+    return not model.has_processes and model.state in (State.UNLOADED, State.FAILED)
+
+
+def _is_idle(model: ModelView, now_s: float) -> bool:
+    """Whether a model was not used for so long that it is to be unloaded."""
+    if model.idle_s is None or model.is_pinned or model.is_busy or model.wanted_since_s is not None:
+        return False
+    return model.state is State.LOADED and now_s - model.last_used_s >= model.idle_s
+
+
+def _never_fits(model: ModelView, models: Sequence[ModelView], budget_bytes: int) -> str:
+    """Why the model does not fit even if all others that may leave have left; empty if it would."""
+    pinned_bytes = sum(other.num_bytes for other in models if other.is_pinned and other.name != model.name)
+    if model.num_bytes + pinned_bytes <= budget_bytes:
+        return ""
+    beside = f" beside {pinned_bytes / _GIB:.2f} GiB for pinned models" if pinned_bytes else ""
+    return (
+        f"it needs {model.num_bytes / _GIB:.2f} GiB of memory{beside}, and the budget is {budget_bytes / _GIB:.2f} GiB"
+    )
+
+
+def _victims(
+    model: ModelView,
+    missing_bytes: int,
+    models: Sequence[ModelView],
+    leaving: Sequence[str],
+    now_s: float,
+    rules: Rules,
+) -> list[str]:
+    """The models to unload for `model`, least recently used first; none if they would not suffice."""
+    missing_bytes -= sum(other.num_bytes for other in models if other.state is State.UNLOADING or other.name in leaving)
+    others = [
+        other for other in models if other.state is State.LOADED and not other.is_pinned and other.name not in leaving
+    ]
+    stayed = [other for other in others if now_s - other.loaded_s >= rules.stay_s and not other.is_busy]
+    candidates = sorted(stayed, key=lambda other: (other.last_used_s, other.name))
+    assert model.wanted_since_s is not None, "only for a wanted model"
+    if now_s - model.wanted_since_s >= rules.patience_s:
+        had_turn = [other for other in others if other.is_busy and now_s - other.loaded_s >= rules.turn_s]
+        candidates += sorted(had_turn, key=lambda other: (other.loaded_s, other.name))
+    chosen: list[str] = []
+    for other in candidates:
+        if missing_bytes <= 0:
+            break
+        chosen.append(other.name)
+        missing_bytes -= other.num_bytes
+    return chosen if missing_bytes <= 0 else []

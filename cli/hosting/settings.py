@@ -1,0 +1,141 @@
+"""The models that `headrace serve` shall serve, from its arguments or from a TOML file. Pure, except for reading it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.errors import CommandError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """One model as its user describes it. With None, an option of `headrace serve` or its default applies.
+
+    `model` is a name, a hub's OWNER/NAME, a directory or a GGUF file. `cores` are reserved for the model's workers.
+    `kv_share` is the share of its workers in the memory for KV caches, `kv_cache_gb` the size of each worker's cache.
+    """
+
+    model: str
+    name: str | None = None
+    aliases: tuple[str, ...] = ()
+    workers: int | None = None
+    threads: int | None = None
+    cores: int | None = None
+    kv_share: float | None = None
+    kv_cache_gb: float | None = None
+    max_context_tokens: int | None = None
+    adapters: tuple[str, ...] | None = None
+    max_adapters: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """The models of a host, in the order in which the user named them."""
+
+    models: tuple[ModelSettings, ...]
+
+
+_TEXTS = ("model", "name")
+_LISTS = ("aliases", "adapters")
+_COUNTS = {"workers": 1, "threads": 1, "cores": 1, "max_context_tokens": 2, "max_adapters": 0}
+_SIZES = ("kv_share", "kv_cache_gb")
+
+
+def read_settings(path: Path) -> HostSettings:
+    """The models that a TOML file describes. Raises CommandError with the field and the remedy."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise CommandError(f"--models {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CommandError(f"--models {path} is not TOML: {error}") from None
+    try:
+        return settings_of(content)
+    except ValueError as error:
+        raise CommandError(f"--models {path}: {error}") from None
+
+
+def settings_of(content: Mapping[str, Any]) -> HostSettings:
+    """The models that the content of such a file describes. Raises ValueError."""
+    _check_names(content, ("models",), "the file")
+    tables = content.get("models")
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise ValueError("it must have a table [[models]] for each model")
+    models = tuple(_model(table, f"models[{number}]") for number, table in enumerate(tables))
+    check_models(models)
+    return HostSettings(models)
+
+
+def _model(table: Mapping[str, Any], place: str) -> ModelSettings:
+    _check_names(table, [field.name for field in fields(ModelSettings)], place)
+    if "model" not in table:
+        raise ValueError(f"{place} has no `model`; give a name, OWNER/NAME, a directory or a GGUF file")
+    return ModelSettings(**{name: _value(name, value, f"{place}.{name}") for name, value in table.items()})
+
+
+def _check_names(table: Mapping[str, Any], known: Sequence[str], place: str) -> None:
+    for name in table:
+        if name not in known:
+            raise ValueError(f"{place} has an unknown field `{name}`; there are {', '.join(known)}")
+
+
+def _value(name: str, value: Any, place: str) -> Any:
+    if name in _TEXTS:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{place} must be a text")
+    elif name in _LISTS:
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+            raise ValueError(f"{place} must be a list of texts")
+        return tuple(value)
+    elif name in _COUNTS:
+        least = _COUNTS[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{place} must be a whole number from {least}")
+    elif name in _SIZES:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{place} must be a number above 0")
+        if name == "kv_share" and value > 1:
+            raise ValueError(f"{place} must be at most 1, all of the memory for KV caches")
+    return value
+
+
+def check_models(models: Sequence[ModelSettings]) -> None:
+    """Raise ValueError if the models contradict each other."""
+    for model in models:
+        if model.kv_share is not None and model.kv_cache_gb is not None:
+            raise ValueError(f"`kv_share` and `kv_cache_gb` of {model.model} exclude each other; leave out one of them")
+    total = sum(model.kv_share or 0.0 for model in models)
+    if total > 1 + 1e-9:
+        raise ValueError(f"the values of `kv_share` add up to {total:g}; they must not exceed 1")
+
+
+def check_names(named: Sequence[tuple[str, ModelSettings]]) -> None:
+    """Raise CommandError unless all names and aliases of models differ. Each model comes with its name."""
+    owners: dict[str, str] = {}
+    for name, model in named:
+        for word in (name, *model.aliases):
+            if word in owners:
+                raise CommandError(
+                    f"{word!r} names both {owners[word]} and {model.model}; give each model a name and aliases of its "
+                    "own (`name` and `aliases` in the file of --models)"
+                )
+            owners[word] = model.model
+
+
+def kv_shares(models: Sequence[ModelSettings]) -> list[float]:
+    """The share of each model in the memory for KV caches. Models without a share or a size divide the rest equally.
+    Raises ValueError if nothing is left for them."""
+    rest = 1.0 - sum(model.kv_share or 0.0 for model in models)
+    unsaid = [model for model in models if model.kv_share is None and model.kv_cache_gb is None]
+    if unsaid and rest < 1e-9:
+        raise ValueError(
+            f"nothing is left of the KV caches for {unsaid[0].model}; give the others a smaller `kv_share`"
+        )
+    return [
+        model.kv_share if model.kv_share is not None else rest / len(unsaid) if model in unsaid else 1.0
+        for model in models
+    ]

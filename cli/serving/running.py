@@ -1,0 +1,184 @@
+"""One run of `headrace serve`: its processes, its models, its record for other commands, and its messages."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.cli.errors import EXIT_FAILED, CommandError
+from headrace.cli.fleet.http_probe import http_status
+from headrace.cli.fleet.run_state import ProcessRecord, RunState, ServeRecord, own_start_ticks
+from headrace.cli.hosting.planner import State
+from headrace.cli.serving.first_requests import first_requests
+from headrace.cli.serving.host import ModelHost
+from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.plan import (
+    ModelPlan,
+    ServeOptions,
+    front_specs,
+    host_address,
+    router_address,
+    worker_specs,
+)
+from headrace.cli.serving.supervisor import Supervisor
+
+_POLL_UNTIL_READY_S = 0.03
+_POLL_WHEN_READY_S = 0.5
+_PATIENCE_S = 15.0
+
+
+@dataclass(slots=True)
+class Serving:
+    """One run of `headrace serve`: its supervisor, its record for other commands, and its messages."""
+
+    options: ServeOptions
+    plans: Sequence[ModelPlan]
+    log: LogSink
+    begun_s: float
+    supervisor: Supervisor = field(init=False)
+    host: ModelHost = field(init=False)
+    state: RunState = field(init=False)
+    num_stop_signals: int = field(init=False, default=0)
+    _announced: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.supervisor = Supervisor((), self.log, on_change=self._on_change)
+        self.host = ModelHost(
+            self.plans,
+            self.supervisor,
+            lambda plan: worker_specs(options, plan, sys.executable),
+            lambda line: self.log.line("serve", line),
+        )
+        self.state = RunState(options.port)
+
+    async def run(self) -> int:
+        """Serve until a signal arrives or a process refuses its flags. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_stop_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._on_stop_signal)
+        supervising = asyncio.create_task(self.supervisor.run())
+        tasks = [asyncio.create_task(work) for work in (self._run_models(), self._watch_readiness())]
+        try:
+            await asyncio.wait({supervising, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (task for task in tasks if task.done()):
+                task.result()
+            await supervising
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.state.remove(self._record())
+        if self.supervisor.failure is not None:
+            raise CommandError(self.supervisor.failure)
+        return EXIT_FAILED if self.num_stop_signals > 1 else 0
+
+    def _on_stop_signal(self) -> None:
+        self.num_stop_signals += 1
+        if self.num_stop_signals == 1:
+            self.log.line("serve", "stopping; press Ctrl-C again to kill")
+            self.supervisor.stop()
+        else:
+            self.supervisor.kill()
+
+    async def _run_models(self) -> None:
+        """Load the models, and answer the gateway's and commands' questions about them."""
+        models = asyncio.create_task(self.host.run())
+        await asyncio.sleep(0)  # the workers start first, because they take longest
+        self.supervisor.add(front_specs(self.options, sys.executable))
+        try:
+            if len(self.plans) == 1:
+                # Until a lone model is ready, nobody asks. Importing gRPC would only take CPU from its worker.
+                await self._announced.wait()
+            await self._answer_while(models)
+        finally:
+            models.cancel()
+
+    async def _answer_while(self, models: asyncio.Task[None]) -> None:
+        # Imported here, because it imports gRPC.
+        from headrace.cli.fleet.fleet_access import transport_of
+        from headrace.cli.serving.host_calls import answering
+
+        options = self.options
+        transport = transport_of(options.files.tls_dir, options.files.join_token_file)
+        async with answering(self.host, host_address(options), router_address(options), transport):
+            await models
+
+    async def _watch_readiness(self) -> None:
+        """Announce the first readiness on standard output, and log later losses and recoveries."""
+        host, port = self.options.host, self.options.port
+        since_s, announced, is_reported = self.begun_s, False, False
+        while self.num_stop_signals == 0:
+            ready = await http_status(host, port, "/health/ready", scheme=self.options.url.partition(":")[0]) == 200
+            ready = ready and (announced or len(self.plans) == 1 or self.host.is_settled)
+            waited_s = time.monotonic() - since_s
+            if ready and not announced:
+                self._announce(waited_s)
+                announced, is_reported = True, False
+            elif ready and is_reported:
+                self.log.line("serve", f"ready again after {waited_s:.1f} s")
+                is_reported = False
+            elif not ready and announced and not is_reported and self.num_stop_signals == 0:
+                self.log.line("serve", "not ready: no model is available at the moment")
+                is_reported, since_s = True, time.monotonic()
+            elif not ready and not announced and not is_reported and waited_s > _PATIENCE_S:
+                self.log.line("serve", f"not ready after {waited_s:.0f} s; the logs above show the reason")
+                is_reported = True
+            await asyncio.sleep(_POLL_WHEN_READY_S if ready else _POLL_UNTIL_READY_S)
+
+    def _announce(self, waited_s: float) -> None:
+        url = self.options.url
+        print(f"ready: {url}/v1", flush=True)
+        self._announced.set()
+        loaded = [plan for plan in self.plans if self.host.models[plan.name].state is not State.FAILED]
+        names = ", ".join(plan.name for plan in loaded)
+        are = "is" if len(loaded) == 1 else "are"
+        self.log.line("serve", f"{names} {are} ready after {waited_s:.1f} s; try:")
+        for command in first_requests(url, loaded[0].name, loaded[0].directory):
+            self.log.line("serve", f"  {command}")
+        if self.options.grpc_port:
+            self.log.line("serve", f"gRPC on {self.options.host}:{self.options.grpc_port}; Ctrl-C stops")
+
+    def _on_change(self) -> None:
+        self.state.write(self._record())
+        self.host.wake()
+
+    def _record(self) -> ServeRecord:
+        options = self.options
+        return ServeRecord(
+            pid=os.getpid(),
+            start_ticks=own_start_ticks(),
+            url=options.url,
+            tls_dir=_text(options.files.tls_dir),
+            join_token_file=_text(options.files.join_token_file),
+            host=options.host,
+            port=options.port,
+            grpc_port=options.grpc_port,
+            models=tuple(self.host.models),
+            router_address=router_address(options),
+            host_address=host_address(options),
+            socket_directory=str(options.socket_directory),
+            processes=tuple(
+                ProcessRecord(
+                    name=process.spec.name,
+                    role=process.spec.role,
+                    pid=process.pid,
+                    address=process.spec.address,
+                    state=process.state.value,
+                    restarts=process.num_restarts,
+                    started_s=process.started_s,
+                )
+                for process in self.supervisor.processes
+            ),
+        )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

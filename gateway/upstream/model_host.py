@@ -1,0 +1,79 @@
+"""The gateway's client of `headrace serve`, which loads and unloads the models of its host.
+
+Without a host, as in fleets whose workers are started one by one, the routers alone say which models there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from headrace.common.transport.channels import PLAIN, Transport
+from headrace.protos.host_pb2 import HostedModel, LoadModelRequest, WatchModelsRequest
+from headrace.protos.host_pb2_grpc import ModelHostStub
+from headrace.protos.status import error_of, is_peer_lost
+
+_RETRY_S = 0.5
+_LOG = logging.getLogger(__name__)
+
+
+class ModelHost:
+    """The models of a host, kept up to date by `run`. Used in one event loop."""
+
+    def __init__(self, address: str | None = None, transport: Transport = PLAIN) -> None:
+        """Without an address, there are no models."""
+        self._channel = None if address is None else transport.channel(address)
+        self._stub = None if self._channel is None else ModelHostStub(self._channel)
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self.models: dict[str, HostedModel] = {}
+        """The latest models by name. They stay while the host does not answer."""
+        self.is_known = address is None
+        """Whether the models are known."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when `models` has changed."""
+
+    async def run(self) -> None:
+        """Follow the host's models until cancelled."""
+        while self._stub is not None:
+            try:
+                async for answer in self._stub.WatchModels(WatchModelsRequest(), wait_for_ready=True):
+                    self.models, self.is_known = {model.name: model for model in answer.models}, True
+                    self.on_change()
+            except grpc.aio.AioRpcError as error:
+                _LOG.debug("the models of the host are unknown: %s", error.details())
+            await asyncio.sleep(_RETRY_S)
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        for task in self._loading.values():
+            task.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def load(self, name: str) -> None:
+        """Have a model loaded, and return when it accepts requests, or if the host does not answer. All requests for a
+        model share one call. Raises `StatusError` if the model cannot be loaded."""
+        if name not in self._loading:
+            task = self._loading[name] = asyncio.create_task(self._load(name))
+            task.add_done_callback(lambda _: self._ended(name))
+        await asyncio.shield(self._loading[name])
+
+    def _ended(self, name: str) -> None:
+        task = self._loading.pop(name)
+        if not task.cancelled():
+            task.exception()  # all callers may have left before it failed
+
+    async def _load(self, name: str) -> None:
+        assert self._stub is not None, "without a host there are no models to load"
+        try:
+            answer = await self._stub.LoadModel(LoadModelRequest(name=name))
+        except grpc.aio.AioRpcError as error:
+            if is_peer_lost(error):
+                return
+            raise error_of(error) from None
+        self.models = {**self.models, name: answer.model}
+        self.on_change()

@@ -1,0 +1,62 @@
+from headrace.protos import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HostedModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HOSTED_MODEL_STATE_UNSPECIFIED: _ClassVar[HostedModelState]
+    HOSTED_MODEL_STATE_UNLOADED: _ClassVar[HostedModelState]
+    HOSTED_MODEL_STATE_LOADING: _ClassVar[HostedModelState]
+    HOSTED_MODEL_STATE_LOADED: _ClassVar[HostedModelState]
+    HOSTED_MODEL_STATE_UNLOADING: _ClassVar[HostedModelState]
+    HOSTED_MODEL_STATE_FAILED: _ClassVar[HostedModelState]
+HOSTED_MODEL_STATE_UNSPECIFIED: HostedModelState
+HOSTED_MODEL_STATE_UNLOADED: HostedModelState
+HOSTED_MODEL_STATE_LOADING: HostedModelState
+HOSTED_MODEL_STATE_LOADED: HostedModelState
+HOSTED_MODEL_STATE_UNLOADING: HostedModelState
+HOSTED_MODEL_STATE_FAILED: HostedModelState
+
+class WatchModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[HostedModel]
+    def __init__(self, models: _Optional[_Iterable[_Union[HostedModel, _Mapping]]] = ...) -> None: ...
+
+class HostedModel(_message.Message):
+    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: HostedModelState
+    problem: str
+    directory: str
+    num_workers: int
+    task: _inference_pb2.Task
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ...) -> None: ...
+
+class LoadModelRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: HostedModel
+    def __init__(self, model: _Optional[_Union[HostedModel, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,185 @@
+"""The models that a file or the arguments of `headrace serve` describe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.cli.errors import CommandError
+from headrace.cli.hosting.settings import ModelSettings, check_names, kv_shares, read_settings
+from headrace.cli.main import cli
+from headrace.cli.serving.model_plans import aliases_of, places_of, plan_models
+from headrace.cli.serving.topology import Core, Node, Topology
+
+CORES = tuple(Core((number, number + 8), 0, 0, 0) for number in range(8))
+MACHINE = Topology(CORES, (Node(0, 1 << 34, {0: 10}),), None)
+
+FILE = """
+[[models]]
+model = "smollm2-135m"
+name = "chat"
+aliases = ["gpt-4o", "default"]
+workers = 2
+cores = 4
+kv_share = 0.5
+
+[[models]]
+model = "/models/other"
+kv_cache_gb = 1.5
+max_context_tokens = 4096
+adapters = ["sql=/adapters/sql"]
+max_adapters = 2
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "models.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_describes_models(tmp_path: Path) -> None:
+    first, second = read_settings(write(tmp_path, FILE)).models
+    assert first == ModelSettings(
+        "smollm2-135m", name="chat", aliases=("gpt-4o", "default"), workers=2, cores=4, kv_share=0.5
+    )
+    assert second == ModelSettings(
+        "/models/other", kv_cache_gb=1.5, max_context_tokens=4096, adapters=("sql=/adapters/sql",), max_adapters=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "it must have a table [[models]] for each model"),
+        ("models = 3", "it must have a table [[models]] for each model"),
+        ("[[models]]\nmodel = 'a'\n[other]", "the file has an unknown field `other`; there are models"),
+        ("[[models]]\nname = 'a'", "models[0] has no `model`"),
+        ("[[models]]\nmodel = 'a'\ncors = 2", "models[0] has an unknown field `cors`; there are model, name"),
+        ("[[models]]\nmodel = 'a'\nworkers = 0", "models[0].workers must be a whole number from 1"),
+        ("[[models]]\nmodel = 'a'\nworkers = true", "models[0].workers must be a whole number from 1"),
+        ("[[models]]\nmodel = 'a'\naliases = 'b'", "models[0].aliases must be a list of texts"),
+        ("[[models]]\nmodel = ''", "models[0].model must be a text"),
+        ("[[models]]\nmodel = 'a'\nkv_cache_gb = -1", "models[0].kv_cache_gb must be a number above 0"),
+        ("[[models]]\nmodel = 'a'\nkv_share = 1.5", "models[0].kv_share must be at most 1"),
+        ("[[models]]\nmodel = 'a'\nkv_share = 0.1\nkv_cache_gb = 1", "of a exclude each other"),
+        ("[[models]]\nmodel='a'\nkv_share=0.6\n[[models]]\nmodel='b'\nkv_share=0.6", "`kv_share` add up to 1.2"),
+        ("[[models]", "is not TOML"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(CommandError, match=re.escape(problem)):
+        read_settings(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"nosuch\.toml cannot be read: No such file"):
+        read_settings(tmp_path / "nosuch.toml")
+
+
+@pytest.mark.parametrize(
+    ("models", "shares"),
+    [
+        ([ModelSettings("a")], [1.0]),
+        ([ModelSettings("a"), ModelSettings("b")], [0.5, 0.5]),
+        ([ModelSettings("a", kv_share=0.5), ModelSettings("b"), ModelSettings("c")], [0.5, 0.25, 0.25]),
+        ([ModelSettings("a", kv_cache_gb=1.0), ModelSettings("b")], [1.0, 1.0]),
+    ],
+)
+def test_models_without_a_share_divide_the_rest(models: list[ModelSettings], shares: list[float]) -> None:
+    assert kv_shares(models) == shares
+
+
+def test_a_model_for_which_no_kv_cache_is_left_is_named() -> None:
+    with pytest.raises(ValueError, match="nothing is left of the KV caches for b"):
+        kv_shares([ModelSettings("a", kv_share=1.0), ModelSettings("b")])
+
+
+def test_names_and_aliases_must_differ() -> None:
+    with pytest.raises(CommandError, match="'x' names both a and b"):
+        check_names([("x", ModelSettings("a")), ("y", ModelSettings("b", aliases=("x",)))])
+    with pytest.raises(CommandError, match="'x' names both a and a"):
+        check_names([("x", ModelSettings("a")), ("x", ModelSettings("a"))])
+
+
+def test_models_with_cores_have_them_alone_and_the_others_share_the_rest() -> None:
+    models = [
+        ModelSettings("a", cores=2, workers=2),
+        ModelSettings("b"),
+        ModelSettings("c"),
+        ModelSettings("d", cores=4),
+    ]
+    places = places_of(MACHINE, models)
+    assert [[place.cpus for place in where] for where in places] == [
+        [(0,), (1,)],
+        [(6, 7)],
+        [(6, 7)],
+        [(2, 3, 4, 5)],
+    ]
+
+
+def test_without_cores_every_model_uses_the_machine() -> None:
+    (first,), (second,) = places_of(MACHINE, [ModelSettings("a"), ModelSettings("b")])
+    assert first == second
+    assert first.cpus == tuple(range(8))
+
+
+@pytest.mark.parametrize(
+    ("models", "problem"),
+    [
+        ([ModelSettings("a", cores=9)], "ask for 9 cores together .*, and 8 are usable"),
+        ([ModelSettings("a", cores=8), ModelSettings("b")], "take all 8 cores, and none is left"),
+    ],
+)
+def test_more_cores_than_there_are_are_refused(models: list[ModelSettings], problem: str) -> None:
+    with pytest.raises(CommandError, match=problem):
+        places_of(MACHINE, models)
+
+
+def test_plans_number_the_workers_of_all_models(cache: Path, model_folder: Path) -> None:
+    models = [
+        ModelSettings(str(model_folder), workers=2, aliases=("x", "y")),
+        ModelSettings(str(model_folder), name="other", kv_share=0.25),
+    ]
+    first, second = plan_models(models, places_of(MACHINE, models), offline=True)
+    assert (first.name, first.first_worker, len(first.places), first.kv_share) == ("my-model", 0, 2, 0.75)
+    assert (second.name, second.first_worker, len(second.places), second.kv_share) == ("other", 2, 1, 0.25)
+    assert not first.is_essential
+    assert aliases_of([first, second], models) == ("x=my-model", "y=my-model")
+    (alone,) = plan_models(models[:1], places_of(MACHINE, models[:1]), offline=True)
+    assert alone.is_essential
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("a", "b", "--name", "n"), "--name is for one model"),
+        (("a", "b", "--adapter", "x=/y"), "--adapter is for one model"),
+        (("a", "b", "--max-adapters", "2"), "--max-adapters is for one model"),
+        (("a", "--models", "FILE"), "give either MODEL or --models"),
+        (("--models", "FILE", "--workers", "2"), "--workers is for MODEL"),
+        (("--models", "FILE", "--threads", "2"), "--threads is for MODEL"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(
+    cache: Path, tmp_path: Path, arguments: tuple[str, ...], problem: str
+) -> None:
+    path = str(write(tmp_path, FILE))
+    result = CliRunner().invoke(cli, ["serve", *(path if one == "FILE" else one for one in arguments)])
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_one_model_of_two_that_is_nowhere_is_named(cache: Path, model_folder: Path) -> None:
+    result = CliRunner().invoke(cli, ["serve", str(model_folder), "nosuch", "--port", "0"])
+    assert result.exit_code == 2
+    assert "unknown model 'nosuch'" in result.stderr
+
+
+def test_one_name_for_two_models_is_refused(cache: Path, model_folder: Path) -> None:
+    result = CliRunner().invoke(cli, ["serve", str(model_folder), str(model_folder), "--port", "0"])
+    assert result.exit_code == 2
+    assert "'my-model' names both" in result.stderr

@@ -1,0 +1,118 @@
+"""Several models on one host, as real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.serving import BOUND_S, READY_BOUND_S, Serve, headrace, until
+from tests.e2e.small_model import small_model
+
+pytestmark = pytest.mark.e2e
+
+
+@contextmanager
+def serving_models(*args: str) -> Iterator[Serve]:
+    """`headrace serve` on a free port, ready."""
+    serve = Serve("--port", "0", *args)
+    try:
+        serve.until_ready()
+        yield serve
+    finally:
+        serve.end()
+
+
+def ask(serve: Serve, model: str, text: str = "Once", **fields: Any) -> httpx.Response:
+    body = {"model": model, "prompt": text, "max_tokens": 8, "temperature": 0, **fields}
+    return httpx.post(f"{serve.base_url}/v1/completions", json=body, timeout=2 * READY_BOUND_S)
+
+
+def states(serve: Serve) -> dict[str, str]:
+    """Model -> its state."""
+    answer = httpx.get(f"{serve.base_url}/v1/models", timeout=BOUND_S).json()
+    return {model["id"]: model["state"] for model in answer["data"]}
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights were cut off."""
+    copy = tmp_path_factory.mktemp("models") / "damaged"
+    shutil.copytree(small_model(), copy, ignore=shutil.ignore_patterns("headrace.json"))
+    path = copy / "openvino_model.bin"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return copy
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory, damaged: Path) -> Iterator[Serve]:
+    """Two models, of which one has two names, and a third that cannot be loaded."""
+    path = tmp_path_factory.mktemp("settings") / "models.toml"
+    path.write_text(
+        f'[[models]]\nmodel = "{small_model()}"\nname = "first"\naliases = ["gpt-4o"]\nkv_cache_gb = 0.1\n'
+        f'[[models]]\nmodel = "{small_model()}"\nname = "second"\nkv_cache_gb = 0.1\nmax_context_tokens = 256\n'
+        f'[[models]]\nmodel = "{damaged}"\nname = "third"\nkv_cache_gb = 0.1\n'
+    )
+    with serving_models("--models", str(path)) as serve:
+        yield serve
+
+
+def test_each_model_answers_under_its_names(system: Serve) -> None:
+    answers = {name: ask(system, name) for name in ("first", "second", "gpt-4o")}
+    assert [answer.status_code for answer in answers.values()] == [200] * 3
+    assert [answer.json()["model"] for answer in answers.values()] == ["first", "second", "first"]
+    assert len({answer.json()["choices"][0]["text"] for answer in answers.values()}) == 1, "the same weights"
+
+
+def test_each_model_has_settings_of_its_own(system: Serve) -> None:
+    listed = httpx.get(f"{system.base_url}/v1/models").json()["data"]
+    lengths = {model["id"]: model["max_model_len"] for model in listed}
+    assert lengths["second"] == 256 < lengths["first"] == lengths["gpt-4o"]
+
+
+def test_a_model_that_cannot_be_loaded_says_why_and_harms_nobody(system: Serve) -> None:
+    until(lambda: states(system)["third"] == "failed", "the third model has failed")
+    assert states(system) == {"first": "loaded", "gpt-4o": "loaded", "second": "loaded", "third": "failed"}
+    refused = ask(system, "third")
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "model_not_loaded"
+    assert "model 'third' cannot be loaded: " in refused.json()["error"]["message"]
+    assert str(small_model().parent) not in refused.json()["error"]["message"]
+    assert ask(system, "first").status_code == 200
+
+
+def test_an_unknown_model_is_not_found(system: Serve) -> None:
+    refused = ask(system, "nosuch")
+    assert refused.status_code == 404
+    assert "there are 'first', 'gpt-4o', 'second', 'third'" in refused.json()["error"]["message"]
+
+
+def test_status_shows_the_model_of_each_worker(system: Serve) -> None:
+    workers = {row["name"]: row["model"] for row in system.status() if row["role"] == "worker"}
+    assert workers == {"worker-0": "first", "worker-1": "second"}
+    assert "first, second, third on http" in headrace("status").stdout
+
+
+def test_a_killed_worker_comes_back_and_the_other_model_is_not_disturbed(system: Serve) -> None:
+    before, other = system.process_of("worker-0"), system.process_of("worker-1")
+    os.kill(before["pid"], signal.SIGKILL)
+    assert ask(system, "second").status_code == 200
+    assert ask(system, "first").status_code == 200
+    after = system.process_of("worker-0")
+    assert after["pid"] != before["pid"]
+    assert system.process_of("worker-1")["pid"] == other["pid"]
+
+
+def test_models_can_be_arguments(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(small_model(), copy, ignore=shutil.ignore_patterns("headrace.json"))
+    with serving_models(str(small_model()), str(copy), "--kv-cache-gb", "0.1") as serve:
+        assert states(serve) == {small_model().name: "loaded", "copy": "loaded"}
+        assert ask(serve, "copy").status_code == 200

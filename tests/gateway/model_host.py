@@ -1,0 +1,61 @@
+"""A host of models that a test directs, as `headrace serve` is one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from headrace.protos import host_pb2, host_pb2_grpc
+from headrace.protos.status import Reason, StatusError, abort
+
+
+class FakeHost(host_pb2_grpc.ModelHostServicer):
+    """Tells the models that a test sets. Loading succeeds when the test sets their state."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.models: dict[str, host_pb2.HostedModel] = {}
+        self.loads: list[str] = []
+        self._changed = asyncio.Event()
+
+    def set(self, name: str, state: str, **fields: Any) -> None:
+        """Set a model's state."""
+        value = host_pb2.HostedModelState.Value(f"HOSTED_MODEL_STATE_{state}")
+        self.models[name] = host_pb2.HostedModel(name=name, state=value, **fields)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def WatchModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        while True:
+            changed = self._changed
+            yield host_pb2.WatchModelsResponse(models=self.models.values())
+            await changed.wait()
+
+    async def LoadModel(self, request: Any, context: Any) -> Any:
+        self.loads.append(request.name)
+        while True:
+            changed = self._changed
+            model = self.models[request.name]
+            if model.state == host_pb2.HOSTED_MODEL_STATE_LOADED:
+                return host_pb2.LoadModelResponse(model=model)
+            if model.state == host_pb2.HOSTED_MODEL_STATE_FAILED:
+                problem = f"model {model.name!r} cannot be loaded: {model.problem}"
+                await abort(context, StatusError(Reason.MODEL_NOT_LOADED, problem))
+            await changed.wait()
+
+
+@asynccontextmanager
+async def serving_host() -> AsyncIterator[FakeHost]:
+    """The host on a port."""
+    host, server = FakeHost(), grpc.aio.server()
+    host_pb2_grpc.add_ModelHostServicer_to_server(host, server)
+    host.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield host
+    finally:
+        await server.stop(None)

@@ -1,0 +1,162 @@
+"""Models that a host loads and unloads, as callers of the gateway see them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.gateway.text.aliases import Aliases, parse_aliases
+from headrace.protos.inference_pb2 import TASK_EMBED
+from tests.gateway.model_host import FakeHost, serving_host
+
+BOUND_S = 20.0
+
+
+@dataclass
+class System:
+    """A gateway between a test, a fake router and a fake host."""
+
+    gateway: Any
+    router: Any
+    host: FakeHost
+
+    async def chat(self, model: str) -> Any:
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 64}
+        return await self.gateway.http.post("/v1/chat/completions", json=body)
+
+    async def listed(self) -> dict[str, dict[str, Any]]:
+        answer = await self.gateway.http.get("/v1/models")
+        return {model["id"]: model for model in answer.json()["data"]}
+
+    async def until_listed(self, name: str, state: str) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while (await self.listed()).get(name, {}).get("state") != state:
+                await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture
+async def system(kit: Any, tiny_bundle: bytes) -> AsyncIterator[System]:
+    """Model `a` is loaded, `b` is not."""
+    router = kit.FakeRouter(tiny_bundle)
+    router.cards = [router.card(name="a")]
+    aliases = Aliases({"other": "b", "same": "a"})
+    async with serving_host() as host, kit.serving_router(router):
+        host.set("a", "LOADED")
+        host.set("b", "UNLOADED")
+        async with kit.serving_gateway(router.address, model_host=host.address, aliases=aliases) as gateway:
+            made = System(gateway, router, host)
+            await made.until_listed("b", "unloaded")
+            yield made
+
+
+async def test_a_request_waits_until_its_model_is_loaded_and_many_share_one_load(system: System) -> None:
+    asked = [asyncio.create_task(system.chat("b")) for _ in range(5)]
+    async with asyncio.timeout(BOUND_S):
+        while not system.host.loads:
+            await asyncio.sleep(0.01)
+    assert (await system.chat("a")).status_code == 200, "the others are not held up"
+    assert not any(task.done() for task in asked)
+    system.router.cards = [system.router.card(name="a"), system.router.card(name="b")]
+    system.host.set("b", "LOADED")
+    answers = await asyncio.wait_for(asyncio.gather(*asked), BOUND_S)
+    assert [answer.status_code for answer in answers] == [200] * 5
+    assert {answer.json()["model"] for answer in answers} == {"b"}
+    assert system.host.loads == ["b"]
+
+
+async def test_a_model_that_cannot_be_loaded_says_why(system: System) -> None:
+    system.host.set("b", "FAILED", problem="the weights are damaged")
+    await system.until_listed("b", "failed")
+    answer = await system.chat("b")
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    assert error["code"] == "model_not_loaded"
+    assert error["message"] == "model 'b' cannot be loaded: the weights are damaged"
+    assert (await system.listed())["b"]["problem"] == "the weights are damaged"
+    assert (await system.chat("a")).status_code == 200
+
+
+async def test_lists_tell_the_state_of_every_model_and_alias(system: System) -> None:
+    system.host.set("e", "LOADING", task=TASK_EMBED)
+    await system.until_listed("e", "loading")
+    listed = await system.listed()
+    assert {name: model["state"] for name, model in listed.items()} == {
+        "a": "loaded",
+        "b": "unloaded",
+        "e": "loading",
+        "other": "unloaded",
+        "same": "loaded",
+    }
+    assert listed["same"]["root"] == "a"
+    assert (listed["e"]["task"], listed["b"]["task"]) == ("embed", "generate")
+    assert listed["b"]["max_model_len"] is None
+    config = (await system.gateway.http.get("/v1/config")).json()
+    assert config["b"]["model_version_status"][0]["state"] == "END"
+    assert config["a"]["model_version_status"][0]["state"] == "AVAILABLE"
+    running = (await system.gateway.http.get("/api/ps")).json()["models"]
+    assert [model["name"] for model in running] == ["a", "same"]
+    tags = (await system.gateway.http.get("/api/tags")).json()["models"]
+    assert [model["name"] for model in tags] == ["a", "b", "e", "other", "same"]
+
+
+async def test_looking_at_a_model_does_not_load_it(system: System) -> None:
+    http = system.gateway.http
+    assert (await http.get("/v1/models/b")).json()["state"] == "unloaded"
+    for path in ("/v2/models/b/ready", "/v2/models/b", "/info?model=b"):
+        answer = await http.get(path)
+        assert answer.status_code == 503, path
+        assert "is not loaded" in answer.text
+    assert (await http.post("/api/show", json={"model": "b"})).status_code == 503
+    assert system.host.loads == []
+
+
+async def test_an_alias_answers_as_its_model(system: System) -> None:
+    answer = await system.chat("same")
+    assert answer.status_code == 200
+    assert answer.json()["model"] == "a"
+    assert system.router.streams[-1].request.model == "a"
+
+
+async def test_an_unknown_name_is_refused_with_all_names(system: System) -> None:
+    answer = await system.chat("nosuch")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == (
+        "The model 'nosuch' does not exist; there are 'a', 'b', 'other', 'same'"
+    )
+
+
+async def test_no_name_is_refused_if_there_are_several_models(system: System) -> None:
+    answer = await system.chat("")
+    assert answer.status_code == 400
+    assert "model is required" in answer.json()["error"]["message"]
+
+
+async def test_a_client_that_leaves_does_not_end_the_load_for_the_others(system: System) -> None:
+    leaving, staying = (asyncio.create_task(system.chat("b")) for _ in range(2))
+    async with asyncio.timeout(BOUND_S):
+        while not system.host.loads:
+            await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.sleep(0.1)
+    system.router.cards = [system.router.card(name="b")]
+    system.host.set("b", "LOADED")
+    assert (await asyncio.wait_for(staying, BOUND_S)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        (["a"], "'a' is not ALIAS=MODEL"),
+        (["=a"], "is not ALIAS=MODEL"),
+        (["a=b", "a=c"], "the alias 'a' is given twice"),
+        (["a=b", "b=c"], "a=b refers to an alias"),
+    ],
+)
+def test_aliases_that_make_no_sense_are_refused(texts: list[str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_aliases(texts)
