@@ -95,14 +95,23 @@ class _Runs:
         return (len(jobs) - concurrency) / last_s
 
 
-def read_step_cost(path: Path | None) -> step_cost.StepCost:
+def read_step_cost(path: Path | None, flag: str = "--step-cost") -> step_cost.StepCost:
     """Read the coefficients from a file. The default is the committed fit."""
     if path is None:
         return step_cost.default()
     try:
         return step_cost.read(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read --step-cost: {error}; benchmarks/step_cost.py writes such a file") from None
+        raise UsageError(f"cannot read {flag}: {error}; benchmarks/step_cost.py writes such a file") from None
+
+
+def read_draft_cost(path: Path | None, acceptance: float | None) -> step_cost.StepCost | None:
+    """Read the cost of a smaller model's steps, if there is a file."""
+    if path is None:
+        return None
+    if acceptance is None:
+        raise UsageError("--draft-step-cost needs to know how often drafts are right; add --acceptance")
+    return read_step_cost(path, "--draft-step-cost")
 
 
 def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
@@ -225,6 +234,17 @@ def print_table(answer: Answer) -> None:
     type=click.Path(path_type=Path),
     help="File with a step cost from benchmarks/step_cost.py.",
 )
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1),
+    help="Workers speculate, and a draft token is right with this probability. Default: no speculation.",
+)
+@click.option(
+    "--draft-step-cost",
+    "draft_cost_file",
+    type=click.Path(path_type=Path),
+    help="File with the step cost of a smaller model that drafts. Default: drafts cost nothing.",
+)
 @click.option("--ttft-ms", type=click.FloatRange(0), default=10_000.0, help="Objective: time to the first token.")
 @click.option("--tpot-ms", type=click.FloatRange(0), default=300.0, help="Objective: time per later token.")
 @click.option("--seed", type=int, default=1)
@@ -239,6 +259,8 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
         max_num_seqs=options["max_num_seqs"],
         max_num_batched_tokens=options["max_num_batched_tokens"],
         max_num_mixed_tokens=options["max_num_mixed_tokens"],
+        acceptance=options["acceptance"],
+        draft_cost=read_draft_cost(options["draft_cost_file"], options["acceptance"]),
     )
     fleet = FleetSettings(
         worker, options["workers"], report_delay_s=options["report_delay_ms"] / 1000, seed=options["seed"]

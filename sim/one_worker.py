@@ -31,5 +31,5 @@ class OneWorker:
                 continue
             self.now_s += step_ms / 1000
             for output in worker.end_step(self.now_s)[0]:
-                token_s[int(output.request.request_id)].append(self.now_s)
+                token_s[int(output.request.request_id)] += [self.now_s] * len(output.token_ids)
         return token_s

@@ -17,13 +17,14 @@ import msgspec
 
 from headrace.protos.inference_pb2 import Belief
 from headrace.router.placement.candidates import LoadReport
+from headrace.sim.drafts import NoGrammars, SimulatedDrafts
 from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
-from headrace.worker.engine.build import build_scheduler
+from headrace.worker.engine.build import build_scheduler, build_speculation
 from headrace.worker.engine.engine import EngineStats
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepRates, StepShape
-from headrace.worker.engine.step_meter import StepMeter
+from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
@@ -43,6 +44,10 @@ class WorkerSettings:
     max_num_batched_tokens: int = 1024
     max_num_mixed_tokens: int | None = None
     target_step_ms: float | None = None
+    acceptance: float | None = None
+    """Probability that a draft token is right if those before it are; None for no speculation."""
+    draft_cost: StepCost | None = None
+    """Cost of the steps of a smaller model that drafts; None for drafts that cost nothing."""
 
     @property
     def num_blocks(self) -> int:
@@ -90,13 +95,22 @@ class SimulatedWorker:
         self.scheduler = build_scheduler(
             settings.num_blocks, settings.block_size, limits, target_step_ms=settings.target_step_ms, clock=clock
         )
+        if settings.acceptance is not None:
+            speculation = build_speculation(
+                self.scheduler, NoGrammars(), limits, target_step_ms=settings.target_step_ms
+            )
+            speculation.looks_up = False  # simulated answers repeat one token
+            speculation.model_drafts = SimulatedDrafts(settings.acceptance, settings.draft_cost, self._right_token)
+            self.scheduler.speculation = speculation
         self._meter = StepMeter(self.scheduler)
         self._stats = EngineStats()
         self._warm_up()
         self._arrived: list[Request] = []
         self._answers: dict[Request, Sampled] = {}
         self._output: SchedulerOutput | None = None
-        self._step_ms = 0.0
+        self._step_ms = self._draft_ms = 0.0
+        self._size: StepSize | None = None
+        """Of the running step; None without speculation."""
         self._commands_came = False
         self._next_report_s = 0.0
         self._reports_every_step = reports_every_step
@@ -154,9 +168,14 @@ class SimulatedWorker:
         output = self.scheduler.schedule()
         assert output.scheduled, "there are requests, but none is scheduled"
         self._output = output
-        shape = self._meter.size(output).shape
-        self._step_ms = self.settings.cost.milliseconds(shape)
-        self.scheduler.step_costs.observe(shape, self._step_ms, is_first=False)
+        size = self._meter.size(output)
+        self._step_ms = self.settings.cost.milliseconds(size.shape)
+        if self.scheduler.speculation is None:
+            self.scheduler.step_costs.observe(size.shape, self._step_ms, is_first=False)
+        else:
+            self._size = size
+            self._draft_ms = 1000 * self.scheduler.speculation.take_draft_s()
+            self._step_ms += self._draft_ms
         return self._step_ms
 
     def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:
@@ -164,10 +183,14 @@ class SimulatedWorker:
         output, self._output = self._output, None
         assert output is not None, "no step is running"
         sampled = [
-            self._answers[request]
+            self._sampled(request)
             for request, new in output.scheduled
-            if request.num_computed_tokens + new == request.num_tokens
+            if request.num_computed_tokens + new == request.num_tokens + len(request.draft)
         ]
+        if self._size is not None:
+            num_more = sum(len(entry.more) for entry in sampled)
+            step_s, draft_s = (self._step_ms - self._draft_ms) / 1000, self._draft_ms / 1000
+            self._meter.observe(self._size, step_s, 1.0 + num_more / max(1, len(sampled)), draft_s)
         outputs = self.scheduler.update(output, sampled)
         self._stats.infer_s += self._step_ms / 1000
         self._stats.num_steps += 1
@@ -175,6 +198,19 @@ class SimulatedWorker:
             if given.is_last:
                 del self._answers[given.request]
         return outputs, self._report(now_s) if self._is_report_due(now_s) else None
+
+    def _right_token(self, request: Request) -> int:
+        return self._answers[request].token_id
+
+    def _sampled(self, request: Request) -> Sampled:
+        """The answer's next token, and as many more as the draft has right."""
+        answer = self._answers[request]
+        num_right = 0
+        for token_id in request.draft:
+            if token_id != answer.token_id:
+                break
+            num_right += 1
+        return answer._replace(more=(answer.token_id,) * num_right) if num_right else answer
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and the pool, and that every request in them is known."""

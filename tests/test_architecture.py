@@ -50,6 +50,8 @@ SIM_MAY_IMPORT = {
     "worker.request.request",
     "worker.request.step",
     "worker.server.arrivals",
+    "worker.speculation.controller",
+    "worker.speculation.proposer",
 }
 
 # foreign distribution -> the only files that may import it

@@ -18,7 +18,7 @@ from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler
 from headrace.worker.speculation.model_drafts import ModelDrafts
-from headrace.worker.speculation.speculation import Speculation
+from headrace.worker.speculation.speculation import GrammarDrafts, Speculation
 
 
 class Draft(NamedTuple):
@@ -88,18 +88,38 @@ def build_engine(
         journal=journal,
     )
     if speculation != "off":
-        scheduler.speculation = Speculation(
+        scheduler.speculation = build_speculation(
+            scheduler,
             sampler,
-            partial(_step_line, scheduler.step_costs) if speculation != "ngram" else None,
-            most_tokens=limits.max_num_mixed_tokens,
+            limits,
+            has_controller=speculation != "ngram",
             small_decode=runner.small_decode,
-            most_ms=math.inf if target_step_ms is None else target_step_ms,
+            target_step_ms=target_step_ms,
         )
         if draft is not None:
             times = LearnedDraftTimes(draft.step_costs or StepCosts(), limits.max_num_batched_tokens)
             model = DraftModel(draft.runner, draft.sampler, scheduler.kv_cache, times, runner.vocab_size)
             scheduler.speculation.model_drafts = ModelDrafts(model, sampler)
     return Engine(scheduler, runner, sampler)
+
+
+def build_speculation(
+    scheduler: Scheduler,
+    grammars: GrammarDrafts,
+    limits: StepLimits,
+    *,
+    has_controller: bool = True,
+    small_decode: int = 0,
+    target_step_ms: float | None = None,
+) -> Speculation:
+    """Drafts for a scheduler. Without a controller they have a fixed length."""
+    return Speculation(
+        grammars,
+        partial(_step_line, scheduler.step_costs) if has_controller else None,
+        most_tokens=limits.max_num_mixed_tokens,
+        small_decode=small_decode,
+        most_ms=math.inf if target_step_ms is None else target_step_ms,
+    )
 
 
 def build_scheduler(

@@ -20,7 +20,6 @@ from headrace.worker.request.request import Request
 from headrace.worker.speculation.acceptance_rate import AcceptanceRate
 from headrace.worker.speculation.controller import SizeCorrections, StepLine, best_counts
 from headrace.worker.speculation.history import History
-from headrace.worker.speculation.model_drafts import ModelDrafts
 from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
 
 # The longest draft, and its length without a controller.
@@ -46,6 +45,32 @@ class GrammarDrafts(Protocol):
 
     def branch(self, request: Request) -> Constraint | None:
         """The grammar after the request's latest token, for tokens that may be taken back."""
+        ...
+
+
+class SmallerModel(Protocol):
+    """A model that proposes tokens; see `headrace.worker.speculation.model_drafts.ModelDrafts`."""
+
+    def can_serve(self, request: Request) -> bool:
+        """Whether it may draft for the request."""
+        ...
+
+    def line(self, contexts: Sequence[int]) -> StepLine:
+        """The cost of a step of it with these streams."""
+        ...
+
+    def compute(
+        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCacheManager
+    ) -> list[Draft]:
+        """The drafts, with the tokens of those that are its own."""
+        ...
+
+    def take_spent_s(self) -> float:
+        """The time that it has taken since the last call."""
+        ...
+
+    def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
+        """Run prompts of so many tokens and steps, before there are requests."""
         ...
 
 
@@ -80,8 +105,10 @@ class Speculation:
         self._rate, self._corrections = AcceptanceRate(), SizeCorrections()
         self._size_before = 0
         self._num_skipped = self._num_to_skip = 0
-        self.model_drafts: ModelDrafts | None = None
+        self.model_drafts: SmallerModel | None = None
         """Drafts of a smaller model; None without one."""
+        self.looks_up = True
+        """Whether earlier text and predictions are proposed."""
 
     def propose(self, wanted: dict[Request, int], kv_cache: KVCacheManager) -> None:
         """Give drafts to streams, and add their tokens to what each wants to compute. No draft takes a block that a
@@ -151,11 +178,7 @@ class Speculation:
         forced = self._grammars.forced_tokens(request) if request.sampling.constraint is not None else ()
         if forced:
             return Draft(forced[:most], Source.GRAMMAR)
-        history = self._histories.get(request)
-        if history is None:
-            history = self._histories[request] = History(request.prediction, request.prompt_token_ids)
-        history.extend(request.token_ids)
-        draft = history.draft(most)
+        draft = self._earlier_text(request, most) if self.looks_up else NO_DRAFT
         if request.sampling.constraint is not None and draft.token_ids:
             num_valid = self._grammars.num_valid(request, draft.token_ids)
             draft = draft._replace(token_ids=draft.token_ids[:num_valid])
@@ -164,6 +187,13 @@ class Speculation:
         of_model = Draft(range(min(most, MAX_MODEL_DRAFT)), Source.DRAFT)
         is_better = draft.token_ids and self._chance(request, draft) + _FREE >= self._chance(request, of_model)
         return draft if is_better else of_model
+
+    def _earlier_text(self, request: Request, most: int) -> Draft:
+        history = self._histories.get(request)
+        if history is None:
+            history = self._histories[request] = History(request.prediction, request.prompt_token_ids)
+        history.extend(request.token_ids)
+        return history.draft(most)
 
     def _chosen(self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager) -> Sequence[Draft]:
         """As much of each draft as a step should verify."""

@@ -1,0 +1,85 @@
+"""A simulated smaller model: its proposals are right with a given probability, at the cost of a fit. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from headrace.sim.step_cost import StepCost
+from headrace.worker.engine.step_cost import StepShape
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.request.request import Request
+from headrace.worker.speculation.controller import StepLine
+from headrace.worker.speculation.proposer import Draft, Source
+
+# A token that no prompt and no answer has.
+_WRONG = (1 << 32) - 1
+FREE = StepLine(0.0, 0.0, 0.0)
+
+
+class SimulatedDrafts:
+    """Drafts for a simulated worker. Each token is right with probability `acceptance`. A step of the smaller model
+    costs what `cost` says; None costs nothing, as looking up earlier text does. Prompts cost it nothing."""
+
+    def __init__(
+        self, acceptance: float, cost: StepCost | None, right_token: Callable[[Request], int], seed: int = 0
+    ) -> None:
+        self._acceptance, self._cost, self._right_token = acceptance, cost, right_token
+        self._random = random.Random(seed)
+        self._spent_ms = 0.0
+
+    def can_serve(self, request: Request) -> bool:
+        """It drafts for every request."""
+        return True
+
+    def line(self, contexts: Sequence[int]) -> StepLine:
+        """See `SmallerModel`."""
+        if self._cost is None:
+            return FREE
+        streams = [(past, 1) for past in contexts]
+        base_ms = self._cost.milliseconds(StepShape.of(streams))
+        with_one_ms = self._cost.milliseconds(StepShape.of([*streams, streams[-1]]))
+        return StepLine(base_ms, with_one_ms - base_ms, 0.0)
+
+    def compute(
+        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCacheManager
+    ) -> list[Draft]:
+        """See `SmallerModel`."""
+        own = [draft.source is Source.DRAFT for draft in drafts]
+        for depth in range(max((len(draft.token_ids) for draft in drafts), default=0)):
+            reached = [
+                request.num_computed_tokens + depth
+                for request, draft, is_own in zip(streams, drafts, own, strict=True)
+                if is_own and len(draft.token_ids) > depth
+            ]
+            self._spent_ms += self.line(reached).base_ms if reached else 0.0
+        return [
+            draft._replace(token_ids=[self._token(request) for _ in draft.token_ids]) if is_own else draft
+            for request, draft, is_own in zip(streams, drafts, own, strict=True)
+        ]
+
+    def take_spent_s(self) -> float:
+        """See `SmallerModel`."""
+        spent_ms, self._spent_ms = self._spent_ms, 0.0
+        return spent_ms / 1000
+
+    def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
+        """There is nothing to warm up."""
+
+    def _token(self, request: Request) -> int:
+        return self._right_token(request) if self._random.random() < self._acceptance else _WRONG
+
+
+class NoGrammars:
+    """Simulated requests have no grammars."""
+
+    def forced_tokens(self, request: Request) -> Sequence[int]:
+        """None."""
+        return ()
+
+    def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
+        """All of them."""
+        return len(token_ids)
+
+    def branch(self, request: Request) -> None:
+        """None."""
