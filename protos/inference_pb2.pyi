@@ -91,7 +91,7 @@ class CallEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256", "prediction_token_ids", "task", "num_first_text_tokens")
+    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256", "prediction_token_ids", "task", "num_first_text_tokens", "kv_source", "kv_source_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,8 @@ class GenerateRequest(_message.Message):
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     NUM_FIRST_TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    KV_SOURCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     adapter: str
@@ -128,7 +130,9 @@ class GenerateRequest(_message.Message):
     prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
     task: Task
     num_first_text_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, str]] = ..., num_first_text_tokens: _Optional[int] = ...) -> None: ...
+    kv_source: str
+    kv_source_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, str]] = ..., num_first_text_tokens: _Optional[int] = ..., kv_source: _Optional[str] = ..., kv_source_tokens: _Optional[int] = ...) -> None: ...
 
 class Belief(_message.Message):
     __slots__ = ("watcher_id", "placement_id", "num_cached_tokens", "slack_ms", "num_requests", "num_uncached_tokens", "ms_per_token", "ms_per_request")

@@ -202,23 +202,25 @@ class ExplainResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[ExplainedWorker, _Mapping]]] = ..., worker_id: _Optional[str] = ..., reason: _Optional[_Union[PlacementReason, str]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainedWorker(_message.Message):
-    __slots__ = ("worker_id", "address", "state", "detail", "num_cached_tokens", "cost")
+    __slots__ = ("worker_id", "address", "state", "detail", "num_cached_tokens", "cost", "num_transferred_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     state: WorkerState
     detail: str
     num_cached_tokens: int
     cost: CostTerms
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ...) -> None: ...
+    num_transferred_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ..., num_transferred_tokens: _Optional[int] = ...) -> None: ...
 
 class CostTerms(_message.Message):
-    __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms", "adapter_ms")
+    __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms", "adapter_ms", "transfer_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +230,7 @@ class CostTerms(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     backlog_ms: float
     prefill_ms: float
@@ -237,4 +240,5 @@ class CostTerms(_message.Message):
     total_ms: float
     ttft_ms: float
     adapter_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., eviction_ms: _Optional[float] = ..., pressure_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., adapter_ms: _Optional[float] = ...) -> None: ...
+    transfer_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., eviction_ms: _Optional[float] = ..., pressure_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., adapter_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ...) -> None: ...

@@ -7,6 +7,46 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class FetchBlocksRequest(_message.Message):
+    __slots__ = ("kv_layout", "hashes", "host_id")
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    kv_layout: str
+    hashes: _containers.RepeatedScalarFieldContainer[int]
+    host_id: str
+    def __init__(self, kv_layout: _Optional[str] = ..., hashes: _Optional[_Iterable[int]] = ..., host_id: _Optional[str] = ...) -> None: ...
+
+class FetchBlocksResponse(_message.Message):
+    __slots__ = ("checksums", "blocks", "memory", "numbers", "token_bytes")
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    blocks: _containers.RepeatedScalarFieldContainer[bytes]
+    memory: SharedMemory
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    token_bytes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[bytes]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., numbers: _Optional[_Iterable[int]] = ..., token_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("pid", "file_descriptor", "device", "inode", "offset", "num_blocks")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FILE_DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    file_descriptor: int
+    device: int
+    inode: int
+    offset: int
+    num_blocks: int
+    def __init__(self, pid: _Optional[int] = ..., file_descriptor: _Optional[int] = ..., device: _Optional[int] = ..., inode: _Optional[int] = ..., offset: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class GetModelCardRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -76,7 +116,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids")
+    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +131,8 @@ class ModelCard(_message.Message):
     TASK_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     PAIR_SEPARATOR_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     tokenizer_sha256: str
@@ -105,7 +147,9 @@ class ModelCard(_message.Message):
     task: _inference_pb2.Task
     dimensions: int
     pair_separator_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    kv_layout: str
+    kv_block_bytes: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ("sha256",)
@@ -190,7 +234,7 @@ class KvEvents(_message.Message):
     def __init__(self, reset: bool = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version")
+    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +253,9 @@ class Load(_message.Message):
     ARRIVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_uncached_tokens: int
@@ -227,7 +274,10 @@ class Load(_message.Message):
     arrived_blocks: int
     age_ms: int
     version: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    num_disk_slots: int
+    num_disk_blocks: int
+    transfer_bytes_per_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Binding(_message.Message):
     __slots__ = ("cpus_allowed", "memory_policy", "memory", "kv_huge_bytes")
@@ -254,7 +304,7 @@ class NodeMemory(_message.Message):
     def __init__(self, node: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., anonymous_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored", "ngram_tokens_drafted", "ngram_tokens_accepted", "prediction_tokens_drafted", "prediction_tokens_accepted", "grammar_tokens_drafted", "grammar_tokens_accepted", "blocks_written", "blocks_read", "adapter_loads", "adapter_evictions", "draft_tokens_drafted", "draft_tokens_accepted")
+    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored", "ngram_tokens_drafted", "ngram_tokens_accepted", "prediction_tokens_drafted", "prediction_tokens_accepted", "grammar_tokens_drafted", "grammar_tokens_accepted", "blocks_written", "blocks_read", "adapter_loads", "adapter_evictions", "draft_tokens_drafted", "draft_tokens_accepted", "prompt_tokens_from_disk", "prompt_tokens_from_peers", "blocks_received")
     REQUESTS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +331,9 @@ class Counters(_message.Message):
     ADAPTER_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FROM_DISK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FROM_PEERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     requests_admitted: int
     requests_finished: int
     requests_cancelled: int
@@ -307,7 +360,10 @@ class Counters(_message.Message):
     adapter_evictions: int
     draft_tokens_drafted: int
     draft_tokens_accepted: int
-    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ..., ngram_tokens_drafted: _Optional[int] = ..., ngram_tokens_accepted: _Optional[int] = ..., prediction_tokens_drafted: _Optional[int] = ..., prediction_tokens_accepted: _Optional[int] = ..., grammar_tokens_drafted: _Optional[int] = ..., grammar_tokens_accepted: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_read: _Optional[int] = ..., adapter_loads: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., draft_tokens_drafted: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ...) -> None: ...
+    prompt_tokens_from_disk: int
+    prompt_tokens_from_peers: int
+    blocks_received: int
+    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ..., ngram_tokens_drafted: _Optional[int] = ..., ngram_tokens_accepted: _Optional[int] = ..., prediction_tokens_drafted: _Optional[int] = ..., prediction_tokens_accepted: _Optional[int] = ..., grammar_tokens_drafted: _Optional[int] = ..., grammar_tokens_accepted: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_read: _Optional[int] = ..., adapter_loads: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., draft_tokens_drafted: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., prompt_tokens_from_peers: _Optional[int] = ..., blocks_received: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("undo",)

@@ -70,6 +70,11 @@ class WorkerStub(object):
                 request_serializer=headrace_dot_protos_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_worker__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.FetchBlocks = channel.unary_stream(
+                '/headrace.v1.Worker/FetchBlocks',
+                request_serializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -132,6 +137,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchBlocks(self, request, context):
+        """FetchBlocks streams KV blocks to another worker. The stream ends at the first block that is not in the cache any more.
+        MODEL_CHANGED if the layouts differ; QUEUE_FULL if too many fetches run already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +182,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=headrace_dot_protos_dot_worker__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'FetchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchBlocks,
+                    request_deserializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -361,6 +379,33 @@ class Worker(object):
             '/headrace.v1.Worker/UnloadAdapter',
             headrace_dot_protos_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
             headrace_dot_protos_dot_worker__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.Worker/FetchBlocks',
+            headrace_dot_protos_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
+            headrace_dot_protos_dot_worker__pb2.FetchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,7 +8,7 @@ from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.fleet.routed_request import RoutedRequest
-from headrace.router.placement.policy import CostTerms, PlacementReason
+from headrace.router.placement.policy import CostTerms, PlacementReason, Weighed
 from headrace.router.placement.prompt import Prompt
 
 _REASONS = {
@@ -49,10 +49,10 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
     links = [link for link in fleet.links() if link.card is not None and link.card.name == card.name]
     response = router_pb2.ExplainResponse(num_prompt_tokens=len(request.token_ids))
     costs: dict[str, CostTerms] = {}
-    cached_tokens: dict[str, int] = {}
+    described: dict[str, Weighed] = {}
     if placement is not None:
         costs = placement.costs
-        cached_tokens = {weighed.worker_id: weighed.num_cached_tokens for weighed in placement.weighed}
+        described = {weighed.worker_id: weighed for weighed in placement.weighed}
         response.reason = _REASONS[placement.reason]
         response.worker_id = next(link.worker_id for link in links if link.address == placement.worker_id)
         links.sort(key=lambda link: _rank(costs.get(link.address)))
@@ -60,7 +60,8 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
         worker = response.workers.add()
         worker.CopyFrom(_described(link))
         if link.address in costs:
-            worker.num_cached_tokens = cached_tokens[link.address]
+            worker.num_cached_tokens = described[link.address].num_cached_tokens
+            worker.num_transferred_tokens = described[link.address].num_moved_tokens
             worker.cost.CopyFrom(_terms(costs[link.address]))
     return response
 
@@ -86,6 +87,7 @@ def _terms(cost: CostTerms) -> router_pb2.CostTerms:
         eviction_ms=cost.eviction_ms,
         pressure_ms=cost.pressure_ms,
         adapter_ms=cost.adapter_ms,
+        transfer_ms=cost.transfer_ms,
         total_ms=cost.total_ms,
         ttft_ms=cost.ttft_ms,
     )

@@ -178,6 +178,11 @@ SPECULATION = ("auto", "off", "ngram", "draft")
     help="File with 64 hexadecimal digits, the key with which to encrypt what is in --kv-disk. Default: no encryption.",
 )
 @click.option(
+    "--kv-peers/--no-kv-peers",
+    default=True,
+    help="Exchange cached prefixes with other workers of the fleet, where that is faster than computing them.",
+)
+@click.option(
     "--adapter",
     "adapters",
     multiple=True,

@@ -52,6 +52,7 @@ class WorkerConfig:
     kv_disk: Path | None = None
     kv_disk_gb: float = 16.0
     kv_disk_key: Path | None = None
+    kv_peers: bool = True
     adapters: tuple[tuple[str, Path], ...] = ()
     """Names and directories of LoRA adapters."""
     max_adapters: int = 0

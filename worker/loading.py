@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.library import AdapterLibrary
@@ -29,8 +29,6 @@ from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.disk_cipher import read_key
-from headrace.worker.kv.disk_store import DiskStore
-from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
 from headrace.worker.kv.memory import GIB, available_bytes, available_on_node, kv_cache_budget
@@ -38,10 +36,12 @@ from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
 from headrace.worker.model.step_limits import StepLimits, step_limits
+from headrace.worker.peers.source import BlockSource
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.load import load_draft
+from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
 
 if TYPE_CHECKING:
     from headrace.worker.model.runner import OpenVINOModelRunner
@@ -61,21 +61,26 @@ class LoadedModel:
     kv_cache: Region
     max_num_seqs: int
     kept: KeptCache | None = None
-    disk: DiskTier | None = None
+    tiers: Tiers = NO_TIERS
     adapters: AdapterLibrary | None = None
 
+    @property
+    def source(self) -> BlockSource | None:
+        """Sends blocks to other workers; None if it does not."""
+        return self.tiers.source
+
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
-        """The thread that serves the mailbox. Blocks on the disk can be used from now on."""
-        fetching = Fetching(self.engine.scheduler, self.disk) if self.disk is not None else None
-        if self.disk is not None:
-            self.disk.on_arrival = mailbox.wake
-            self.disk.start()
+        """The thread that serves the mailbox. Blocks on the disk and of other workers can be used from now on."""
+        self.tiers.start(mailbox.wake)
+        fetching = None
+        if self.tiers.disk is not None or self.tiers.peers is not None:
+            fetching = Fetching(self.engine.scheduler, self.tiers.disk, self.tiers.peers)
         return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, fetching=fetching)
 
 
-def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:
+def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN) -> LoadedModel:
     """Make a model ready to serve. This takes seconds to minutes. With `memory` the KV cache is there, with what the
-    process before left in it.
+    process before left in it. `transport` is for calls to other workers.
 
     ConfigurationError if the directory holds no model that can be served, or if it does not fit this host.
     """
@@ -128,10 +133,10 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> Loaded
         config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
     )
     region = Region(arena.address, arena.size_bytes)
-    disk = disk_tier_for(config, runner, fingerprint, disk_key)
-    if disk is not None:
-        pool.on_eviction = disk.spill
-    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, disk, adapters)
+    tiers = tiers_for(config, runner, kv_layout(runner, fingerprint), pool, kept, disk_key, transport)
+    if tiers.source is not None:
+        card.kv_layout, card.kv_block_bytes = tiers.source.layout, runner.block_bytes
+    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
 
 
 def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterLibrary | None:
@@ -238,20 +243,6 @@ def _allocate_own(
         num_blocks = num_blocks_for(config, block_bytes, _kept_bytes(kept), kept.memory.room_bytes)
     wanted = CacheFormat(runner.numerics, sizing, num_blocks + 1, runner.block_size, shapes)
     return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
-
-
-def disk_tier_for(
-    config: WorkerConfig, runner: OpenVINOModelRunner, fingerprint: str, key: bytes | None
-) -> DiskTier | None:
-    """The blocks on the disk that the flags describe. ConfigurationError if the disk cannot be used."""
-    if config.kv_disk is None:
-        return None
-    identity = f"{fingerprint} {runner.numerics} {runner.block_size} {runner.block_shapes}"
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    size_bytes = int(config.kv_disk_gb * GIB)
-    store = DiskStore(config.kv_disk, digest, size_bytes, runner.block_bytes, runner.block_size, key)
-    log.info("%s has %d of at most %d KV blocks", config.kv_disk, store.num_blocks, store.num_slots)
-    return DiskTier(store, runner.block_bytes_of, runner.block_bytes)
 
 
 def _kept_bytes(kept: KeptCache | None) -> int:

@@ -63,7 +63,7 @@ async def serve(config: WorkerConfig) -> None:
 async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, memory: HostMemory | None) -> None:
     transport = Transport(config.tls_dir, config.join_token_file)
     server = _bound_server(config, transport)
-    loading = asyncio.create_task(asyncio.to_thread(load, config, task, memory))
+    loading = asyncio.create_task(asyncio.to_thread(load, config, task, memory, transport))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
@@ -105,12 +105,14 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     thread.join(1.0)
 
 
-def load(config: WorkerConfig, task: Task, memory: HostMemory | None) -> LoadedModel | LoadedEncoder:
+def load(
+    config: WorkerConfig, task: Task, memory: HostMemory | None, transport: Transport
+) -> LoadedModel | LoadedEncoder:
     """Make the model ready to serve for a task. ConfigurationError."""
     if task:
         return load_encoder(config, task)
     refuse_embedder_with_cache(config.model_dir)
-    return load_model(config, memory)
+    return load_model(config, memory, transport)
 
 
 async def _keep_in_use(memory: HostMemory) -> None:
@@ -217,7 +219,7 @@ def add_services(
     inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
-    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub, adapters)
+    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub, adapters, model.source)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     worker.health = add_introspection(server, SERVICE_NAMES)
     return worker.health, inference.sessions

@@ -21,7 +21,7 @@ from headrace.protos.status import error_of
 
 _TIMEOUT_S = 10.0
 _WIDTH_OF_A_PIPE = 160
-_TERMS = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "adapter", "total", "ttft")
+_TERMS = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "adapter", "transfer", "total", "ttft")
 _REASONS = {
     router_pb2.PLACEMENT_REASON_UNSPECIFIED: "no worker takes requests",
     router_pb2.PLACEMENT_REASON_ONLY: "there is no other worker",
@@ -83,7 +83,8 @@ def rows_of(explained: router_pb2.ExplainResponse) -> list[list[str]]:
         mark = "-> " if worker.worker_id == explained.worker_id else "   "
         row = [f"{mark}{worker.worker_id}", _STATES.get(worker.state, "unknown")]
         if worker.HasField("cost"):
-            row.append(f"{worker.num_cached_tokens} of {explained.num_prompt_tokens}")
+            fetched = f", {worker.num_transferred_tokens} fetched" if worker.num_transferred_tokens else ""
+            row.append(f"{worker.num_cached_tokens} of {explained.num_prompt_tokens}{fetched}")
             row += [f"{getattr(worker.cost, f'{term}_ms'):.1f}" for term in _TERMS]
         else:
             row += [""] * (1 + len(_TERMS))

@@ -50,9 +50,10 @@ def row_of(
 
     `workers` are the router's, by worker id, or None if the router does not respond. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port. A worker also has model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, kv_blocks_restored, kv_blocks_read, requests_running, requests_waiting, draft_tokens,
-    draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown, and the columns of
-    `_binding_columns`. A gateway also has grpc_address.
+    kv_blocks_cached, kv_blocks_evicted, kv_blocks_restored, kv_blocks_read, kv_blocks_received, kv_disk_blocks,
+    kv_disk_slots, cached_tokens (by tier), requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and
+    draft_tokens_by_proposer, which are None while unknown, and the columns of `_binding_columns`. A gateway also has
+    grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -86,12 +87,34 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "kv_blocks": load.num_blocks if load is not None else None,
         "kv_blocks_free": load.num_free_blocks if load is not None else None,
         "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
-        "kv_blocks_restored": load.counters.blocks_restored if load is not None else None,
-        "kv_blocks_read": load.counters.blocks_read if load is not None else None,
+        **_tier_columns(load),
         "requests_running": load.num_running if load is not None else None,
         "requests_waiting": load.num_waiting if load is not None else None,
         **_draft_columns(load),
         **_binding_columns(load),
+    }
+
+
+def _tier_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
+    """What the tiers of the prefix cache hold and have done. `cached_tokens` are those of prompts, by where they were
+    found: in memory, on the disk, at other workers."""
+    if load is None:
+        names = "blocks_evicted", "blocks_restored", "blocks_read", "blocks_received", "disk_blocks", "disk_slots"
+        return {**{f"kv_{name}": None for name in names}, "cached_tokens": None}
+    counters = load.counters
+    elsewhere = counters.prompt_tokens_from_disk + counters.prompt_tokens_from_peers
+    return {
+        "kv_blocks_evicted": counters.blocks_evicted,
+        "kv_blocks_restored": counters.blocks_restored,
+        "kv_blocks_read": counters.blocks_read,
+        "kv_blocks_received": counters.blocks_received,
+        "kv_disk_blocks": load.num_disk_blocks,
+        "kv_disk_slots": load.num_disk_slots,
+        "cached_tokens": {
+            "memory": max(0, counters.prompt_tokens_cached - elsewhere),
+            "disk": counters.prompt_tokens_from_disk,
+            "peers": counters.prompt_tokens_from_peers,
+        },
     }
 
 
@@ -157,7 +180,8 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
         title = f"{', '.join(record.models)} on {record.url}/v1 (serve: pid {record.pid})"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
         for column in ("process", "pid", "state", "up", "restarts", "requests", "drafts", "KV blocks", "runs on"):
-            table.add_column(column, no_wrap=True, justify="right" if column in ("pid", "restarts") else "left")
+            is_short = column != "KV blocks"
+            table.add_column(column, no_wrap=is_short, justify="right" if column in ("pid", "restarts") else "left")
         table.add_column("address", overflow="fold")
         for row in rows:
             if row["serve_pid"] == record.pid:
@@ -172,10 +196,10 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     if row.get("kv_blocks") is not None:
         requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"
         blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
-        if row["kv_blocks_restored"]:
-            blocks += f", {row['kv_blocks_restored']} restored"
-        if row["kv_blocks_read"]:
-            blocks += f", {row['kv_blocks_read']} from disk"
+        named = {"evicted": "evicted", "restored": "restored", "read": "from disk", "received": "from other workers"}
+        blocks += "".join(f", {row[f'kv_blocks_{n}']} {text}" for n, text in named.items() if row[f"kv_blocks_{n}"])
+        if row["kv_disk_slots"]:
+            blocks += f"; disk: {row['kv_disk_blocks']} of {row['kv_disk_slots']}"
     if row.get("draft_tokens"):
         drafts = f"{row['draft_tokens_accepted'] / row['draft_tokens']:.0%} of {row['draft_tokens']} accepted"
         drafts += f" ({', '.join(row['draft_tokens_by_proposer'])})"

@@ -29,7 +29,8 @@ from headrace.protos.status import Reason, StatusError
 from headrace.router.dispatch.refusals import queue_full, tenant_full, too_late
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
-from headrace.router.placement.policy import Priors, predicted_wait_ms
+from headrace.router.placement.policy import predicted_wait_ms
+from headrace.router.placement.rates import Priors
 
 log = logging.getLogger(__name__)
 

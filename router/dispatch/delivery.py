@@ -101,13 +101,19 @@ class Delivery:
             self._num_cached_tokens = message.num_cached_tokens
         self.is_finished = message.HasField("finish")
 
-    def next_attempt(self, max_wait_ms: int, belief: inference_pb2.Belief) -> WireRequest:
-        """The request for the next worker, with the belief about it and the time that the request may wait there. The
-        first has the client's own bytes, later ones resume after the delivered tokens."""
+    def next_attempt(self, max_wait_ms: int, belief: inference_pb2.Belief, source: str = "") -> WireRequest:
+        """The request for the next worker, with the belief about it, the time that the request may wait there, and the
+        worker that has more of its blocks. The first has the client's own bytes, later ones resume after the delivered
+        tokens."""
         wire = self._next_attempt()
         # A field that is appended to the bytes of a message replaces the earlier one.
-        bound = inference_pb2.GenerateRequest(max_wait_ms=max_wait_ms, belief=belief).SerializeToString()
-        return WireRequest(wire.own + bound, wire.shared)
+        bound = inference_pb2.GenerateRequest(
+            max_wait_ms=max_wait_ms,
+            belief=belief,
+            kv_source=source,
+            kv_source_tokens=belief.num_cached_tokens if source else 0,
+        )
+        return WireRequest(wire.own + bound.SerializeToString(), wire.shared)
 
     def given_back(self) -> None:
         """Do not count the last attempt: the worker gave the request back without accepting it."""

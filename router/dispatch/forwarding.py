@@ -321,7 +321,7 @@ class Forwarding:
     async def _try(self, placed: PlacedRequest, span: Span) -> None:
         may_be_given_back = self._num_given_back < MAX_GIVEN_BACK
         belief = placed.belief(may_be_given_back=may_be_given_back)
-        wire = self._delivery.next_attempt(self._max_wait_ms(), belief)
+        wire = self._delivery.next_attempt(self._max_wait_ms(), belief, placed.placement.source)
         call = placed.link.generate(wire, timeout=self._remaining_s(), metadata=span.onto(self._metadata))
         running = _Call(call)
         try:

@@ -349,6 +349,7 @@ class Fleet:
             num_described=num_described,
             priors=self.answer_lengths.priors(model),
             adapter_ms=adapter_ms(request, members),
+            transfers=members.transfers(self.index, request.hashes, cached_blocks, self._pools.draining),
         )
         assert placement is not None, "there are candidates"
         return placement

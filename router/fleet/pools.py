@@ -12,16 +12,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.protos import worker_pb2
+from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.placement.candidates import Candidates, CandidateTable, Places
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
+from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S, Transfers
+
+# Fewer blocks are not fetched from another worker.
+_LEAST_MOVED = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
     """Some workers of a model, sorted by address, which gives all routers the same order. `worker_ids` are their
-    addresses, and `numbers` maps each address to its position in the order. `chains` has, for each way of hashing
-    blocks, a card and the positions of its workers. `tokenizers` are the hashes of the workers' tokenizer bundles."""
+    addresses, and `numbers` maps each address to its position in the order. `chains` has, for each layout of blocks, a
+    card and the positions of its workers. `tokenizers` are the hashes of the workers' tokenizer bundles."""
 
     links: Sequence[tuple[WorkerLink, worker_pb2.ModelCard]]
     worker_ids: Sequence[str]
@@ -35,10 +40,10 @@ class Members:
     def of(cls, links: Sequence[tuple[WorkerLink, worker_pb2.ModelCard]]) -> Members:
         """The given workers, in the given order."""
         worker_ids = [link.address for link, _ in links]
-        cards: dict[tuple[str, int], worker_pb2.ModelCard] = {}
-        numbers: dict[tuple[str, int], list[int]] = {}
+        cards: dict[tuple[str, int, str], worker_pb2.ModelCard] = {}
+        numbers: dict[tuple[str, int, str], list[int]] = {}
         for number, (_, card) in enumerate(links):
-            chain = (card.fingerprint, card.block_size)
+            chain = (card.fingerprint, card.block_size, card.kv_layout)
             cards[chain] = card
             numbers.setdefault(chain, []).append(number)
         return cls(
@@ -79,6 +84,33 @@ class Members:
         for card, numbers in self.chains:
             cached_blocks[numbers] = index.depths(hashes(card))[self.slots[numbers]]
         return cached_blocks
+
+    def transfers(
+        self,
+        index: PrefixIndex,
+        hashes: Callable[[worker_pb2.ModelCard], Sequence[int]],
+        cached_blocks: Depths,
+        leaving: Iterable[WorkerLink],
+    ) -> Transfers | None:
+        """What these workers, which have `cached_blocks` themselves, could fetch from one another and from workers that
+        are `leaving`. None if nothing."""
+        others = [link for link in leaving if link.card is not None]
+        if len(self) + len(others) < 2:
+            return None
+        tokens, ms_per_token, addresses = np.zeros(len(self)), np.zeros(len(self)), [""] * len(self)
+        for card, numbers in self.chains:
+            sources = [self.links[number][0] for number in numbers]
+            sources += [link for link in others if link.card is not None and link.card.kv_layout == card.kv_layout]
+            if not card.kv_layout or len(sources) < 2:
+                continue
+            depths = index.confirmed_depths(hashes(card))[[link.slot for link in sources]]
+            best = int(depths.argmax())
+            for number in numbers[cached_blocks[numbers] + _LEAST_MOVED <= depths[best]].tolist():
+                speed = self.links[number][0].reported.load.transfer_bytes_per_s or DEFAULT_BYTES_PER_S
+                tokens[number] = depths[best] * card.block_size
+                ms_per_token[number] = 1000 * card.kv_block_bytes / card.block_size / speed
+                addresses[number] = sources[best].address
+        return Transfers(tokens, ms_per_token, addresses) if tokens.any() else None
 
 
 NOBODY = Members.of([])
@@ -152,6 +184,8 @@ class Pools:
         self.table = CandidateTable()
         self._pools: dict[str, Pool] = {}
         self._model_of: dict[WorkerLink, str] = {}
+        self.draining: dict[WorkerLink, None] = {}
+        """Workers that take no requests any more. Others may fetch cached blocks from them."""
 
     def add(self, link: WorkerLink) -> None:
         """Add a worker that has become ready."""
@@ -160,7 +194,10 @@ class Pools:
         self._pools.setdefault(link.card.name, Pool(self.table)).add(link)
 
     def remove(self, link: WorkerLink) -> bool:
-        """Remove a worker that is no longer ready. Returns whether it was ready before."""
+        """Remove a worker whose state has changed. Returns whether it was ready before."""
+        self.draining.pop(link, None)
+        if link.state is LinkState.DRAINING:
+            self.draining[link] = None
         model = self._model_of.pop(link, None)
         if model is None:
             return False

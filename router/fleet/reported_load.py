@@ -51,6 +51,7 @@ class ReportedLoad:
             num_arrived=load.num_arrived,
             arrived_tokens=load.arrived_tokens,
             arrived_blocks=load.arrived_blocks,
+            transfer_bytes_per_s=_rate(load.transfer_bytes_per_s),
         )
 
     def age_ms(self, now_s: float) -> int:

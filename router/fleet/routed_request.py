@@ -13,9 +13,10 @@ from headrace.protos.model_identity import model_identity
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.placement.beliefs import belief_message
 from headrace.router.placement.bookings import Booking
-from headrace.router.placement.policy import Placement, Priors
+from headrace.router.placement.policy import Placement
 from headrace.router.placement.predictions import Run
 from headrace.router.placement.prompt import Prompt
+from headrace.router.placement.rates import Priors
 
 
 class RoutedRequest:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from headrace.router.placement.policy import Priors
+from headrace.router.placement.rates import Priors
 
 _HALF_LIFE = 256.0
 _KEEP = 0.5 ** (1 / _HALF_LIFE)

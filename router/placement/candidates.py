@@ -61,6 +61,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     num_arrived: int = 0
     arrived_tokens: int = 0
     arrived_blocks: int = 0
+    transfer_bytes_per_s: float = 0.0
 
     def has_room(self, num_booked: int) -> bool:
         """Whether the worker takes another request, with `num_booked` requests that this report does not show: into

@@ -10,6 +10,7 @@ All costs are in milliseconds of expected time, so that a cached prefix, a queue
             + eviction_ms   cached blocks that must be evicted, times the probability that they are needed again
             + pressure_ms   missing blocks: another request is preempted and computed again
             + adapter_ms    time to read the request's LoRA adapter into memory
+            + transfer_ms   time to fetch cached blocks from another worker, where that saves computation
 
 The trade-off between cache affinity and balance is made for each request; there is no global switch. A worker with
 unknown rates is assumed to be as fast as the best of the others, because it must get requests before its rates can be
@@ -44,38 +45,14 @@ from headrace.router.placement.candidates import (
     CACHED_BLOCKS,
     FREE_BLOCKS,
     MAX_NUM_SEQS,
-    OWN_SHARE,
-    PREFILL_RATE,
     RUNNING,
-    STEP_MS,
     UNCACHED_TOKENS,
     WAITING,
     Candidates,
     Values,
 )
-
-
-class Priors(msgspec.Struct, frozen=True, gc=False):
-    """Assumptions for unknown values. Each field states its unit."""
-
-    prefill_tokens_per_s: float = 1000.0
-    decode_step_ms: float = 30.0
-    # Tokens of an answer, by which waiting for others to end is counted.
-    answer_tokens: int = 128
-    # Tokens of an answer whose slowing down is weighed against the time to its first one, unless max_tokens is lower.
-    weighed_tokens: int = 128
-    # Tokens of prompts that a worker computes for each token of a stream, as long as it has any.
-    prompt_tokens_per_step: int = 128
-    # A decode step takes twice the time of an idle one at this many sequences.
-    batch_for_double_step: float = 32.0
-    # Chance that a cached block that gives way would have been used again.
-    reuse_chance: float = 0.1
-    # A request goes to its session's worker if that costs at most this much more than the best.
-    session_slack_ms: float = 250.0
-    # Costs that differ by less are equal.
-    noise_ms: float = 1.0
-    # A placement holds although its worker turns out to be dearer than any other by this much.
-    give_back_ms: float = 50.0
+from headrace.router.placement.rates import Priors, believed_rates
+from headrace.router.placement.transfers import Transfers, worth_moving
 
 
 class Belief(msgspec.Struct, frozen=True, gc=False):
@@ -112,12 +89,13 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     eviction_ms: float
     pressure_ms: float
     adapter_ms: float
+    transfer_ms: float
     total_ms: float
 
     @property
     def ttft_ms(self) -> float:
         """Expected time to the first token."""
-        return self.queue_ms + self.backlog_ms + self.prefill_ms + self.adapter_ms
+        return self.queue_ms + self.backlog_ms + self.prefill_ms + self.adapter_ms + self.transfer_ms
 
 
 class PlacementReason(enum.Enum):
@@ -130,29 +108,34 @@ class PlacementReason(enum.Enum):
 
 
 # The terms at all candidates: a row for each field of CostTerms, in their order.
-_ADAPTER, _TOTAL = 6, 7
+_ADAPTER, _TRANSFER, _TOTAL = 6, 7, 8
 
 
 class Weighed(msgspec.Struct, frozen=True, gc=False):
-    """The cost of a request at a worker, and the number of its prompt tokens that are cached there."""
+    """The cost of a request at a worker, and the number of its prompt tokens that are cached there when it is computed.
+    The worker fetches the last `num_moved_tokens` of these from another one."""
 
     worker_id: str
     num_cached_tokens: int
+    num_moved_tokens: int
     cost: CostTerms
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
     """A decision with its reasons. `cost` and `belief` belong to the chosen worker; `number` is its index among the
-    candidates. `weighed` has the requested number of candidates, cheapest first."""
+    candidates. It fetches `num_moved_tokens` from the worker at address `source`. `weighed` has the requested number
+    of candidates, cheapest first."""
 
     worker_id: str
     number: int
     reason: PlacementReason
     predicted_cached_tokens: int
+    num_moved_tokens: int
     cost: CostTerms
     num_candidates: int
     weighed: Sequence[Weighed]
     belief: Belief
+    source: str = ""
 
     @property
     def costs(self) -> dict[str, CostTerms]:
@@ -170,11 +153,13 @@ def place(
     num_described: int = 0,
     priors: Priors = Priors(),  # noqa: B008  frozen
     adapter_ms: Values | None = None,
+    transfers: Transfers | None = None,
 ) -> Placement | None:
     """Choose a worker, or None if there is no candidate.
 
     `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found there.
-    `adapter_ms` is what reading the request's adapter takes at each; None without an adapter.
+    `adapter_ms` is what reading the request's adapter takes at each; None without an adapter. `transfers` is what each
+    could fetch from others; None for nothing.
     `num_described` is how many candidates the placement describes. Times are on the clock of
     `LoadReport.as_of_s`.
     """
@@ -183,7 +168,14 @@ def place(
     most_tokens = max(request.num_prompt_tokens - 1, 0)  # the last one is always computed, for its logits
     cached_tokens = np.minimum(np.asarray(cached_blocks) * candidates.values[BLOCK_SIZE], most_tokens)
     rates = believed_rates(candidates.values, priors)
-    terms = _weighed(request, candidates.values, rates, cached_tokens, now_s, priors)
+    held_tokens, moved = cached_tokens, None
+    if transfers is not None:
+        moved = worth_moving(transfers, cached_tokens, 1000.0 / rates[0], most_tokens)
+        held_tokens = cached_tokens + moved.tokens
+    terms = _weighed(request, candidates.values, rates, cached_tokens, held_tokens, now_s, priors)
+    if moved is not None:
+        terms[_TRANSFER] = moved.ms
+        terms[_TOTAL] += moved.ms
     if adapter_ms is not None:
         terms[_ADAPTER] = adapter_ms
         terms[_TOTAL] += adapter_ms
@@ -191,7 +183,9 @@ def place(
     chosen, reason = _choose(request, candidates, totals, cached_tokens, rng, priors)
 
     def described(number: int) -> Weighed:
-        return Weighed(candidates.worker_ids[number], int(cached_tokens[number]), CostTerms(*terms[:, number].tolist()))
+        num_moved = 0 if moved is None else int(moved.tokens[number])
+        cost = CostTerms(*terms[:, number].tolist())
+        return Weighed(candidates.worker_ids[number], int(held_tokens[number]), num_moved, cost)
 
     own = described(chosen)
     cheapest = terms[_TOTAL].argsort(kind="stable")[:num_described].tolist() if num_described else ()
@@ -200,10 +194,12 @@ def place(
         number=chosen,
         reason=reason,
         predicted_cached_tokens=own.num_cached_tokens,
+        num_moved_tokens=own.num_moved_tokens,
         cost=own.cost,
         num_candidates=len(candidates),
         weighed=tuple(map(described, cheapest)),
         belief=_belief(request, candidates.values[:, chosen], rates, totals, chosen, reason, priors),
+        source=transfers.addresses[chosen] if transfers is not None and own.num_moved_tokens else "",
     )
 
 
@@ -240,10 +236,12 @@ def _weighed(
     values: Values,
     rates: tuple[Values, Values],
     cached_tokens: Values,
+    held_tokens: Values,
     now_s: float,
     priors: Priors,
 ) -> Values:
-    """The expected cost of the request at each candidate, term by term: one row for each field of CostTerms."""
+    """The expected cost of the request at each candidate, term by term: one row for each field of CostTerms.
+    `held_tokens` are the cached tokens and those that are fetched."""
     answer = _answer_tokens(request, priors)
     double = priors.batch_for_double_step
     running, uncached, max_num_seqs = values[RUNNING], values[UNCACHED_TOKENS], values[MAX_NUM_SEQS]
@@ -251,7 +249,7 @@ def _weighed(
     ms_per_token = 1000.0 / prefill_rate
     terms = np.zeros((_TOTAL + 1, values.shape[1]))
     queue_ms, backlog_ms, prefill_ms, decode_ms = terms[:4]
-    np.multiply(request.num_prompt_tokens - cached_tokens, ms_per_token, out=prefill_ms)
+    np.multiply(request.num_prompt_tokens - held_tokens, ms_per_token, out=prefill_ms)
 
     # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
     batch = running + values[BOOKED_REQUESTS]
@@ -332,39 +330,11 @@ def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) ->
     return (num_ahead + 1) / ended_per_ms if ended_per_ms else 0.0
 
 
-def believed_rates(values: Values, priors: Priors) -> tuple[Values, Values]:
-    """The assumed rates of each candidate: its prefill tokens per second, and its milliseconds per decode step.
-
-    Learned rates depend more on a worker's recent prompts than on its host: they differ fourfold among equal hosts. So,
-    on a logarithmic scale, a worker's own rate counts one tenth and the median of all workers nine tenths. A worker
-    without a learned rate gets the best one. docs/simulation.md compares the alternatives.
-    """
-    prefill = _drawn_to_median(values[PREFILL_RATE])
-    if not prefill.all():
-        prefill[prefill == 0.0] = prefill.max() or priors.prefill_tokens_per_s
-    step_ms = _drawn_to_median(values[STEP_MS])
-    if not step_ms.all():
-        is_known = step_ms > 0.0
-        step_ms[~is_known] = step_ms[is_known].min() if is_known.any() else priors.decode_step_ms
-    return prefill, step_ms
-
-
-def _drawn_to_median(raised: Values) -> Values:
-    """Move each rate towards the median of the known rates; 0 stays 0. The rates are already raised to OWN_SHARE."""
-    ordered = np.sort(raised)
-    num_unknown = int(ordered.searchsorted(0.0, side="right"))
-    if num_unknown == len(ordered):
-        return np.zeros_like(raised)
-    part_of_median: float = ordered[(num_unknown + len(ordered)) // 2].item() ** (1.0 / OWN_SHARE - 1.0)
-    drawn: Values = raised * part_of_median
-    return drawn
-
-
 def _totals(request: RequestFacts, terms: Values) -> Values:
     """The costs to choose by. Who keeps to the request's bound comes before all others."""
     totals: Values = terms[_TOTAL]
     if request.max_ttft_ms != math.inf:
-        is_in_time = terms[:3].sum(axis=0) <= request.max_ttft_ms
+        is_in_time = terms[:3].sum(axis=0) + terms[_TRANSFER] <= request.max_ttft_ms
         if is_in_time.any():
             totals = np.where(is_in_time, totals, math.inf)
     return totals

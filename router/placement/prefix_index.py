@@ -46,6 +46,7 @@ _FEW_BITS = 8
 _MAX_SHARED_MASKS = 4096
 # Hashes that left, in a log, beyond those that are held.
 _LOG_SLACK = 64
+_NO_PREDICTIONS = Predictions(0, 0.0)
 
 
 class _Holding:
@@ -203,6 +204,17 @@ class PrefixIndex:
         """For each of these known workers: how many blocks from the start of the chain can be found there."""
         depths = self.depths(hashes)
         return {worker_id: int(depths[self._holdings[worker_id].slot]) for worker_id in worker_ids}
+
+    def confirmed_depths(self, hashes: Sequence[int]) -> Depths:
+        """As `depths`, without predictions. The blocks of workers with gaps are not counted."""
+        predictions, self._predictions = self._predictions, _NO_PREDICTIONS
+        try:
+            depths: Depths = np.zeros(len(self._holding_of_slot), np.intp)
+            if hashes:
+                self._bisect(depths, hashes)
+            return depths
+        finally:
+            self._predictions = predictions
 
     def depths(self, hashes: Sequence[int]) -> Depths:
         """For each slot: how many blocks from the start of the chain can be found at its worker."""

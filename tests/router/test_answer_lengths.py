@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.router.placement import answer_lengths
 from headrace.router.placement.answer_lengths import AnswerLengths
-from headrace.router.placement.policy import Priors
+from headrace.router.placement.rates import Priors
 
 PRIOR = Priors().answer_tokens
 

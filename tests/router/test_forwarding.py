@@ -42,6 +42,9 @@ async def test_bytes_pass_unchanged_in_both_directions(start_router: StartRouter
     assert arrived.belief.placement_id > 0, "and what it is known by"
     arrived.ClearField("max_wait_ms")
     arrived.ClearField("belief")
+    for name in ("kv_source", "kv_source_tokens"):
+        assert arrived.HasField(name), "a caller's own does not count"
+        arrived.ClearField(name)
     assert arrived.SerializeToString() == raw
     assert received == worker.sent
     assert len(received) == 6

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
-from headrace.router.placement.policy import Placement, PlacementReason, Priors, RequestFacts, place
+from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place
+from headrace.router.placement.rates import Priors
 
 IDLE = LoadReport(
     num_blocks=1000, num_free_blocks=1000, prefill_tokens_per_s=1000.0, decode_step_ms=20.0, max_num_seqs=8

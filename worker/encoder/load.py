@@ -61,6 +61,7 @@ class LoadedEncoder:
     tokenizer_bundle: bytes
     kv_cache: Region = _NO_REGION
     kept: None = None
+    source: None = None
     adapters: None = None
 
     @property

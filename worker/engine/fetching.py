@@ -1,22 +1,24 @@
-"""Requests that wait for blocks from the disk before they are scheduled.
+"""Requests that wait for blocks from the disk or from another worker before they are scheduled.
 
-A request waits if reading the rest of its cached prefix is expected to take less time than computing it. Its blocks are
-taken from the pool and filled by the disk's thread. When they have come, they are cached blocks like others, and the
-request is scheduled and finds them. If reading takes much longer than expected, the request is scheduled without.
+A request waits if fetching the rest of its cached prefix is expected to take less time than computing it. Its blocks
+are taken from the pool and filled by a tier's thread. When they have come, they are cached blocks like others, and the
+request is scheduled and finds them. If fetching takes much longer than expected, the request is scheduled without.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.worker.engine.scheduler import Scheduler
-from headrace.worker.kv.disk_tier import DiskTier, Fetch, Wanted
+from headrace.worker.kv.disk_tier import DiskTier
+from headrace.worker.kv.fetch import Fetch, Tier, Wanted
 from headrace.worker.kv.manager import MIN_TOKENS_LEFT
+from headrace.worker.peers.tier import PeerTier
 from headrace.worker.request.request import Request, RequestState
 
-# Reading has to be cheaper than computing by this factor.
+# Fetching has to be cheaper than computing by this factor.
 _WORTH = 0.8
 # A request waits so many times as long as computing would take, and at least so long in seconds.
 _PATIENCE, _LEAST_PATIENCE_S = 2.0, 0.25
@@ -34,15 +36,24 @@ class _Held:
 class Fetching:
     """The waiting requests of one scheduler. Used by the engine thread."""
 
-    def __init__(self, scheduler: Scheduler, tier: DiskTier, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tier = tier
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        disk: DiskTier | None,
+        peers: PeerTier | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.disk = disk
+        self.peers = peers
+        self.num_disk_tokens = 0
+        self.num_peer_tokens = 0
         self._scheduler = scheduler
         self._clock = clock
         self._held: dict[Fetch, _Held] = {}
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for the disk."""
+        """Requests that wait for blocks."""
         return sum(held.request.state is RequestState.WAITING for held in self._held.values())
 
     def begin(self, request: Request) -> bool:
@@ -51,13 +62,13 @@ class Fetching:
             return False
         cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
         first = cache.num_computed_by_now(request) // cache.block_size
-        end = self._end_on_disk(request, first)
-        if not self._is_worth(first, end):
+        tier, end = self._best(request, first)
+        if tier is None:
             return False
         prefix = self._hold_prefix(request)
         # The held blocks are not spare any more.
         end = min(end, first + self._num_spare())
-        if len(prefix) != first or not self._is_worth(first, end):
+        if len(prefix) != first or self._saved_s(tier, first, end) <= 0.0:
             pool.release(reversed(prefix))
             return False
         wanted = [
@@ -65,10 +76,10 @@ class Fetching:
             for index, block in zip(range(first, end), pool.take(end - first), strict=True)
         ]
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._compute_s(first, end))
-        fetch = Fetch(wanted)
+        fetch = Fetch(wanted, request.kv_source if tier is self.peers else "", patience_s)
         self._held[fetch] = _Held(request, prefix, self._clock() + patience_s)
         self._scheduler.num_fetching += 1
-        self.tier.fetch(fetch)
+        tier.fetch(fetch)
         return True
 
     def cancel(self, request: Request) -> bool:
@@ -84,10 +95,11 @@ class Fetching:
     def take_ready(self) -> list[Request]:
         """Make the blocks that came findable. Returns the requests that need not wait any more."""
         ready = []
-        for fetch in self.tier.take_ended():
+        for fetch in self._take_ended():
             held = self._held.pop(fetch)
             self._scheduler.num_fetching -= 1
             self._import(fetch, held.prefix)
+            self._count(fetch, held.request)
             if not fetch.is_given_up:
                 ready.append(held.request)
         now_s = self._clock()
@@ -97,13 +109,55 @@ class Fetching:
                 ready.append(held.request)
         return ready
 
-    def _end_on_disk(self, request: Request, first: int) -> int:
-        """The index after the last block of the request that the disk has in one piece from `first` on."""
+    def counters(self) -> dict[str, int]:
+        """The totals for the worker's report."""
+        found = {"prompt_tokens_from_disk": self.num_disk_tokens, "prompt_tokens_from_peers": self.num_peer_tokens}
+        if self.disk is not None:
+            found |= {"blocks_written": self.disk.num_written, "blocks_read": self.disk.num_read}
+        if self.peers is not None:
+            found |= {"blocks_received": self.peers.num_received}
+        return found
+
+    def _take_ended(self) -> Iterable[Fetch]:
+        if self.disk is not None:
+            yield from self.disk.take_ended()
+        if self.peers is not None:
+            yield from self.peers.take_ended()
+
+    def _count(self, fetch: Fetch, request: Request) -> None:
+        num_tokens = fetch.num_read * self._scheduler.kv_cache.block_size
+        if fetch.is_given_up or not num_tokens:
+            return
+        if fetch.source:
+            request.num_peer_tokens = num_tokens
+            self.num_peer_tokens += num_tokens
+        else:
+            request.num_disk_tokens = num_tokens
+            self.num_disk_tokens += num_tokens
+
+    def _best(self, request: Request, first: int) -> tuple[Tier | None, int]:
+        """The tier that saves most time for the blocks from `first` on, and the index after the last that it has. None
+        if computing takes less."""
+        best: tuple[Tier | None, int] = None, first
+        most_s = 0.0
+        for tier, end in self._offers(request, first):
+            saved_s = self._saved_s(tier, first, end)
+            if saved_s > most_s:
+                best, most_s = (tier, end), saved_s
+        return best
+
+    def _offers(self, request: Request, first: int) -> Iterable[tuple[Tier, int]]:
+        """The tiers that may have blocks of the request, and the index after the last one, in one piece from `first`
+        on."""
         cache = self._scheduler.kv_cache
-        end, last = first, (request.num_tokens - MIN_TOKENS_LEFT) // cache.block_size
-        while end < last and self.tier.has(cache.hash_of(request, end)):
-            end += 1
-        return end
+        last = (request.num_tokens - MIN_TOKENS_LEFT) // cache.block_size
+        if self.disk is not None:
+            end = first
+            while end < last and self.disk.has(cache.hash_of(request, end)):
+                end += 1
+            yield self.disk, end
+        if self.peers is not None and request.kv_source:
+            yield self.peers, min(request.num_source_tokens // cache.block_size, last)
 
     def _hold_prefix(self, request: Request) -> list[int]:
         """Hold the cached blocks of a request, so that they stay until the others have come. Returns them."""
@@ -144,8 +198,9 @@ class Fetching:
         )
         return max(0, cache.pool.num_free_blocks - max(0, needed))
 
-    def _is_worth(self, first: int, end: int) -> bool:
-        return end > first and self.tier.expected_s(end - first) < _WORTH * self._compute_s(first, end)
+    def _saved_s(self, tier: Tier, first: int, end: int) -> float:
+        """The time that fetching these blocks is expected to save."""
+        return _WORTH * self._compute_s(first, end) - tier.expected_s(end - first) if end > first else 0.0
 
     def _compute_s(self, first: int, end: int) -> float:
         """The expected time to compute these blocks."""

@@ -42,6 +42,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     stored: Sequence[int] = ()
     evicted: Sequence[int] = ()
     num_taken: int = 0
+    num_disk_slots: int = 0
+    num_disk_blocks: int = 0
+    transfer_bytes_per_s: float = 0.0
 
 
 class Command(NamedTuple):

@@ -24,7 +24,7 @@ from headrace.worker.request.step import RequestOutput
 
 # The shortest time between two load reports, unless commands came or the engine becomes idle.
 REPORT_INTERVAL_S = 0.02
-# How long to wait while the disk fills blocks, in seconds: with other work that needs these blocks, and without.
+# How long to wait while blocks are fetched, in seconds: with other work that needs these blocks, and without.
 _POLL_S, _LOOK_S = 0.001, 0.1
 # Reading the fields by name is four times as fast as asdict().
 _COUNTERS = tuple(counter.name for counter in fields(SchedulerStats))
@@ -69,7 +69,7 @@ class EngineThread(ServingThread):
                 self.num_turns += 1
                 self._forecast.observe()
             elif self._fetching is not None and self._engine.scheduler.has_requests:
-                time.sleep(_POLL_S)  # the pool waits for blocks that the disk fills
+                time.sleep(_POLL_S)  # the pool waits for blocks that are fetched
             if has_stepped or commands:
                 self._report = self._report_if_due(commands_came=bool(commands))
 
@@ -132,10 +132,15 @@ class EngineThread(ServingThread):
         report = report_of(self._engine.scheduler, self._engine.stats, self._num_taken)
         if self._fetching is None:
             return report
-        tier = self._fetching.tier
-        counters = {"blocks_written": tier.num_written, "blocks_read": tier.num_read}
-        num_waiting = report.num_waiting + self._fetching.num_held
-        return replace(report, num_waiting=num_waiting, counters={**report.counters, **counters})
+        disk, peers = self._fetching.disk, self._fetching.peers
+        return replace(
+            report,
+            num_waiting=report.num_waiting + self._fetching.num_held,
+            counters={**report.counters, **self._fetching.counters()},
+            num_disk_slots=0 if disk is None else disk.num_slots,
+            num_disk_blocks=0 if disk is None else disk.num_blocks,
+            transfer_bytes_per_s=0.0 if peers is None else peers.bytes_per_s,
+        )
 
 
 def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> LoadReport:

@@ -9,15 +9,13 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
+from headrace.worker.kv.block_bytes import ALIGNMENT_BYTES, aligned
 from headrace.worker.kv.host_memory import HUGE_PAGE_BYTES, advise
-
-# The width of the widest vector registers.
-_ALIGNMENT_BYTES = 64
 
 
 def arena_bytes(size_bytes: int, num_pieces: int) -> int:
     """The size in bytes of an arena for `num_pieces` pieces that have `size_bytes` in total."""
-    wanted = size_bytes + num_pieces * _ALIGNMENT_BYTES
+    wanted = size_bytes + num_pieces * ALIGNMENT_BYTES
     return -(-wanted // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
@@ -60,5 +58,5 @@ class KVArena:
         """Return the next `num_bytes`, aligned for vector instructions. The array keeps the mapping alive."""
         assert self._offset + num_bytes <= self._end, "the arena has no room left"
         piece = self._memory[self._offset : self._offset + num_bytes]
-        self._offset += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._offset += aligned(num_bytes)
         return piece

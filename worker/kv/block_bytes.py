@@ -10,6 +10,14 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+# The width of the widest vector registers.
+ALIGNMENT_BYTES = 64
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up, so that the next cache in an arena is aligned for vector instructions."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
 
 class BlockShape(NamedTuple):
     """The shape of one block in one cache (the keys or the values of a layer): `heads` x `tokens` x `token_bytes`."""
@@ -28,6 +36,8 @@ class BlockBytes:
     """The bytes of all blocks in `caches`. Each cache is an array of bytes that stores its blocks one after another."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], shapes: Sequence[BlockShape]) -> None:
+        self.block_size = shapes[0].tokens
+        self._shapes = shapes
         self._views = [cache.reshape(-1, *shape) for cache, shape in zip(caches, shapes, strict=True)]
         self._groups = [
             _Group([cache for cache, _ in group], shape)
@@ -49,6 +59,18 @@ class BlockBytes:
             part = view[block].reshape(-1)
             part[:] = data[offset : offset + len(part)]
             offset += len(part)
+
+    def parts(self, block: int) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of a block in each cache. They can be written."""
+        return [view[block].reshape(-1) for view in self._views]
+
+    def offsets(self, start: int, num_blocks: int) -> list[int]:
+        """Where the caches begin in an arena of `num_blocks` blocks of these shapes that begins at `start`."""
+        found = []
+        for shape in self._shapes:
+            found.append(start)
+            start += aligned(num_blocks * shape.num_bytes)
+        return found
 
     def checksum(self, block: int, num_tokens: int) -> int:
         """A 32-bit checksum of the block's first `num_tokens` tokens. It detects damage, not forgery: a change to a

@@ -115,6 +115,13 @@ class BlockPool:
         """Whether some block has this hash."""
         return block_hash in self._block_of_hash
 
+    def locate(self, block_hash: int) -> tuple[int, Content] | None:
+        """The block with this hash and its content, or None. Any thread may call it; the block may be evicted at any
+        time unless the caller is the owner."""
+        block = self._block_of_hash.get(block_hash)
+        content = None if block is None else self._content.get(block)
+        return None if block is None or content is None or content.block_hash != block_hash else (block, content)
+
     def find(self, block_hash: int, parent_hash: int, token_bytes: bytes) -> int | None:
         """The block with this hash, parent and content, or None. Comparing the content rules out hash collisions."""
         block = self._block_of_hash.get(block_hash)

@@ -11,9 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +19,7 @@ import numpy.typing as npt
 from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.disk_store import DiskStore
+from headrace.worker.kv.fetch import Fetch
 
 log = logging.getLogger(__name__)
 
@@ -34,26 +33,6 @@ _PAUSE_AFTER_FAILURE_S = 60.0
 _FIRST_GUESS_BYTES_PER_S = 1e9
 # The weight of the latest read in the moving average.
 _NEWEST = 0.2
-
-
-class Wanted(NamedTuple):
-    """A block to be read into `block`, which has no other holder."""
-
-    block: int
-    block_hash: int
-    parent_hash: int
-    token_bytes: bytes
-    is_first: bool
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """Blocks of one prompt, read in order. The thread counts them in `num_read`, and stops at the first block that it
-    cannot read, or when `is_given_up` is set."""
-
-    wanted: Sequence[Wanted]
-    num_read: int = 0
-    is_given_up: bool = False
 
 
 class DiskTier(threading.Thread):
@@ -95,6 +74,16 @@ class DiskTier(threading.Thread):
         with self._changed:
             self._spills.append((content, data))
             self._changed.notify()
+
+    @property
+    def num_slots(self) -> int:
+        """Number of blocks that fit on the disk."""
+        return self._store.num_slots
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks on the disk."""
+        return self._store.num_blocks
 
     def has(self, block_hash: int) -> bool:
         """Engine thread: whether the block was on the disk at the last refresh of the index."""

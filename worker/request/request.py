@@ -82,6 +82,10 @@ class Request:
     """Who asks, for fair shares among texts that are encoded."""
     num_first_text_tokens: int = 0
     """Of a pair of texts, the tokens of the first one; 0 for a single text."""
+    kv_source: str = ""
+    """Address of a worker that has more of the prompt's blocks."""
+    num_source_tokens: int = 0
+    """Tokens of the prompt that are expected to be cached there."""
     adapter_slot: int = -1
     """Slot of its adapter's weights, which stay there until it has ended; -1 without an adapter."""
     prompt_hashes: list[int] = field(default_factory=list)
@@ -93,6 +97,10 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
+    """Tokens that were read from the disk for it."""
+    num_peer_tokens: int = 0
+    """Tokens that came from another worker for it."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
     block_hashes: list[int] = field(default_factory=list)
     num_findable_blocks: int = 0

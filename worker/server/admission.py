@@ -175,6 +175,8 @@ def admit(
         priority=message.priority,
         arrival_s=arrival_s,
         max_wait_s=message.max_wait_ms / 1000 if message.HasField("max_wait_ms") else math.inf,
+        kv_source=message.kv_source,
+        num_source_tokens=message.kv_source_tokens,
     )
     if admitted.num_prompt_logprob_values > MAX_PROMPT_LOGPROBS:
         each = MAX_PROMPT_LOGPROBS // (1 + (admitted.sampling.num_prompt_logprobs or 0))

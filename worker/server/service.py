@@ -22,6 +22,7 @@ from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.adapters.library import Adapter
 from headrace.worker.engine.mailbox import Mailbox, OutputStream
 from headrace.worker.grammar.compiler import Grammars
+from headrace.worker.peers.source import BlockSource
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.request.step import RequestOutput
@@ -273,7 +274,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         mailbox: Mailbox,
         hub: WatchHub,
         adapters: AdapterDesk | None = None,
+        source: BlockSource | None = None,
     ) -> None:
+        self._source = source
         self._card = card
         self._adapters = adapters or AdapterDesk(None, hub, card.card.name)
         self._bundle = tokenizer_bundle
@@ -320,6 +323,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, StatusError(Reason.NOT_FOUND, message, field="sha256"))
         for start in range(0, len(self._bundle), CHUNK_BYTES):
             yield worker_pb2.GetTokenizerResponse(chunk=self._bundle[start : start + CHUNK_BYTES])
+
+    async def FetchBlocks(
+        self, request: worker_pb2.FetchBlocksRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.FetchBlocksResponse]:
+        """See the proto."""
+        try:
+            if self._source is None:
+                raise StatusError(Reason.UNSUPPORTED, "this worker does not exchange KV blocks with others")
+            async with contextlib.aclosing(self._source.send(request)) as responses:
+                async for response in responses:
+                    yield response
+        except StatusError as error:
+            await abort(context, error)
 
     async def Watch(
         self, request: worker_pb2.WatchRequest, context: Context

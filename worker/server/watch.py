@@ -267,6 +267,9 @@ class WatchHub:
             arrived_blocks=self._arrivals.num_blocks,
             age_ms=round(1000 * (self._clock() - self._reported_s)),
             version=self._version,
+            num_disk_slots=report.num_disk_slots,
+            num_disk_blocks=report.num_disk_blocks,
+            transfer_bytes_per_s=report.transfer_bytes_per_s,
         )
 
 

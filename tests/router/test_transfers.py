@@ -1,0 +1,149 @@
+"""Cached blocks of other workers: when fetching them pays, and which worker is named as their source."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.protos import inference_pb2, router_pb2
+from headrace.router.fleet.link_state import LinkState
+from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
+from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place
+from headrace.router.placement.prefix_index import PrefixIndex
+from headrace.router.placement.transfers import SETUP_MS, Transfers
+from tests.router.conftest import StartRouter, StartWorker
+from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
+
+PROMPT = list(range(100, 100 + 50 * BLOCK_SIZE + 1))
+IDLE = LoadReport(
+    num_blocks=1000, num_free_blocks=1000, prefill_tokens_per_s=1000.0, decode_step_ms=20.0, max_num_seqs=8
+)
+BUSY = LoadReport(
+    num_blocks=1000,
+    num_free_blocks=1000,
+    prefill_tokens_per_s=1000.0,
+    decode_step_ms=20.0,
+    max_num_seqs=8,
+    num_running=4,
+    num_uncached_tokens=900,
+)
+
+
+def placed(first: LoadReport, second: LoadReport, ms_per_token: float) -> Placement:
+    """A prompt of 321 tokens, of which the first worker has 160."""
+    candidates = Candidates.of([Candidate("a", first, 16), Candidate("b", second, 16)])
+    transfers = Transfers(np.array([160.0, 160.0]), np.array([ms_per_token] * 2), ["a", "a"])
+    facts = RequestFacts(num_prompt_tokens=321, max_new_tokens=16)
+    found = place(facts, candidates, [10, 0], 0.0, random.Random(0), num_described=2, transfers=transfers)
+    assert found is not None
+    return found
+
+
+def test_an_idle_worker_fetches_what_a_busy_one_has() -> None:
+    found = placed(BUSY, IDLE, 0.1)
+    assert (found.worker_id, found.source, found.num_moved_tokens) == ("b", "a", 160)
+    assert found.predicted_cached_tokens == 160
+    assert found.cost.transfer_ms == pytest.approx(SETUP_MS + 16.0)
+    assert found.cost.prefill_ms == pytest.approx(161.0)
+    terms = [getattr(found.cost, name) for name in found.cost.__struct_fields__]
+    assert sum(terms[:-1]) == pytest.approx(terms[-1])
+    assert found.cost.ttft_ms == pytest.approx(found.cost.transfer_ms + found.cost.prefill_ms)
+    assert found.reason is PlacementReason.LOAD
+
+
+def test_who_has_the_prefix_gets_the_request_if_it_is_as_idle() -> None:
+    found = placed(IDLE, IDLE, 0.1)
+    assert (found.worker_id, found.source, found.num_moved_tokens) == ("a", "", 0)
+    assert found.costs["a"].transfer_ms == 0.0
+
+
+def test_what_takes_as_long_as_computing_is_computed() -> None:
+    found = placed(BUSY, IDLE, 0.9)
+    assert found.num_moved_tokens == 0
+    assert found.source == ""
+    assert found.costs["b"].prefill_ms == pytest.approx(321.0)
+
+
+def test_predicted_blocks_are_not_there_to_be_fetched_yet() -> None:
+    index = PrefixIndex(1000, 1000, 10.0)
+    slot = index.add_worker("a")
+    index.store("a", [1, 2])
+    index.predict("a", [1, 2, 3, 4], 2, 0.0)
+    assert index.depths([1, 2, 3, 4])[slot] == 4
+    assert index.confirmed_depths([1, 2, 3, 4])[slot] == 2
+    assert index.confirmed_depths([])[slot] == 0
+    assert index.depths([1, 2, 3, 4])[slot] == 4, "predictions are back"
+
+
+async def two_workers(
+    start_router: StartRouter, start_worker: StartWorker, **fields: Any
+) -> tuple[Any, FakeWorker, FakeWorker]:
+    """Two workers that exchange blocks. The first has the prompt."""
+    workers = []
+    for name in ("warm", "cold"):
+        worker = await start_worker(name)
+        worker.card.kv_layout, worker.card.kv_block_bytes = fields.get(name, "layout"), 1000
+        workers.append(worker)
+    router = await start_router(*workers)
+    workers[0].store(PROMPT)
+    await until(lambda: len(router.fleet.index) == 50 and router.fleet.num_ready == 2)
+    return router, workers[0], workers[1]
+
+
+def request_of(worker: FakeWorker) -> inference_pb2.GenerateRequest:
+    (raw,) = worker.requests
+    return inference_pb2.GenerateRequest.FromString(raw)
+
+
+async def test_a_draining_worker_hands_its_blocks_over(start_router: StartRouter, start_worker: StartWorker) -> None:
+    router, warm, cold = await two_workers(start_router, start_worker)
+    warm.report(draining=True)
+    await until(lambda: router.fleet.num_ready == 1)
+    told = await router.router.Explain(router_pb2.ExplainRequest(token_ids=PROMPT))
+    assert told.workers[0].num_transferred_tokens == told.workers[0].num_cached_tokens == 50 * BLOCK_SIZE
+    assert told.workers[0].cost.transfer_ms > 0
+    await router.generate(PROMPT)
+    request = request_of(cold)
+    assert (request.kv_source, request.kv_source_tokens) == (warm.address, 50 * BLOCK_SIZE)
+    assert request.belief.num_cached_tokens == 50 * BLOCK_SIZE
+
+
+async def test_a_worker_that_is_gone_is_no_source(start_router: StartRouter, start_worker: StartWorker) -> None:
+    router, warm, cold = await two_workers(start_router, start_worker)
+    warm.report(draining=True)
+    await until(lambda: router.fleet.num_ready == 1)
+    await warm.kill()
+    await until(lambda: any(link.state is LinkState.UNREACHABLE for link in router.fleet.links()))
+    await router.generate(PROMPT)
+    assert request_of(cold).kv_source == ""
+
+
+@pytest.mark.parametrize("layout", ["", "another"])
+async def test_workers_with_other_layouts_exchange_nothing(
+    start_router: StartRouter, start_worker: StartWorker, layout: str
+) -> None:
+    router, warm, cold = await two_workers(start_router, start_worker, cold=layout)
+    warm.report(draining=True)
+    await until(lambda: router.fleet.num_ready == 1)
+    await router.generate(PROMPT)
+    assert request_of(cold).kv_source == ""
+
+
+async def test_callers_cannot_name_a_source(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    await router.generate(PROMPT, kv_source="evil:1", kv_source_tokens=100)
+    assert (request_of(worker).kv_source, request_of(worker).kv_source_tokens) == ("", 0)
+
+
+async def test_a_worker_that_learned_to_be_slow_computes(start_router: StartRouter, start_worker: StartWorker) -> None:
+    router, warm, cold = await two_workers(start_router, start_worker)
+    warm.report(draining=True)
+    cold.report(transfer_bytes_per_s=100.0)
+    await until(lambda: router.fleet.num_ready == 1)
+    await until(lambda: any(link.reported.load.transfer_bytes_per_s for link in router.fleet.links()))
+    await router.generate(PROMPT)
+    assert request_of(cold).kv_source == ""

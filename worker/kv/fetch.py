@@ -1,0 +1,46 @@
+"""Blocks of prompts that are brought into the pool from elsewhere: from a disk, or from another worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Wanted(NamedTuple):
+    """A block to be filled: `block`, which has no other holder."""
+
+    block: int
+    block_hash: int
+    parent_hash: int
+    token_bytes: bytes
+    is_first: bool
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Blocks of one prompt, filled in order. A tier's thread counts them in `num_read`, and stops at the first block
+    that it cannot fill, or when `is_given_up` is set. `source` is the address of a worker, for fetches from there.
+    After `timeout_s` nobody waits for them any more."""
+
+    wanted: Sequence[Wanted]
+    source: str = ""
+    timeout_s: float = 60.0
+    num_read: int = 0
+    is_given_up: bool = False
+
+
+class Tier(Protocol):
+    """Fills blocks in threads of its own. The engine thread calls it."""
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Begin a fetch. `take_ended` returns it when it has ended."""
+        ...
+
+    def take_ended(self) -> list[Fetch]:
+        """Return the fetches that have ended since the last call."""
+        ...
+
+    def expected_s(self, num_blocks: int) -> float:
+        """Expected seconds until `num_blocks` more blocks are filled."""
+        ...

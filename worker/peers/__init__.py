@@ -1,0 +1,1 @@
+"""KV blocks that workers get from one another."""

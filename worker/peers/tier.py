@@ -1,0 +1,185 @@
+"""Fetches KV blocks from other workers.
+
+Whatever goes wrong with the other worker costs at most the computation: a call has a deadline, and blocks count only if
+their tokens and checksums are right. On one host the blocks are read from the other worker's memory, with pread, which
+cannot fail in other ways than an error if that worker ends or frees its memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from headrace.common.transport.channels import PLAIN, Transport
+from headrace.protos import worker_pb2, worker_pb2_grpc
+from headrace.worker.kv.block_bytes import BlockBytes
+from headrace.worker.kv.fetch import Fetch, Wanted
+from headrace.worker.peers.source import host_id
+
+log = logging.getLogger(__name__)
+
+# Fetches at the same time. Each may have another source, so one that is slow does not hold up the others.
+MAX_FETCHES = 4
+# The assumed speed, and the time until the first message, before the first fetch.
+_FIRST_GUESS_BYTES_PER_S = 0.5e9
+_FIRST_GUESS_SETUP_S = 0.005
+# The weight of the latest fetch in the moving averages.
+_NEWEST = 0.2
+_MAX_CHANNELS = 16
+
+
+class _ForeignBlocks(NamedTuple):
+    """The open file of another worker's KV cache, and the offset of each cache in it."""
+
+    descriptor: int
+    offsets: Sequence[int]
+
+
+class PeerTier:
+    """Fetches blocks of the layout `layout`. It calls `on_arrival` when a fetch has ended."""
+
+    def __init__(self, layout: str, contents: BlockBytes, block_bytes: int, transport: Transport = PLAIN) -> None:
+        self.on_arrival: Callable[[], None] = lambda: None
+        self.num_received = 0
+        self.bytes_per_s = 0.0
+        """Learned speed; 0 while unknown."""
+        self._layout = layout
+        self._contents = contents
+        self._block_bytes = block_bytes
+        self._transport = transport
+        self._block_s = block_bytes / _FIRST_GUESS_BYTES_PER_S
+        self._setup_s = _FIRST_GUESS_SETUP_S
+        self._executor = ThreadPoolExecutor(MAX_FETCHES, "kv-peers")
+        self._running: set[Fetch] = set()
+        self._ended: deque[Fetch] = deque()
+        self._channels: dict[tuple[str, int], grpc.Channel] = {}
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Engine thread: begin a fetch from `fetch.source`. `take_ended` returns it when it has ended."""
+        self._running.add(fetch)
+        key = fetch.source, self._transport.version
+        if key not in self._channels:
+            while len(self._channels) >= _MAX_CHANNELS:
+                # A fetch that still uses the channel ends, and its prompt is computed.
+                self._channels.pop(next(iter(self._channels))).close()
+            self._channels[key] = self._transport.blocking_channel(fetch.source)
+        self._executor.submit(self._run, fetch, self._channels[key])
+
+    def take_ended(self) -> list[Fetch]:
+        """Engine thread: return the fetches that have ended since the last call."""
+        ended = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        self._running.difference_update(ended)
+        return ended
+
+    def expected_s(self, num_blocks: int) -> float:
+        """Expected seconds until `num_blocks` more blocks are fetched, including the wait for running fetches."""
+        ahead = sum(len(fetch.wanted) - fetch.num_read for fetch in self._running)
+        return self._setup_s + (ahead + num_blocks) * self._block_s
+
+    def stop(self) -> None:
+        """Begin no more fetches, and end the calls."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for channel in self._channels.values():
+            channel.close()
+
+    def _run(self, fetch: Fetch, channel: grpc.Channel) -> None:
+        deadline_s = time.monotonic() + fetch.timeout_s
+        try:
+            # Another namespace of processes has the same host id, but shows other files. Then the blocks are sent.
+            if not self._receive(fetch, channel, host_id(), deadline_s) and not fetch.num_read:
+                self._receive(fetch, channel, "", deadline_s)
+        except (grpc.RpcError, ValueError, OSError) as error:  # ValueError: the channel was closed
+            reason = error.details() if isinstance(error, grpc.Call) else error
+            log.info("KV blocks could not be fetched from %s: %s; the rest is computed", fetch.source, reason)
+        except Exception:
+            log.exception("KV blocks could not be fetched from %s; the rest is computed", fetch.source)
+        finally:
+            self._ended.append(fetch)
+            self.on_arrival()
+
+    def _receive(self, fetch: Fetch, channel: grpc.Channel, host: str, deadline_s: float) -> bool:
+        """Fetch blocks. Returns False if this host's memory was offered and cannot be read."""
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        start_s = time.monotonic()
+        hashes = [wanted.block_hash for wanted in fetch.wanted[fetch.num_read :]]
+        request = worker_pb2.FetchBlocksRequest(kv_layout=self._layout, hashes=hashes, host_id=host)
+        call = stub.FetchBlocks(request, timeout=max(0.0, deadline_s - start_s))
+        with contextlib.ExitStack() as stack:
+            stack.callback(call.cancel)
+            foreign: _ForeignBlocks | None = None
+            first_s = 0.0
+            for response in call:
+                first_s = first_s or time.monotonic()
+                if response.HasField("memory"):
+                    foreign = self._open(response.memory)
+                    if foreign is None:
+                        return False
+                    stack.callback(os.close, foreign.descriptor)
+                if not self._take(fetch, response, foreign):
+                    break
+        if fetch.num_read:
+            self._learn(first_s - start_s, (time.monotonic() - first_s) / fetch.num_read)
+        return True
+
+    def _take(self, fetch: Fetch, response: worker_pb2.FetchBlocksResponse, foreign: _ForeignBlocks | None) -> bool:
+        """Fill blocks from a message. Returns whether to go on."""
+        for number, checksum in enumerate(response.checksums):
+            if fetch.is_given_up or fetch.num_read == len(fetch.wanted):
+                return False
+            wanted = fetch.wanted[fetch.num_read]
+            if foreign is not None:
+                is_filled = self._read(wanted.block, foreign, response.numbers[number])
+            else:
+                is_filled = self._fill(wanted.block, response.blocks[number])
+            if not is_filled or not self._is_right(wanted, response.token_bytes[number], checksum):
+                log.warning("%s sent a KV block that is not what it should be; the rest is computed", fetch.source)
+                return False
+            fetch.num_read += 1
+            self.num_received += 1
+        return True
+
+    def _is_right(self, wanted: Wanted, token_bytes: bytes, checksum: int) -> bool:
+        size = self._contents.block_size
+        return token_bytes == wanted.token_bytes and self._contents.checksum(wanted.block, size) == checksum
+
+    def _fill(self, block: int, data: bytes) -> bool:
+        if len(data) != self._block_bytes:
+            return False
+        self._contents.scatter(block, np.frombuffer(data, np.uint8))
+        return True
+
+    def _open(self, memory: worker_pb2.SharedMemory) -> _ForeignBlocks | None:
+        """The memory of another worker of this host; None if this process cannot read it."""
+        try:
+            descriptor = os.open(f"/proc/{memory.pid}/fd/{memory.file_descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        found = os.fstat(descriptor)
+        if (found.st_dev, found.st_ino) != (memory.device, memory.inode):
+            os.close(descriptor)
+            return None
+        return _ForeignBlocks(descriptor, self._contents.offsets(memory.offset, memory.num_blocks))
+
+    def _read(self, block: int, foreign: _ForeignBlocks, number: int) -> bool:
+        parts: Sequence[npt.NDArray[np.uint8]] = self._contents.parts(block)
+        return all(
+            os.preadv(foreign.descriptor, [part.data], offset + number * part.nbytes) == part.nbytes
+            for part, offset in zip(parts, foreign.offsets, strict=True)
+        )
+
+    def _learn(self, setup_s: float, each_s: float) -> None:
+        self._setup_s += _NEWEST * (setup_s - self._setup_s)
+        self._block_s += _NEWEST * (each_s - self._block_s)
+        self.bytes_per_s = self._block_bytes / self._block_s
