@@ -23,7 +23,7 @@ _SUBCOMMANDS = {
     "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
     "serve": _Subcommand("serving.serve:serve", "Serve models on this host: workers, router and gateway."),
     "run": _Subcommand("serving.run:run", "Chat with a model; serve it for as long if nothing does."),
-    "models": _Subcommand("hosting.models:models", "List, show and remove models of the cache."),
+    "models": _Subcommand("hosting.models:models", "List, show and remove models of the cache; load and unload."),
     "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host."),
     "health": _Subcommand("fleet.health:health", "Ask one process whether it serves."),
     "drain": _Subcommand("fleet.drain:drain", "Let a worker end its requests, or take them again (--undo)."),

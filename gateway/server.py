@@ -118,6 +118,7 @@ def _services(settings: Settings, security: Security, threads: _Threads) -> Serv
         plain_grpc=settings.plain_grpc,
     )
     host = ModelHost(settings.model_host, security.transport)
+    host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
     models = Models(upstream, threads.loading, host=host, aliases=settings.aliases)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
     prompts = Prompts(threads.tokenizing)

@@ -34,28 +34,54 @@ class WatchModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[HostedModel, _Mapping]]] = ...) -> None: ...
 
 class HostedModel(_message.Message):
-    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task")
+    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task", "is_on_demand", "num_bytes", "idle_ms", "loaded_ms", "last_used_ms")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    IS_ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_MS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_USED_MS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: HostedModelState
     problem: str
     directory: str
     num_workers: int
     task: _inference_pb2.Task
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ...) -> None: ...
+    is_on_demand: bool
+    num_bytes: int
+    idle_ms: int
+    loaded_ms: int
+    last_used_ms: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., is_on_demand: bool = ..., num_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., loaded_ms: _Optional[int] = ..., last_used_ms: _Optional[int] = ...) -> None: ...
 
 class LoadModelRequest(_message.Message):
+    __slots__ = ("name", "model", "by_operator")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BY_OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    by_operator: bool
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., by_operator: bool = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: HostedModel
+    def __init__(self, model: _Optional[_Union[HostedModel, _Mapping]] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
-class LoadModelResponse(_message.Message):
+class UnloadModelResponse(_message.Message):
     __slots__ = ("model",)
     MODEL_FIELD_NUMBER: _ClassVar[int]
     model: HostedModel

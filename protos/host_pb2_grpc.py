@@ -45,6 +45,11 @@ class ModelHostStub(object):
                 request_serializer=headrace_dot_protos_dot_host__pb2.LoadModelRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_host__pb2.LoadModelResponse.FromString,
                 _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/headrace.v1.ModelHost/UnloadModel',
+                request_serializer=headrace_dot_protos_dot_host__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_host__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
 
 
 class ModelHostServicer(object):
@@ -66,6 +71,14 @@ class ModelHostServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UnloadModel(self, request, context):
+        """UnloadModel unloads a model: it takes no new requests, its running ones end, and its workers stop. It returns when its
+        memory is free. MODEL_NOT_FOUND if the host has no model of this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelHostServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +91,11 @@ def add_ModelHostServicer_to_server(servicer, server):
                     servicer.LoadModel,
                     request_deserializer=headrace_dot_protos_dot_host__pb2.LoadModelRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_host__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=headrace_dot_protos_dot_host__pb2.UnloadModelRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_host__pb2.UnloadModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +153,33 @@ class ModelHost(object):
             '/headrace.v1.ModelHost/LoadModel',
             headrace_dot_protos_dot_host__pb2.LoadModelRequest.SerializeToString,
             headrace_dot_protos_dot_host__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ModelHost/UnloadModel',
+            headrace_dot_protos_dot_host__pb2.UnloadModelRequest.SerializeToString,
+            headrace_dot_protos_dot_host__pb2.UnloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

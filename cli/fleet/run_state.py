@@ -52,7 +52,7 @@ class ServeRecord:
     processes: tuple[ProcessRecord, ...]
     tls_dir: str | None = None
     join_token_file: str | None = None
-    host_address: str | None = None
+    host_address: str = ""
 
 
 def runtime_directory() -> Path:

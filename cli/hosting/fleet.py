@@ -1,19 +1,25 @@
-"""Asks the router of a host about its workers."""
+"""Asks the router and the workers of a host."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+
 import grpc
 
+from headrace.cli.hosting.planner import WorkerView
 from headrace.common.transport.channels import Transport
-from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 2.0
+_LONGEST_DRAIN_S = 24 * 3600.0
 
 
 class HostFleet:
-    """The router of this host. Made and used in one event loop."""
+    """The router and the workers of this host. Made and used in one event loop."""
 
     def __init__(self, router_address: str, transport: Transport) -> None:
+        self._transport = transport
         self._channel = transport.channel(router_address)
         self._router = router_pb2_grpc.RouterStub(self._channel)
 
@@ -21,16 +27,29 @@ class HostFleet:
         """Close the connection."""
         await self._channel.close()
 
-    async def ready_workers(self) -> frozenset[str] | None:
-        """Names of the workers that accept requests; None if the router does not answer."""
-        workers = await self._workers()
-        if workers is None:
-            return None
-        return frozenset(info.worker_id for info in workers if info.state == router_pb2.WORKER_STATE_READY)
-
-    async def _workers(self) -> list[router_pb2.WorkerInfo] | None:
+    async def workers(self) -> Mapping[str, WorkerView] | None:
+        """The workers by name; None if the router does not answer."""
         try:
             answer = await self._router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return None
-        return list(answer.workers)
+        return {info.worker_id: _view(info) for info in answer.workers}
+
+    async def drain(self, addresses: Sequence[str]) -> None:
+        """Let workers end their requests and take no new ones. Returns when they have ended, or when a worker is
+        gone."""
+        await asyncio.gather(*map(self._drain, addresses))
+
+    async def _drain(self, address: str) -> None:
+        async with self._transport.channel(address) as channel:
+            try:
+                await worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=_LONGEST_DRAIN_S)
+            except grpc.aio.AioRpcError:
+                return  # it is gone, and its requests with it
+
+
+def _view(info: router_pb2.WorkerInfo) -> WorkerView:
+    load = info.load
+    num_here = load.num_running + load.num_waiting + load.num_arrived + info.num_in_flight
+    is_ready = info.state == router_pb2.WORKER_STATE_READY
+    return WorkerView(is_ready, num_here > 0, load.counters.requests_admitted)

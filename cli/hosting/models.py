@@ -1,4 +1,5 @@
-"""`headrace models`: lists the models in the cache, shows their memory needs, and removes them."""
+"""`headrace models`: lists the models in the cache, shows their memory needs, and removes them; its other commands are
+in `remote`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import running_serves
+from headrace.cli.hosting.remote import load, ps, unload
 from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import (
     cache_directory,
@@ -131,7 +133,11 @@ def _memory(weight_bytes: int, shape: ModelShape) -> dict[str, float]:
 
 @click.group()
 def models() -> None:
-    """List, show and remove the models in the cache, and list those with short names."""
+    """List, show and remove the models in the cache, list those with short names, and load and unload served ones."""
+
+
+for _command in (ps, load, unload):
+    models.add_command(_command)
 
 
 @models.command()

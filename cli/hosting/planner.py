@@ -10,7 +10,7 @@ Times are in seconds of one monotonic clock.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 
@@ -22,6 +22,15 @@ class State(enum.Enum):
     LOADED = "loaded"
     UNLOADING = "unloading"
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker as its router sees it: whether it accepts requests, whether it has any, and how many it has had."""
+
+    is_ready: bool
+    is_busy: bool = False
+    num_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +66,10 @@ class Rules:
 
 @dataclass(slots=True)
 class Decisions:
-    """Names of models to load and to unload now, and of those that can never be loaded, with the reason."""
+    """Names of models to load now; of those to unload, and of those that can never be loaded, with the reasons."""
 
     load: list[str] = field(default_factory=list)
-    unload: list[str] = field(default_factory=list)
+    unload: dict[str, str] = field(default_factory=dict)
     refuse: dict[str, str] = field(default_factory=dict)
 
 
@@ -69,10 +78,17 @@ _GIB = 1 << 30
 
 def decide(models: Sequence[ModelView], budget_bytes: int | None, now_s: float, rules: Rules = Rules()) -> Decisions:
     """What to do now. Without a budget, everything fits."""
-    found = Decisions(unload=[model.name for model in models if _is_idle(model, now_s)])
+    found = Decisions()
+    for model in models:
+        if _is_idle(model, now_s):
+            found.unload[model.name] = f"it was not used for {now_s - model.last_used_s:.0f} s"
     used_bytes = sum(model.num_bytes for model in models if model.has_processes)
+    if budget_bytes is not None and used_bytes > budget_bytes:
+        # A model takes more than was expected.
+        for name in _victims(used_bytes - budget_bytes, models, found.unload, now_s, rules, waited_s=0.0):
+            found.unload[name] = "the loaded models take more memory than the budget has"
     wanted = [model for model in models if model.wanted_since_s is not None and _can_be_loaded(model)]
-    for model in sorted(wanted, key=lambda model: (not model.is_pinned, model.wanted_since_s, model.name)):
+    for model in sorted(wanted, key=lambda model: (not model.is_pinned, model.wanted_since_s or 0.0, model.name)):
         if budget_bytes is None or used_bytes + model.num_bytes <= budget_bytes:
             found.load.append(model.name)
             used_bytes += model.num_bytes
@@ -81,7 +97,10 @@ def decide(models: Sequence[ModelView], budget_bytes: int | None, now_s: float, 
             found.refuse[model.name] = problem
             continue
         missing_bytes = used_bytes + model.num_bytes - budget_bytes
-        found.unload += _victims(model, missing_bytes, models, found.unload, now_s, rules)
+        assert model.wanted_since_s is not None, "only wanted models are here"
+        waited_s = now_s - model.wanted_since_s
+        for name in _victims(missing_bytes, models, found.unload, now_s, rules, waited_s=waited_s):
+            found.unload[name] = f"it makes room for {model.name}"
         break
     return found
 
@@ -109,22 +128,23 @@ def _never_fits(model: ModelView, models: Sequence[ModelView], budget_bytes: int
 
 
 def _victims(
-    model: ModelView,
     missing_bytes: int,
     models: Sequence[ModelView],
-    leaving: Sequence[str],
+    leaving: Container[str],
     now_s: float,
     rules: Rules,
+    *,
+    waited_s: float,
 ) -> list[str]:
-    """The models to unload for `model`, least recently used first; none if they would not suffice."""
+    """The models to unload for a model that has waited so long, least recently used first; none if they would not
+    suffice."""
     missing_bytes -= sum(other.num_bytes for other in models if other.state is State.UNLOADING or other.name in leaving)
     others = [
         other for other in models if other.state is State.LOADED and not other.is_pinned and other.name not in leaving
     ]
     stayed = [other for other in others if now_s - other.loaded_s >= rules.stay_s and not other.is_busy]
     candidates = sorted(stayed, key=lambda other: (other.last_used_s, other.name))
-    assert model.wanted_since_s is not None, "only for a wanted model"
-    if now_s - model.wanted_since_s >= rules.patience_s:
+    if waited_s >= rules.patience_s:
         had_turn = [other for other in others if other.is_busy and now_s - other.loaded_s >= rules.turn_s]
         candidates += sorted(had_turn, key=lambda other: (other.loaded_s, other.name))
     chosen: list[str] = []

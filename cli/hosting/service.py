@@ -24,8 +24,11 @@ class Host(Protocol):
     def changes(self) -> AsyncIterator[list[host_pb2.HostedModel]]:
         """All models, now and after each change."""
 
-    async def load(self, name: str) -> host_pb2.HostedModel:
+    async def load(self, request: host_pb2.LoadModelRequest) -> host_pb2.HostedModel:
         """Load a model, and return when it accepts requests."""
+
+    async def unload(self, name: str) -> host_pb2.HostedModel:
+        """Unload a model, and return when its memory is free."""
 
 
 class ModelHostService(host_pb2_grpc.ModelHostServicer):
@@ -44,7 +47,16 @@ class ModelHostService(host_pb2_grpc.ModelHostServicer):
     async def LoadModel(self, request: host_pb2.LoadModelRequest, context: _Context) -> host_pb2.LoadModelResponse:
         """See host.proto."""
         try:
-            return host_pb2.LoadModelResponse(model=await self._host.load(request.name))
+            return host_pb2.LoadModelResponse(model=await self._host.load(request))
+        except StatusError as error:
+            await abort(context, error)
+
+    async def UnloadModel(
+        self, request: host_pb2.UnloadModelRequest, context: _Context
+    ) -> host_pb2.UnloadModelResponse:
+        """See host.proto."""
+        try:
+            return host_pb2.UnloadModelResponse(model=await self._host.unload(request.name))
         except StatusError as error:
             await abort(context, error)
 

@@ -30,19 +30,25 @@ class ModelSettings:
     max_context_tokens: int | None = None
     adapters: tuple[str, ...] | None = None
     max_adapters: int | None = None
+    on_demand: bool = False
+    """Whether it is loaded when a request asks for it, and may be unloaded. Others are loaded at the start and stay."""
+    idle_s: float | None = None
+    """Seconds without requests after which it is unloaded; None for never."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """The models of a host, in the order in which the user named them."""
+    """The models of a host, in the order in which the user named them. `memory_gb` is their memory together, in GiB."""
 
     models: tuple[ModelSettings, ...]
+    memory_gb: float | None = None
 
 
 _TEXTS = ("model", "name")
 _LISTS = ("aliases", "adapters")
 _COUNTS = {"workers": 1, "threads": 1, "cores": 1, "max_context_tokens": 2, "max_adapters": 0}
-_SIZES = ("kv_share", "kv_cache_gb")
+_SIZES = ("kv_share", "kv_cache_gb", "idle_s", "memory_gb")
+_SWITCHES = ("on_demand",)
 
 
 def read_settings(path: Path) -> HostSettings:
@@ -61,13 +67,14 @@ def read_settings(path: Path) -> HostSettings:
 
 def settings_of(content: Mapping[str, Any]) -> HostSettings:
     """The models that the content of such a file describes. Raises ValueError."""
-    _check_names(content, ("models",), "the file")
+    _check_names(content, ("models", "memory_gb"), "the file")
     tables = content.get("models")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ValueError("it must have a table [[models]] for each model")
     models = tuple(_model(table, f"models[{number}]") for number, table in enumerate(tables))
     check_models(models)
-    return HostSettings(models)
+    memory_gb = content.get("memory_gb")
+    return HostSettings(models, None if memory_gb is None else _value("memory_gb", memory_gb, "memory_gb"))
 
 
 def _model(table: Mapping[str, Any], place: str) -> ModelSettings:
@@ -100,6 +107,8 @@ def _value(name: str, value: Any, place: str) -> Any:
             raise ValueError(f"{place} must be a number above 0")
         if name == "kv_share" and value > 1:
             raise ValueError(f"{place} must be at most 1, all of the memory for KV caches")
+    elif name in _SWITCHES and not isinstance(value, bool):
+        raise ValueError(f"{place} must be true or false")
     return value
 
 
@@ -108,6 +117,8 @@ def check_models(models: Sequence[ModelSettings]) -> None:
     for model in models:
         if model.kv_share is not None and model.kv_cache_gb is not None:
             raise ValueError(f"`kv_share` and `kv_cache_gb` of {model.model} exclude each other; leave out one of them")
+        if model.idle_s is not None and not model.on_demand:
+            raise ValueError(f"`idle_s` of {model.model} needs `on_demand = true`: other models are never unloaded")
     total = sum(model.kv_share or 0.0 for model in models)
     if total > 1 + 1e-9:
         raise ValueError(f"the values of `kv_share` add up to {total:g}; they must not exceed 1")

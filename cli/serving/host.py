@@ -12,17 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.cli.hosting.planner import ModelView, State, decide
+from headrace.cli.hosting.memory import private_bytes
+from headrace.cli.hosting.planner import ModelView, Rules, State, WorkerView, decide
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
 from headrace.cli.serving.supervisor import ProcessState, SupervisedProcess, Supervisor
 
 _POLL_S = 0.1
+_POLL_WHEN_CALM_S = 0.5
 # So many deaths of a worker while it loads are taken for a failure.
 _MAX_DEATHS = 3
+# A model that could not be loaded is tried again for requests after this time.
+_RETRY_S = 10.0
 
 
 class NoSuchModelError(Exception):
@@ -30,27 +34,48 @@ class NoSuchModelError(Exception):
 
 
 class CannotLoadError(Exception):
-    """The model cannot be loaded. The message says why."""
+    """The model cannot be loaded. The message says why. `retry_after_s` is the time after which it may be."""
+
+    def __init__(self, problem: str, retry_after_s: float | None = None) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
 
 
 class Fleet(Protocol):
     """What the host asks of its router and its workers."""
 
-    async def ready_workers(self) -> frozenset[str] | None:
-        """Names of the workers that accept requests; None if the router does not answer."""
+    async def workers(self) -> Mapping[str, WorkerView] | None:
+        """The workers by name; None if the router does not answer."""
+
+    async def drain(self, addresses: Sequence[str]) -> None:
+        """Let workers end their requests and take no new ones. Returns when they have ended, or when a worker is
+        gone."""
 
 
 @dataclass(slots=True, eq=False)
 class HostedModel:
-    """A model of the host. Only the host changes it."""
+    """A model of the host. Only the host changes it. Times are monotonic, in seconds.
+
+    `is_stopped` means that its operator unloaded a pinned model. `num_bytes` is the memory that it takes when loaded,
+    all workers together: an estimate that is corrected when the model is loaded.
+    """
 
     plan: ModelPlan
     state: State = State.UNLOADED
     problem: str = ""
     processes: list[SupervisedProcess] = field(default_factory=list)
+    num_bytes: int = 0
     started_s: float = 0.0
     loaded_s: float = 0.0
+    last_used_s: float = 0.0
+    is_busy: bool = False
+    num_requests: int = 0
+    num_waiting: int = 0
+    wanted_since_s: float | None = None
     num_failures: int = 0
+    failed_s: float = 0.0
+    is_stopped: bool = False
+    unloading: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -62,21 +87,28 @@ class HostedModel:
 class ModelHost:
     """The models of a host. Use it on one event loop; `run` does the work.
 
-    `specs_of` gives the processes of a model, `log` gets lines for the operator.
+    `specs_of` gives the processes of a model, `log` gets lines for the operator. All loaded models together take at
+    most `budget_bytes` of memory; None for no limit. `plan_named` plans a model that an operator names: its name, where
+    it is, and the number of its first worker. It may take long and raise CommandError.
     """
 
     plans: Sequence[ModelPlan]
     supervisor: Supervisor
     specs_of: Callable[[ModelPlan], Sequence[ProcessSpec]]
     log: Callable[[str], None]
+    budget_bytes: int | None = None
+    rules: Rules = field(default_factory=Rules)
+    measure: Callable[[Sequence[int]], int] = private_bytes
     clock: Callable[[], float] = time.monotonic
     fleet: Fleet | None = None
+    plan_named: Callable[[str, str, int], ModelPlan] | None = None
     models: dict[str, HostedModel] = field(init=False)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _woken: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _adding: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.models = {plan.name: HostedModel(plan) for plan in self.plans}
+        self.models = {plan.name: HostedModel(plan, num_bytes=plan.num_bytes) for plan in self.plans}
 
     # -- for callers ------------------------------------------------------------------------------------------------
 
@@ -86,27 +118,76 @@ class ModelHost:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every model that is to be loaded is loaded or has failed."""
-        return all(model.state in (State.LOADED, State.FAILED) for model in self.models.values())
+        """Whether every pinned model is loaded or has failed."""
+        pinned = [model for model in self.models.values() if model.plan.is_pinned and not model.is_stopped]
+        return all(model.state in (State.LOADED, State.FAILED) for model in pinned)
 
-    async def load(self, name: str) -> HostedModel:
-        """Wait until the model accepts requests. Raises NoSuchModelError or CannotLoadError."""
-        model = self._find(name)
-        while True:
-            if model.state is State.LOADED:
-                return model
-            if model.state is State.FAILED:
-                raise CannotLoadError(model.problem)
-            await self.next_change()
-
-    def _find(self, name: str) -> HostedModel:
+    def find(self, name: str) -> HostedModel:
+        """The model of this name. Raises NoSuchModelError."""
         if name not in self.models:
             raise NoSuchModelError(name)
         return self.models[name]
 
-    async def next_change(self) -> None:
-        """Return when a model has changed."""
-        await self._changed.wait()
+    async def add_named(self, name: str, model: str) -> None:
+        """Add the model that an operator names, unloaded. Raises CommandError if there is no such model."""
+        assert self.plan_named is not None, "this host has models of its own only"
+        async with self._adding:
+            if name in self.models:
+                return
+            first = max((one.plan.first_worker + len(one.plan.places) for one in self.models.values()), default=0)
+            plan = await asyncio.to_thread(self.plan_named, name, model, first)
+            self.models[name] = HostedModel(plan, num_bytes=plan.num_bytes)
+            self._tell()
+
+    async def load(self, name: str, *, by_operator: bool = False) -> HostedModel:
+        """Have the model loaded, and return when it accepts requests. An operator's wish counts even if the model has
+        just failed, or was unloaded by an operator. Raises NoSuchModelError or CannotLoadError."""
+        model = self.find(name)
+        if by_operator:
+            model.is_stopped = False
+        elif model.is_stopped:
+            raise CannotLoadError("its operator has unloaded it (headrace models load loads it again)")
+        elif model.state is State.FAILED and (left_s := self._retry_after_s(model)) > 0:
+            raise CannotLoadError(model.problem, None if model.plan.is_pinned else left_s)
+        num_failures = model.num_failures
+        with self._wanting(model):
+            while model.state is not State.LOADED:
+                if model.num_failures != num_failures:
+                    raise CannotLoadError(model.problem, None if model.plan.is_pinned else _RETRY_S)
+                await self._changed.wait()
+        return model
+
+    @contextlib.contextmanager
+    def _wanting(self, model: HostedModel) -> Iterator[None]:
+        """Context manager: somebody waits for the model."""
+        model.num_waiting += 1
+        if model.wanted_since_s is None:
+            model.wanted_since_s = self.clock()
+        self.wake()
+        try:
+            yield
+        finally:
+            model.num_waiting -= 1
+            if model.num_waiting == 0:
+                model.wanted_since_s = None
+
+    def _retry_after_s(self, model: HostedModel) -> float:
+        """Seconds until a failed model is tried again for requests. Pinned ones are left to their operator."""
+        return float("inf") if model.plan.is_pinned else max(0.0, model.failed_s + _RETRY_S - self.clock())
+
+    async def unload(self, name: str) -> HostedModel:
+        """Unload the model at an operator's wish: its requests end first. Returns when its memory is free. A pinned
+        model stays unloaded, others are loaded again for requests. Raises NoSuchModelError."""
+        model = self.find(name)
+        model.is_stopped = model.plan.is_pinned
+        if model.processes and model.unloading is None:
+            self._stop(model)
+        while model.processes or model.state is State.UNLOADING:
+            await self._changed.wait()
+        if model.state is State.FAILED:
+            model.problem = ""
+            self._enter(model, State.UNLOADED)
+        return model
 
     async def changes(self) -> AsyncIterator[Mapping[str, HostedModel]]:
         """The models by name, now and after each change."""
@@ -118,27 +199,57 @@ class ModelHost:
     # -- the work ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Load models until cancelled."""
-        while True:
-            self._woken.clear()
-            await self._observe()
-            self._act()
-            moving = any(model.state is State.LOADING for model in self.models.values())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), _POLL_S if moving and self.fleet is not None else None)
+        """Load and unload models until cancelled."""
+        try:
+            while True:
+                self._woken.clear()
+                await self._observe()
+                self._act()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), self._pause_s())
+        finally:
+            for model in self.models.values():
+                if model.unloading is not None:
+                    model.unloading.cancel()
+
+    def _pause_s(self) -> float | None:
+        """The time to the next look at the fleet; None if nothing but a wish or an end can change anything."""
+        models = self.models.values()
+        if self.fleet is None:
+            return None
+        if any(model.state in (State.LOADING, State.UNLOADING) for model in models):
+            return _POLL_S
+        comes_and_goes = any(model.processes and not model.plan.is_pinned for model in models)
+        is_waiting = any(model.num_waiting or (model.state is State.FAILED and model.processes) for model in models)
+        return _POLL_WHEN_CALM_S if comes_and_goes or is_waiting else None
 
     def _act(self) -> None:
-        decisions = decide([self._view(model) for model in self.models.values()], None, self.clock())
+        views = [self._view(model) for model in self.models.values()]
+        decisions = decide(views, self.budget_bytes, self.clock(), self.rules)
         for name in decisions.load:
             self._start(self.models[name])
+        for name in decisions.unload:
+            self.log(f"{name} is unloaded: {decisions.unload[name]}")
+            self._stop(self.models[name])
+        for name, problem in decisions.refuse.items():
+            self._fail(self.models[name], problem)
 
     def _view(self, model: HostedModel) -> ModelView:
+        plan = model.plan
+        since_s = model.wanted_since_s
+        if plan.is_pinned and not model.is_stopped and model.state is State.UNLOADED:
+            since_s = 0.0
         return ModelView(
             model.name,
             model.state,
+            model.num_bytes,
             has_processes=bool(model.processes),
-            is_pinned=True,
-            wanted_since_s=0.0 if model.state is State.UNLOADED else None,
+            is_pinned=plan.is_pinned and not model.is_stopped,
+            is_busy=model.is_busy,
+            wanted_since_s=since_s,
+            loaded_s=model.loaded_s,
+            last_used_s=model.last_used_s,
+            idle_s=plan.idle_s,
         )
 
     def _start(self, model: HostedModel) -> None:
@@ -146,32 +257,71 @@ class ModelHost:
         model.processes = self.supervisor.add(self.specs_of(model.plan))
         self._enter(model, State.LOADING)
 
+    def _stop(self, model: HostedModel) -> None:
+        was_loaded = model.state is State.LOADED
+        self._enter(model, State.UNLOADING)
+        model.unloading = asyncio.create_task(self._unload(model, drains=was_loaded), name=f"unload {model.name}")
+
+    async def _unload(self, model: HostedModel, *, drains: bool, ends_as: State = State.UNLOADED) -> None:
+        if drains and self.fleet is not None:
+            await self.fleet.drain([process.spec.address for process in model.processes])
+        await self.supervisor.remove(model.processes)
+        model.processes, model.unloading, model.is_busy = [], None, False
+        self._enter(model, ends_as)
+        self.wake()
+
     async def _observe(self) -> None:
-        """Learn from processes and router which models have been loaded and which have failed."""
+        """Learn from processes and router which models have been loaded, which have failed, and which are in use."""
         for model in self.models.values():
             if model.state in (State.LOADING, State.LOADED) and (problem := _refusal(model)):
-                self._fail(model, problem)
-                await self.supervisor.remove(model.processes)
-                model.processes = []
-        waiting = [model for model in self.models.values() if model.processes and model.state is not State.LOADED]
-        ready = await self.fleet.ready_workers() if waiting and self.fleet is not None else None
-        for model in waiting:
-            if ready is None:
-                break
-            if any(process.spec.name in ready for process in model.processes):
-                model.loaded_s, model.problem = self.clock(), ""
-                self._enter(model, State.LOADED)
-                self.log(f"{model.name} is loaded after {model.loaded_s - model.started_s:.1f} s")
+                self._give_up(model, problem)
+        running = [model for model in self.models.values() if model.processes and model.unloading is None]
+        if self.fleet is None or not running or (workers := await self.fleet.workers()) is None:
+            return
+        for model in running:
+            if model.unloading is not None:
+                continue
+            mine = [workers[process.spec.name] for process in model.processes if process.spec.name in workers]
+            if model.state is not State.LOADED and any(worker.is_ready for worker in mine):
+                self._note_loaded(model)
             elif model.state is State.LOADING and (problem := _deaths(model)):
-                self._fail(model, problem)
+                self._give_up(model, problem)
+            self._note_use(model, mine)
+
+    def _note_loaded(self, model: HostedModel) -> None:
+        model.loaded_s, model.problem, model.num_requests = self.clock(), "", 0
+        model.last_used_s = model.loaded_s
+        pids = [process.pid for process in model.processes if process.pid is not None]
+        model.num_bytes = max(model.num_bytes, self.measure(pids) + model.plan.kv_cache_bytes)
+        self._enter(model, State.LOADED)
+        self.log(f"{model.name} is loaded after {model.loaded_s - model.started_s:.1f} s")
+
+    def _note_use(self, model: HostedModel, workers: Sequence[WorkerView]) -> None:
+        num_requests = sum(worker.num_requests for worker in workers)
+        model.is_busy = any(worker.is_busy for worker in workers)
+        if model.is_busy or num_requests != model.num_requests:
+            model.last_used_s = self.clock()
+        model.num_requests = num_requests
+
+    def _give_up(self, model: HostedModel, problem: str) -> None:
+        """Note that the model cannot be loaded. The workers of a pinned one that only die are started again and again;
+        all others are stopped."""
+        self._fail(model, problem)
+        if not model.plan.is_pinned or _refusal(model):
+            stopping = self._unload(model, drains=False, ends_as=State.FAILED)
+            model.unloading = asyncio.create_task(stopping, name=f"give up {model.name}")
 
     def _fail(self, model: HostedModel, problem: str) -> None:
-        model.problem, model.num_failures = problem, model.num_failures + 1
+        model.problem, model.failed_s = problem, self.clock()
+        model.num_failures += 1
         self._enter(model, State.FAILED)
         self.log(f"{model.name} cannot be loaded: {problem}")
 
     def _enter(self, model: HostedModel, state: State) -> None:
         model.state = state
+        self._tell()
+
+    def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from headrace.cli.errors import CommandError
 from headrace.cli.hosting.fleet import HostFleet
 from headrace.cli.hosting.planner import State
 from headrace.cli.hosting.service import start_service
@@ -14,6 +16,7 @@ from headrace.common.transport.channels import Transport
 from headrace.protos import host_pb2
 from headrace.protos.status import Reason, StatusError
 
+_MAX_NAME_CHARS = 200
 _STATES = {
     State.UNLOADED: host_pb2.HOSTED_MODEL_STATE_UNLOADED,
     State.LOADING: host_pb2.HOSTED_MODEL_STATE_LOADING,
@@ -49,14 +52,33 @@ class _Calls:
         async for models in self._host.changes():
             yield [message_of(model) for _, model in sorted(models.items())]
 
-    async def load(self, name: str) -> host_pb2.HostedModel:
+    async def load(self, request: host_pb2.LoadModelRequest) -> host_pb2.HostedModel:
         """Load a model, and return when it accepts requests. Raises StatusError."""
         try:
-            return message_of(await self._host.load(name))
+            if request.model and request.name not in self._host.models:
+                await self._add(request.name, request.model)
+            return message_of(await self._host.load(request.name, by_operator=request.by_operator))
+        except NoSuchModelError:
+            raise no_such_model(request.name, self._host) from None
+        except CannotLoadError as error:
+            problem = f"model {request.name!r} cannot be loaded: {error}"
+            raise StatusError(Reason.MODEL_NOT_LOADED, problem, retry_after_s=error.retry_after_s) from None
+
+    async def _add(self, name: str, model: str) -> None:
+        """Add a model to the host. Raises StatusError if there is no such model, or if it does not fit."""
+        if not name or len(name) > _MAX_NAME_CHARS:
+            raise StatusError(Reason.INVALID_FIELD, f"name must have 1 to {_MAX_NAME_CHARS} characters", field="name")
+        try:
+            await self._host.add_named(name, model)
+        except CommandError as error:
+            raise StatusError(Reason.INVALID_FIELD, f"model: {error.message}", field="model") from None
+
+    async def unload(self, name: str) -> host_pb2.HostedModel:
+        """Unload a model, and return when its memory is free. Raises StatusError."""
+        try:
+            return message_of(await self._host.unload(name))
         except NoSuchModelError:
             raise no_such_model(name, self._host) from None
-        except CannotLoadError as error:
-            raise StatusError(Reason.MODEL_NOT_LOADED, f"model {name!r} cannot be loaded: {error}") from None
 
 
 def no_such_model(name: str, host: ModelHost) -> StatusError:
@@ -74,4 +96,19 @@ def message_of(model: HostedModel) -> host_pb2.HostedModel:
         directory=str(model.plan.directory),
         num_workers=len(model.plan.places),
         task=task_of(model.plan.directory),
+        is_on_demand=not model.plan.is_pinned,
+        num_bytes=model.num_bytes,
+        idle_ms=round(1000 * (model.plan.idle_s or 0.0)),
+        **_times(model),
     )
+
+
+def _times(model: HostedModel) -> dict[str, int]:
+    """When the model was loaded and last used, as Unix times."""
+    if model.state is not State.LOADED:
+        return {}
+    offset_s = time.time() - time.monotonic()
+    return {
+        "loaded_ms": round(1000 * (model.loaded_s + offset_s)),
+        "last_used_ms": round(1000 * (model.last_used_s + offset_s)),
+    }

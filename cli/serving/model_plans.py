@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from headrace.cli.errors import CommandError
 from headrace.cli.hosting.finding import find_model
+from headrace.cli.hosting.memory import check_budget, kv_cache_gb, weights_in_worker
 from headrace.cli.hosting.settings import ModelSettings, check_names, kv_shares
 from headrace.cli.serving.placement import WorkerPlace, place_workers, share_cores
 from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Topology
+from headrace.common.host_memory import GIB
+from headrace.common.model_files.task import task_of
 
 
 def places_of(topology: Topology, models: Sequence[ModelSettings]) -> list[tuple[WorkerPlace, ...]]:
@@ -20,11 +25,28 @@ def places_of(topology: Topology, models: Sequence[ModelSettings]) -> list[tuple
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """How large models are: the memory budget of all together (None for no limit), the KV cache of each worker that
+    has no size of its own, in GiB, whether the CPU has AMX, and whether flags give the models adapters or a draft
+    model."""
+
+    budget_bytes: int | None
+    kv_cache_gb: float | None = None
+    has_amx: bool = False
+    has_adapters: bool = False
+    draft_model: Path | None = None
+
+
 def plan_models(
-    models: Sequence[ModelSettings], places: Sequence[tuple[WorkerPlace, ...]], *, offline: bool
+    models: Sequence[ModelSettings],
+    places: Sequence[tuple[WorkerPlace, ...]],
+    sizing: Sizing,
+    *,
+    offline: bool,
 ) -> list[ModelPlan]:
     """A plan for each model, after pulling or converting it if necessary. Raises CommandError if a model is unknown,
-    or if the weights do not fit into memory."""
+    or if the models do not fit into memory."""
     try:
         shares = kv_shares(models)
     except ValueError as error:
@@ -32,24 +54,62 @@ def plan_models(
     plans: list[ModelPlan] = []
     first_worker = 0
     for model, where, kv_share in zip(models, places, shares, strict=True):
-        directory, found_name = find_model(model.model, offline=offline, num_workers=len(where))
-        plans.append(
-            ModelPlan(
-                name=model.name or found_name,
-                directory=directory,
-                places=where,
-                first_worker=first_worker,
-                kv_share=kv_share,
-                kv_cache_gb=model.kv_cache_gb,
-                max_context_tokens=model.max_context_tokens,
-                adapters=model.adapters,
-                max_adapters=model.max_adapters,
-                is_essential=len(models) == 1,
-            )
-        )
+        plan = plan_model(model, where, kv_share, sizing, first_worker=first_worker, offline=offline)
+        plans.append(replace(plan, is_essential=len(models) == 1 and plan.is_pinned))
         first_worker += len(where)
     check_names([(plan.name, model) for plan, model in zip(plans, models, strict=True)])
+    if sizing.budget_bytes is not None:
+        check_budget([(plan.name, plan.num_bytes, plan.is_pinned) for plan in plans], sizing.budget_bytes)
     return plans
+
+
+def plan_model(
+    model: ModelSettings,
+    places: tuple[WorkerPlace, ...],
+    kv_share: float,
+    sizing: Sizing,
+    *,
+    first_worker: int,
+    offline: bool,
+) -> ModelPlan:
+    """The plan of one model. Raises CommandError if it is unknown, or if its weights do not fit into memory."""
+    directory, found_name = find_model(model.model, offline=offline, num_workers=len(places))
+    plan = ModelPlan(
+        name=model.name or found_name,
+        directory=directory,
+        places=places,
+        first_worker=first_worker,
+        kv_share=kv_share,
+        kv_cache_gb=model.kv_cache_gb,
+        max_context_tokens=model.max_context_tokens,
+        adapters=model.adapters,
+        max_adapters=model.max_adapters,
+        is_essential=False,
+        is_pinned=not model.on_demand,
+        idle_s=model.idle_s,
+    )
+    return plan if sizing.budget_bytes is None else _sized(plan, sizing, sizing.budget_bytes)
+
+
+def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
+    """The plan with its memory, within a budget."""
+    num_workers = len(plan.places)
+    given_gb = plan.kv_cache_gb or sizing.kv_cache_gb or kv_cache_gb(budget_bytes, plan.kv_share, num_workers)
+    each_gb = 0.0 if task_of(plan.directory) else given_gb
+    weight_bytes = sum(
+        (directory / "openvino_model.bin").stat().st_size
+        for directory in (plan.directory, sizing.draft_model)
+        if directory is not None
+    )
+    has_adapters = bool(sizing.has_adapters or plan.adapters or plan.max_adapters)
+    base_bytes = weights_in_worker(weight_bytes, has_amx=sizing.has_amx, has_adapters=has_adapters)
+    cache_bytes = int(each_gb * GIB)
+    return replace(
+        plan,
+        kv_cache_gb=given_gb,
+        kv_cache_bytes=num_workers * cache_bytes,
+        num_bytes=num_workers * (base_bytes + cache_bytes),
+    )
 
 
 def aliases_of(plans: Sequence[ModelPlan], models: Sequence[ModelSettings]) -> tuple[str, ...]:

@@ -51,7 +51,9 @@ class ModelPlan:
     `first_worker` + i on the host.
 
     `kv_share` is the share of these workers in the memory for KV caches, if no size is given. With None, the option of
-    `headrace serve` applies.
+    `headrace serve` applies. A pinned model is loaded at the start; others on demand, and unloaded after `idle_s`
+    seconds without requests. `num_bytes` is the memory of all its workers, and `kv_cache_bytes` that of their KV caches
+    within it; both are 0 if nothing limits them.
     """
 
     name: str
@@ -64,6 +66,10 @@ class ModelPlan:
     adapters: tuple[str, ...] | None = None
     max_adapters: int | None = None
     is_essential: bool = True
+    is_pinned: bool = True
+    idle_s: float | None = None
+    num_bytes: int = 0
+    kv_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

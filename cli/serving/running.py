@@ -15,9 +15,11 @@ from headrace.cli.errors import EXIT_FAILED, CommandError
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.fleet.run_state import ProcessRecord, RunState, ServeRecord, own_start_ticks
 from headrace.cli.hosting.planner import State
+from headrace.cli.hosting.settings import ModelSettings
 from headrace.cli.serving.first_requests import first_requests
 from headrace.cli.serving.host import ModelHost
 from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.model_plans import Sizing, places_of, plan_model
 from headrace.cli.serving.plan import (
     ModelPlan,
     ServeOptions,
@@ -27,6 +29,7 @@ from headrace.cli.serving.plan import (
     worker_specs,
 )
 from headrace.cli.serving.supervisor import Supervisor
+from headrace.cli.serving.topology import read_topology
 
 _POLL_UNTIL_READY_S = 0.03
 _POLL_WHEN_READY_S = 0.5
@@ -39,8 +42,10 @@ class Serving:
 
     options: ServeOptions
     plans: Sequence[ModelPlan]
+    sizing: Sizing
     log: LogSink
     begun_s: float
+    offline: bool = False
     supervisor: Supervisor = field(init=False)
     host: ModelHost = field(init=False)
     state: RunState = field(init=False)
@@ -55,8 +60,17 @@ class Serving:
             self.supervisor,
             lambda plan: worker_specs(options, plan, sys.executable),
             lambda line: self.log.line("serve", line),
+            budget_bytes=self.sizing.budget_bytes,
+            plan_named=self._plan_named,
         )
         self.state = RunState(options.port)
+
+    def _plan_named(self, name: str, model: str, first_worker: int) -> ModelPlan:
+        """The plan of a model that an operator loads while others are served. Raises CommandError."""
+        settings = ModelSettings(model, name=name, on_demand=True)
+        (places,) = places_of(read_topology(), [settings])
+        share = 1.0 / (1 + len(self.plans))
+        return plan_model(settings, places, share, self.sizing, first_worker=first_worker, offline=self.offline)
 
     async def run(self) -> int:
         """Serve until a signal arrives or a process refuses its flags. Returns the exit status."""
@@ -94,7 +108,7 @@ class Serving:
         await asyncio.sleep(0)  # the workers start first, because they take longest
         self.supervisor.add(front_specs(self.options, sys.executable))
         try:
-            if len(self.plans) == 1:
+            if self._is_one:
                 # Until a lone model is ready, nobody asks. Importing gRPC would only take CPU from its worker.
                 await self._announced.wait()
             await self._answer_while(models)
@@ -117,7 +131,7 @@ class Serving:
         since_s, announced, is_reported = self.begun_s, False, False
         while self.num_stop_signals == 0:
             ready = await http_status(host, port, "/health/ready", scheme=self.options.url.partition(":")[0]) == 200
-            ready = ready and (announced or len(self.plans) == 1 or self.host.is_settled)
+            ready = ready and (announced or self._is_one or self.host.is_settled)
             waited_s = time.monotonic() - since_s
             if ready and not announced:
                 self._announce(waited_s)
@@ -137,14 +151,19 @@ class Serving:
         url = self.options.url
         print(f"ready: {url}/v1", flush=True)
         self._announced.set()
-        loaded = [plan for plan in self.plans if self.host.models[plan.name].state is not State.FAILED]
-        names = ", ".join(plan.name for plan in loaded)
-        are = "is" if len(loaded) == 1 else "are"
+        usable = [plan for plan in self.plans if self.host.models[plan.name].state is not State.FAILED]
+        names = ", ".join(plan.name if plan.is_pinned else f"{plan.name} (on demand)" for plan in usable)
+        are = "is" if len(usable) == 1 else "are"
         self.log.line("serve", f"{names} {are} ready after {waited_s:.1f} s; try:")
-        for command in first_requests(url, loaded[0].name, loaded[0].directory):
+        for command in first_requests(url, usable[0].name, usable[0].directory):
             self.log.line("serve", f"  {command}")
         if self.options.grpc_port:
             self.log.line("serve", f"gRPC on {self.options.host}:{self.options.grpc_port}; Ctrl-C stops")
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether a single model is loaded at the start."""
+        return len(self.plans) == 1 and self.plans[0].is_pinned
 
     def _on_change(self) -> None:
         self.state.write(self._record())

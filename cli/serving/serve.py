@@ -10,7 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ import click
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import make_socket_directory
 from headrace.cli.hosting.finding import check_memory
+from headrace.cli.hosting.memory import budget_of
 from headrace.cli.hosting.settings import HostSettings, ModelSettings, read_settings
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.offline import offline_option
 from headrace.cli.serving.draft_model import draft_model_option
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
-from headrace.cli.serving.model_plans import aliases_of, places_of, plan_models
+from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
 from headrace.cli.serving.plan import SecurityFiles, ServeOptions
 from headrace.cli.serving.ports import check_port, free_port, is_free
 from headrace.cli.serving.running import Serving
@@ -60,6 +61,18 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "models_file",
     type=click.Path(path_type=Path, dir_okay=False),
     help="TOML file that describes the models, instead of MODEL.",
+)
+@click.option("--on-demand", is_flag=True, help="Load each MODEL when a request asks for it, not at the start.")
+@click.option(
+    "--idle-s",
+    type=click.FloatRange(0, min_open=True),
+    help="Unload models that are loaded on demand after so many seconds without requests.  [default: never]",
+)
+@click.option(
+    "--memory-gb",
+    type=click.FloatRange(0, min_open=True),
+    help="Memory of all models together, in GiB. Models that are loaded on demand give way to others.  [default: 80 % "
+    "of the available memory if models are loaded on demand, else no limit]",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="HTTP port; 0 for any.")
@@ -178,7 +191,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "--kv-disk-key", "Encrypt the files in --kv-disk with the key in this file.", "HEADRACE_WORKER_KV_DISK_KEY"
 )
 @_file_option("--api-keys", "Require an API key from this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
-@_file_option("--admin-key-file", "File with the key for loading LoRA adapters over HTTP.", "HEADRACE_ADMIN_KEY_FILE")
+@_file_option("--admin-key-file", "Key for loading models and LoRA adapters over HTTP.", "HEADRACE_ADMIN_KEY_FILE")
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this certificate chain.", "HEADRACE_GATEWAY_TLS_CERT")
 @_file_option("--tls-key", "Private key of --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
 @_file_option("--tls-dir", "Mutual TLS between processes, with ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")
@@ -190,6 +203,9 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 def serve(
     models: tuple[str, ...],
     models_file: Path | None,
+    on_demand: bool,
+    idle_s: float | None,
+    memory_gb: float | None,
     host: str,
     port: int,
     grpc_port: int | None,
@@ -207,8 +223,10 @@ def serve(
     model is served.
     """
     begun_s = time.monotonic()
-    settings = settings_of_flags(models, models_file, name, workers, threads, given)
-    places = places_of(read_topology(), settings.models)
+    named = NamedModels(models, name=name, workers=workers, threads=threads, on_demand=on_demand, idle_s=idle_s)
+    settings = settings_of_flags(named, models_file, given)
+    topology = read_topology()
+    places = places_of(topology, settings.models)
     if dry_run:
         click.echo(describe_plan([place for where in places for place in where]))
         return
@@ -219,8 +237,16 @@ def serve(
         else:
             port = free_port(host)
         chosen_grpc_port = choose_grpc_port(host, port, grpc_port, log)
-        check_memory(given["kv_cache_gb"], sum(map(len, places)))
-        plans = plan_models(settings.models, places, offline=offline)
+        sizing = Sizing(
+            budget_of(memory_gb or settings.memory_gb, on_demand=any(model.on_demand for model in settings.models)),
+            given["kv_cache_gb"],
+            "amx_tile" in topology.cpu_flags,
+            bool(given["adapters"] or given["max_adapters"]),
+            given["draft_model"],
+        )
+        if sizing.budget_bytes is None:
+            check_memory(given["kv_cache_gb"], sum(map(len, places)))
+        plans = plan_models(settings.models, places, sizing, offline=offline)
         files = {field.name: given.pop(field.name) for field in fields(SecurityFiles)}
         options = ServeOptions(
             host=host,
@@ -231,36 +257,58 @@ def serve(
             files=SecurityFiles(**{name: path and path.absolute() for name, path in files.items()}),
             **given,
         )
-        status = asyncio.run(Serving(options, plans, log, begun_s).run())
+        status = asyncio.run(Serving(options, plans, sizing, log, begun_s, offline=offline).run())
     finally:
         log.close(_LOG_FLUSH_S)
     sys.exit(status)
 
 
-def settings_of_flags(
-    models: tuple[str, ...],
-    models_file: Path | None,
-    name: str | None,
-    workers: int | None,
-    threads: int | None,
-    given: dict[str, Any],
-) -> HostSettings:
-    """The models that arguments or the file of --models describe. Raises CommandError if they contradict each other."""
-    if models_file is not None and models:
-        raise CommandError("give either MODEL or --models, not both")
-    if models_file is None:
-        settings = HostSettings(
-            tuple(ModelSettings(model, workers=workers, threads=threads) for model in models or (DEFAULT_MODEL,))
+@dataclass(frozen=True, slots=True)
+class NamedModels:
+    """The models that arguments name, and the flags that are for each of them."""
+
+    models: tuple[str, ...]
+    name: str | None = None
+    workers: int | None = None
+    threads: int | None = None
+    on_demand: bool = False
+    idle_s: float | None = None
+
+    def settings(self) -> HostSettings:
+        """The models, or the demo model if none is named."""
+        one = ModelSettings(
+            "", workers=self.workers, threads=self.threads, on_demand=self.on_demand, idle_s=self.idle_s
         )
-    else:
-        settings = read_settings(models_file)
-        for flag, value in (("--workers", workers), ("--threads", threads)):
-            if value is not None:
+        return HostSettings(tuple(replace(one, model=model) for model in self.models or (DEFAULT_MODEL,)))
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags, which are in the file if there is one."""
+        return {
+            "--workers": self.workers,
+            "--threads": self.threads,
+            "--on-demand": self.on_demand,
+            "--idle-s": self.idle_s,
+        }
+
+
+def settings_of_flags(named: NamedModels, models_file: Path | None, given: dict[str, Any]) -> HostSettings:
+    """The models that arguments or the file of --models describe. Raises CommandError if they contradict each other."""
+    if models_file is not None:
+        if named.models:
+            raise CommandError("give either MODEL or --models, not both")
+        for flag, value in named.flags.items():
+            if value:
                 raise CommandError(f"{flag} is for MODEL; with --models, say it in {models_file} for each model")
+        settings = read_settings(models_file)
+    else:
+        if named.idle_s is not None and not named.on_demand:
+            raise CommandError("--idle-s needs --on-demand: models that are loaded at the start are never unloaded")
+        settings = named.settings()
     if len(settings.models) == 1:
         (only,) = settings.models
-        return HostSettings((replace(only, name=name or only.name),))
-    of_one = {"--name": name, "--draft-model": given["draft_model"]}
+        return replace(settings, models=(replace(only, name=named.name or only.name),))
+    of_one = {"--name": named.name, "--draft-model": given["draft_model"]}
     of_one |= {"--adapter": given["adapters"], "--max-adapters": given["max_adapters"]}
     for flag, value in of_one.items():
         if value:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from headrace.gateway.access.admission import Authorization
+
+authorization_var: ContextVar[Authorization | None] = ContextVar("authorization", default=None)
+"""What the key of the current request allows; None without keys."""
+deadline_var: ContextVar[float | None] = ContextVar("deadline", default=None)
+"""Monotonic time at which the client of the current request stops waiting; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

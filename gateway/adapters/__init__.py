@@ -1,1 +1,1 @@
-"""Loading, listing and unloading LoRA adapters, as vLLM's clients do it."""
+"""Operators load, list and unload LoRA adapters, as vLLM's clients do it, and models of a host."""

@@ -44,3 +44,25 @@ class AdapterInfos(Shape):
 
     object: str
     data: list[AdapterInfo]
+
+
+class LoadModelRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/load_model."""
+
+    model: str
+    path: str | None = None
+    """Where the model is, if the host does not know the name: a name in its cache, OWNER/NAME on a hub, a directory or
+    a GGUF file."""
+
+
+class UnloadModelRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/unload_model."""
+
+    model: str
+
+
+class ModelState(Shape):
+    """A model and its state."""
+
+    id: str
+    state: str

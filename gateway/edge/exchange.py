@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.gateway.access.admission import Authorization
-from headrace.gateway.access.caller import Caller
+from headrace.gateway.access.caller import Caller, authorization_var, deadline_var
 from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.failures import ErrorShape, Headers, HttpError, failure_of
 from headrace.protos.status import Reason, StatusError
@@ -113,8 +113,10 @@ class Exchange:
         """Note that the request is authorized, with a key or without one; `timeout_s` counts from its arrival."""
         if timeout_s is not None:
             self.caller = replace(self.caller, deadline_s=self.caller.arrived_s + timeout_s)
+            deadline_var.set(self.caller.deadline_s)
         if authorization is not None:
             self.caller = replace(self.caller, authorization=authorization)
+            authorization_var.set(authorization)
             self.owner = authorization.key.tenant
 
     async def body(self) -> bytes:

@@ -14,9 +14,8 @@ import grpc
 
 from headrace.common.telemetry.logs import request_id_var
 from headrace.common.telemetry.tracing import serving_span
-from headrace.gateway.access.caller import Caller
+from headrace.gateway.access.caller import Caller, authorization_var
 from headrace.gateway.edge.failures import draining, spread
-from headrace.gateway.edge.grpc_edge import authorization_var
 from headrace.gateway.telemetry.metrics import Metrics, outcome_of
 from headrace.protos.status import Reason, StatusError, abort
 

@@ -16,12 +16,10 @@ import grpc
 from headrace.common.stores.api_keys import ApiKey
 from headrace.common.transport.channels import SERVER_OPTIONS, refusing
 from headrace.common.transport.introspection import add_introspection, set_serving
-from headrace.gateway.access.admission import AdmissionControl, Authorization
+from headrace.gateway.access.admission import AdmissionControl
+from headrace.gateway.access.caller import authorization_var
 from headrace.gateway.edge.tls import EdgeTls
 from headrace.protos.status import StatusError, abort
-
-authorization_var: contextvars.ContextVar[Authorization | None] = contextvars.ContextVar("authorization", default=None)
-"""The authorization of the call that the running task answers; None without keys."""
 
 Admission: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 admission_var: contextvars.ContextVar[Admission] = contextvars.ContextVar("admission")

@@ -102,6 +102,8 @@ class OllamaRunning(Shape):
     model: str
     digest: str
     details: OllamaDetails
+    size: int
+    size_vram: int
     expires_at: str
     context_length: int
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +15,14 @@ from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.turns import check_fields
 from headrace.gateway.ollama.types import OllamaPull, OllamaShow
 from headrace.gateway.services import Services
-from headrace.gateway.text.models import ListedModel, Model
+from headrace.gateway.text.listing import ListedModel
+from headrace.gateway.text.models import Model
 from headrace.protos.inference_pb2 import TASK_EMBED
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
 API_VERSION = "0.12.11"
 """The version of Ollama whose API is served. Clients compare it with the least that they need."""
-# No model is unloaded for being idle.
 _NEVER = "9999-12-31T23:59:59Z"
 _DETAILS = {
     "parent_model": "",
@@ -77,7 +78,13 @@ class _Models:
     async def running(self, exchange: Exchange) -> None:
         models = await self._services.models.overview()
         running = [
-            {**_identity(model), "expires_at": _NEVER, "context_length": _card(model).max_context_tokens}
+            {
+                **_identity(model),
+                "size": _size(model),
+                "size_vram": 0,
+                "expires_at": _expires_at(model),
+                "context_length": _card(model).max_context_tokens,
+            }
             for model in models
             if model.state == "loaded"
         ]
@@ -146,6 +153,17 @@ def _refusing(verb: str) -> Handler:
 
 def _identity(model: ListedModel) -> dict[str, Any]:
     return {"name": model.name, "model": model.name, "digest": _card(model).fingerprint, "details": _DETAILS}
+
+
+def _size(model: ListedModel) -> int:
+    """Bytes of memory that the model takes; 0 if they are not known."""
+    return 0 if model.hosted is None else model.hosted.num_bytes
+
+
+def _expires_at(model: ListedModel) -> str:
+    """When the model will be unloaded if nobody uses it from now on."""
+    idle_ms = 0 if model.hosted is None else model.hosted.idle_ms
+    return time_of(int(time.time() + idle_ms / 1000)) if idle_ms else _NEVER
 
 
 def _card(model: ListedModel) -> ModelCard:

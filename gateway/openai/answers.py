@@ -17,7 +17,7 @@ from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, pro
 from headrace.gateway.chat.output import WholeChat
 from headrace.gateway.edge.failures import error_value, failure_of
 from headrace.gateway.edge.wire import encode
-from headrace.gateway.text.models import ListedModel
+from headrace.gateway.text.listing import ListedModel
 from headrace.protos.tasks import NAMES
 from headrace.protos.worker_pb2 import ModelCard
 

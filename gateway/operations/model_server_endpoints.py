@@ -9,7 +9,7 @@ from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.services import Services
-from headrace.gateway.text.models import ListedModel
+from headrace.gateway.text.listing import ListedModel
 
 _STATES = {
     "unloaded": "END",

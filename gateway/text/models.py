@@ -20,14 +20,19 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from headrace.gateway.access.caller import authorization_var, deadline_var
 from headrace.gateway.text.aliases import Aliases
 from headrace.gateway.text.chat_template import ChatTemplate
+from headrace.gateway.text.listing import ListedModel, word_for
 from headrace.gateway.upstream import bundle
 from headrace.gateway.upstream.bundle import BundleError
 from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
-from headrace.protos.host_pb2 import HOSTED_MODEL_STATE_LOADED, HostedModel, HostedModelState
-from headrace.protos.inference_pb2 import Task
+from headrace.protos.host_pb2 import (
+    HOSTED_MODEL_STATE_FAILED,
+    HOSTED_MODEL_STATE_LOADED,
+    HostedModel,
+)
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -79,19 +84,6 @@ class Model:
             problem = f"the model cannot chat: {self.text.template_problem}; it can complete texts"
             raise StatusError(Reason.UNSUPPORTED, problem, field="messages")
         return self.text.template
-
-
-@dataclass(frozen=True, slots=True)
-class ListedModel:
-    """A model in the list for callers: its name, its state in a word, what it is for, why it could not be loaded, and
-    its card, if it is known. `alias_of` is the model for which the name is another one."""
-
-    name: str
-    state: str
-    task: Task
-    problem: str = ""
-    card: ModelCard | None = None
-    alias_of: str = ""
 
 
 @dataclass(slots=True)
@@ -147,9 +139,13 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Whether at least one model is available, by a recent list."""
+        """Whether at least one model is available or can be loaded for a request, by a recent list."""
         fresh = self._clock() - self._listed_s < 2 * MAX_LIST_AGE_S
-        return fresh and any(self._model_of(entry) is not None for entry in self._entries.values() if entry.live)
+        loadable = any(
+            model.is_on_demand and model.state != HOSTED_MODEL_STATE_FAILED for model in self._hosted.values()
+        )
+        live = any(self._model_of(entry) is not None for entry in self._entries.values() if entry.live)
+        return fresh and (live or loadable)
 
     @property
     def cards(self) -> list[ModelCard]:
@@ -174,11 +170,12 @@ class Models:
         }
         for name, hosted in self._hosted.items():
             if name not in found or hosted.state != HOSTED_MODEL_STATE_LOADED:
-                state = _word_for(hosted.state)
+                state = word_for(hosted.state)
                 entry = self._entries.get(name)
                 found[name] = ListedModel(
                     name, state, hosted.task, hosted.problem, None if entry is None else entry.card
                 )
+            found[name] = replace(found[name], hosted=hosted)
         for alias, name in self._aliases.items():
             if name in found:
                 found[alias] = replace(found[name], name=alias, alias_of=name)
@@ -212,7 +209,7 @@ class Models:
         alias, name = name, self._aliases.model_of(name)
         while True:
             if loads:
-                await self._have_loaded(name or self._only_name())
+                await self._have_loaded(name or self._only_name(), alias or name)
             model = self._find(name)
             is_due = self._clock() - self._forced_s > MIN_FORCED_INTERVAL_S
             if model is None and (is_due or self._lags_behind(name)):
@@ -243,11 +240,22 @@ class Models:
         entry = self._entries.get(name)
         return name in self._hosted and self._is_loaded(name) and (entry is None or not entry.live)
 
-    async def _have_loaded(self, name: str) -> None:
-        """Have the host load the model, if it is there and not loaded. Raises `StatusError`."""
-        if not self._is_loaded(name):
-            await self._host.load(name)
-            await self.refresh()
+    async def _have_loaded(self, name: str, asked_as: str) -> None:
+        """Have the host load the model, if it is there and not loaded, for callers whose key allows it. Raises
+        `StatusError`."""
+        if self._is_loaded(name):
+            return
+        if (authorization := authorization_var.get()) is not None:
+            authorization.check(asked_as or name, 0)
+        deadline_s = deadline_var.get()
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                await self._host.load(name)
+        except TimeoutError:
+            problem = f"model '{name}' was not loaded within the time limit of this request"
+            raise StatusError(Reason.DEADLINE, problem) from None
+        await self.refresh()
 
     async def _next_change(self, timeout_s: float) -> None:
         """Return when the list was refreshed, or after the time limit."""
@@ -347,13 +355,6 @@ class Models:
             self._problems.pop(sha256, None)
             self._texts[sha256] = text
             _LOG.info("loaded the tokenizer bundle %s", sha256[:12])
-
-
-def _word_for(state: HostedModelState) -> str:
-    """The state of a model that has no live worker. One that was loaded has a worker that is restarting."""
-    if state == HOSTED_MODEL_STATE_LOADED:
-        return "loading"
-    return HostedModelState.Name(state).removeprefix("HOSTED_MODEL_STATE_").lower()
 
 
 def load_text_side(raw: bytes) -> TextSide:

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from headrace.common.transport.channels import PLAIN, Transport
-from headrace.protos.host_pb2 import HostedModel, LoadModelRequest, WatchModelsRequest
+from headrace.protos.host_pb2 import (
+    HOSTED_MODEL_STATE_FAILED,
+    HOSTED_MODEL_STATE_UNLOADED,
+    HostedModel,
+    LoadModelRequest,
+    UnloadModelRequest,
+    WatchModelsRequest,
+)
 from headrace.protos.host_pb2_grpc import ModelHostStub
-from headrace.protos.status import error_of, is_peer_lost
+from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
 
 _RETRY_S = 0.5
 _LOG = logging.getLogger(__name__)
@@ -32,6 +41,8 @@ class ModelHost:
         """The latest models by name. They stay while the host does not answer."""
         self.is_known = address is None
         """Whether the models are known."""
+        self.in_use: Callable[[], Iterable[str]] = tuple
+        """Called for the names of models that running requests need."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when `models` has changed."""
 
@@ -42,10 +53,46 @@ class ModelHost:
                 async for answer in self._stub.WatchModels(WatchModelsRequest(), wait_for_ready=True):
                     self.models, self.is_known = {model.name: model for model in answer.models}, True
                     self.on_change()
+                    self._load_again()
             except grpc.aio.AioRpcError as error:
                 _LOG.debug("the models of the host are unknown: %s", error.details())
             await asyncio.sleep(_RETRY_S)
         await asyncio.Event().wait()
+
+    def _load_again(self) -> None:
+        """Have models loaded that running requests need. A request may have been placed when its model was about to be
+        unloaded."""
+        for name in self.in_use():
+            model = self.models.get(name)
+            if model is not None and model.state == HOSTED_MODEL_STATE_UNLOADED:
+                self._begin(name)
+
+    def problem_of(self, name: str) -> StatusError | None:
+        """Why a running request can have no worker of this model; None if it may get one."""
+        model = self.models.get(name)
+        if model is None or model.state != HOSTED_MODEL_STATE_FAILED:
+            return None
+        return StatusError(Reason.MODEL_NOT_LOADED, f"model {name!r} cannot be loaded: {model.problem}")
+
+    async def unload(self, name: str) -> HostedModel:
+        """Unload a model, and return when its memory is free. Raises `StatusError`."""
+        answer = await self._call("UnloadModel", UnloadModelRequest(name=name))
+        return cast("HostedModel", answer.model)
+
+    async def load_by_operator(self, name: str, model: str) -> HostedModel:
+        """Load a model at an operator's wish. `model` is where it is, if the host may not know it. Raises
+        `StatusError`."""
+        answer = await self._call("LoadModel", LoadModelRequest(name=name, model=model, by_operator=True))
+        return cast("HostedModel", answer.model)
+
+    async def _call(self, method: str, request: Message) -> Any:
+        if self._stub is None:
+            problem = "this gateway has no host that loads models: start it with `headrace serve`, or with --model-host"
+            raise StatusError(Reason.UNSUPPORTED, problem)
+        try:
+            return await getattr(self._stub, method)(request)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
 
     async def close(self) -> None:
         """Close the connection."""
@@ -57,10 +104,14 @@ class ModelHost:
     async def load(self, name: str) -> None:
         """Have a model loaded, and return when it accepts requests, or if the host does not answer. All requests for a
         model share one call. Raises `StatusError` if the model cannot be loaded."""
+        await asyncio.shield(self._begin(name))
+
+    def _begin(self, name: str) -> asyncio.Task[None]:
+        """The call that loads this model."""
         if name not in self._loading:
             task = self._loading[name] = asyncio.create_task(self._load(name))
             task.add_done_callback(lambda _: self._ended(name))
-        await asyncio.shield(self._loading[name])
+        return self._loading[name]
 
     def _ended(self, name: str) -> None:
         task = self._loading.pop(name)

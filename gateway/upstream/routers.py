@@ -17,7 +17,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -129,6 +131,9 @@ class Upstream:
         self._turn = 0
         self.on_retry: Callable[[Reason], None] = lambda reason: None
         """Called with the reason of the failure when a generation is retried."""
+        self.problem_of: Callable[[str], StatusError | None] = lambda model: None
+        """Called with a model's name when no worker has a generation: why none ever will; None if one may."""
+        self._in_use: Counter[str] = Counter()
         self.redis: RedisState = REDIS_STATE_UNSPECIFIED
         """The state of the Redis of the router that listed its models last."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -206,6 +211,11 @@ class Upstream:
             raise BundleError(f"the tokenizer bundle for {sha256} has another hash")
         return raw
 
+    @property
+    def models_in_use(self) -> list[str]:
+        """The models that running generations need."""
+        return list(self._in_use)
+
     async def generate(
         self,
         request: GenerateRequest,
@@ -227,35 +237,50 @@ class Upstream:
         answer = _Answer(request, num_prompt_tokens or len(request.token_ids), card)
         retries = Retries(len(self._endpoints), request.attempt)
         asked_s = time.monotonic()
-        while True:
-            num_before = len(answer.delivered)
-            endpoint = self._next_endpoint()
-            began_s, present = time.monotonic(), endpoint.is_connected
-            timeout_s = _remaining_s(deadline_s)
-            span, call = _begin(endpoint, request, shared, metadata, timeout_s)
-            try:
-                while (raw := await call.read()) is not grpc.aio.EOF:
-                    message = GenerateResponse.FromString(raw)
-                    if not answer.take(message):
-                        break
-                    yield message
-                    if message.HasField("finish"):
-                        return
-                failure, lost = _noted(span, _BROKEN_OFF), True
-            except grpc.aio.AioRpcError as error:
-                failure, lost = _noted(span, error_of(error)), is_peer_lost(error)
-            finally:
-                call.cancel()
-                span.end()
-            if (closing := answer.closing()) is not None:
-                yield closing
-                return
-            started, progress = bool(answer.delivered), len(answer.delivered) > num_before
-            delay_s = retries.after(failure, lost=lost, progress=progress, started=started, present=present)
-            if delay_s is None or (not started and self._waited_enough(asked_s)):
-                raise _for_clients(failure) if lost or delay_s is not None else failure
-            await self._pause(endpoint, failure, len(answer.delivered), began_s + delay_s)
-            request = answer.resumption(retries.attempt)
+        base = card.parent or card.name
+        with self._using(base):
+            while True:
+                num_before = len(answer.delivered)
+                endpoint = self._next_endpoint()
+                began_s, present = time.monotonic(), endpoint.is_connected
+                timeout_s = _remaining_s(deadline_s)
+                span, call = _begin(endpoint, request, shared, metadata, timeout_s)
+                try:
+                    while (raw := await call.read()) is not grpc.aio.EOF:
+                        message = GenerateResponse.FromString(raw)
+                        if not answer.take(message):
+                            break
+                        yield message
+                        if message.HasField("finish"):
+                            return
+                    failure, lost = _noted(span, _BROKEN_OFF), True
+                except grpc.aio.AioRpcError as error:
+                    failure, lost = _noted(span, error_of(error)), is_peer_lost(error)
+                finally:
+                    call.cancel()
+                    span.end()
+                if (closing := answer.closing()) is not None:
+                    yield closing
+                    return
+                started, progress = bool(answer.delivered), len(answer.delivered) > num_before
+                delay_s = retries.after(failure, lost=lost, progress=progress, started=started, present=present)
+                if (hopeless := self.problem_of(base)) is not None and failure.reason is Reason.NO_CAPACITY:
+                    raise hopeless
+                if delay_s is None or (not started and self._waited_enough(asked_s)):
+                    raise _for_clients(failure) if lost or delay_s is not None else failure
+                await self._pause(endpoint, failure, len(answer.delivered), began_s + delay_s)
+                request = answer.resumption(retries.attempt)
+
+    @contextmanager
+    def _using(self, model: str) -> Iterator[None]:
+        """Context manager: a generation needs a worker of this model."""
+        self._in_use[model] += 1
+        try:
+            yield
+        finally:
+            self._in_use[model] -= 1
+            if not self._in_use[model]:
+                del self._in_use[model]
 
     def _waited_enough(self, asked_s: float) -> bool:
         return self._worker_wait_s is not None and time.monotonic() - asked_s >= self._worker_wait_s

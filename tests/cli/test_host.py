@@ -7,13 +7,13 @@ import io
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from headrace.cli.hosting.planner import State
+from headrace.cli.hosting.planner import Rules, State, WorkerView
 from headrace.cli.serving.host import CannotLoadError, ModelHost, NoSuchModelError
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.placement import WorkerPlace
@@ -28,13 +28,24 @@ PLACE = WorkerPlace(0, (0,), 1)
 
 
 class FakeFleet:
-    """A fleet whose ready workers the test names."""
+    """A fleet whose ready and busy workers the test names. Draining a worker takes until it is not busy."""
 
     def __init__(self) -> None:
         self.ready: frozenset[str] | None = frozenset()
+        self.busy: frozenset[str] = frozenset()
+        self.num_requests: dict[str, int] = {}
+        self.drained: list[str] = []
 
-    async def ready_workers(self) -> frozenset[str] | None:
-        return self.ready
+    async def workers(self) -> dict[str, WorkerView] | None:
+        if self.ready is None:
+            return None
+        return {name: WorkerView(True, name in self.busy, self.num_requests.get(name, 0)) for name in self.ready}
+
+    async def drain(self, addresses: Sequence[str]) -> None:
+        names = {address.rpartition("/")[2] for address in addresses}
+        self.drained += sorted(names)
+        while names & self.busy:
+            await asyncio.sleep(0.005)
 
 
 class System:
@@ -62,11 +73,16 @@ class System:
 
 
 @asynccontextmanager
-async def hosting(**programs: str) -> AsyncIterator[System]:
-    """A host with a model for each name, whose worker runs the program."""
+async def hosting(
+    *, on_demand: bool = False, budget: int | None = None, idle_s: float | None = None, **programs: str
+) -> AsyncIterator[System]:
+    """A host with a model of size 1 for each name, whose worker runs the program."""
     stream = io.BytesIO()
     log = LogSink(stream)
-    plans = [ModelPlan(name, Path("/"), (PLACE,), number) for number, name in enumerate(programs)]
+    plans = [
+        ModelPlan(name, Path("/"), (PLACE,), number, is_pinned=not on_demand, idle_s=idle_s, num_bytes=1)
+        for number, name in enumerate(programs)
+    ]
 
     def specs_of(plan: ModelPlan) -> list[ProcessSpec]:
         name = f"worker-{plan.first_worker}"
@@ -74,7 +90,15 @@ async def hosting(**programs: str) -> AsyncIterator[System]:
         return [ProcessSpec(name, "worker", argv, f"unix:/nowhere/{name}", is_essential=False)]
 
     supervisor = Supervisor((), log, restart_rule=RestartRule(0.01, 0.02), on_change=lambda: host.wake())
-    host = ModelHost(plans, supervisor, specs_of, lambda line: log.line("serve", line))
+    host = ModelHost(
+        plans,
+        supervisor,
+        specs_of,
+        lambda line: log.line("serve", line),
+        budget_bytes=budget,
+        rules=Rules(stay_s=0.1, patience_s=0.5, turn_s=0.2),
+        measure=lambda pids: 0,
+    )
     fleet = FakeFleet()
     host.fleet = fleet
     tasks = [asyncio.create_task(supervisor.run()), asyncio.create_task(host.run())]
@@ -164,3 +188,112 @@ async def test_changes_are_told_as_they_happen() -> None:
                 if seen[-1] is State.LOADED:
                     break
         assert seen[-2:] == [State.LOADING, State.LOADED]
+
+
+ALL = frozenset({"worker-0", "worker-1", "worker-2"})
+
+
+async def test_a_model_on_demand_is_loaded_for_a_request_and_for_nothing_else() -> None:
+    async with hosting(on_demand=True, a=GOOD, b=GOOD) as system:
+        system.fleet.ready = ALL
+        assert system.host.is_settled
+        await asyncio.wait_for(system.host.load("b"), BOUND_S)
+        assert (system.state("a"), system.state("b")) == (State.UNLOADED, State.LOADED)
+
+
+async def test_the_least_recently_used_model_is_unloaded_for_another() -> None:
+    async with hosting(on_demand=True, budget=2, a=GOOD, b=GOOD, c=GOOD) as system:
+        system.fleet.ready = ALL
+        for name in ("a", "b"):
+            await asyncio.wait_for(system.host.load(name), BOUND_S)
+        system.fleet.num_requests = {"worker-0": 1}
+        used_s = system.host.models["a"].last_used_s
+        await system.until(lambda: system.host.models["a"].last_used_s > used_s)
+        await asyncio.wait_for(system.host.load("c"), BOUND_S)
+        assert [system.state(name) for name in "abc"] == [State.LOADED, State.UNLOADED, State.LOADED]
+        assert system.fleet.drained == ["worker-1"]
+        assert "serve | b is unloaded: it makes room for c" in system.lines
+
+
+async def test_a_busy_model_ends_its_requests_before_it_gives_way() -> None:
+    async with hosting(on_demand=True, budget=1, a=GOOD, b=GOOD) as system:
+        system.fleet.ready = ALL
+        system.fleet.busy = frozenset({"worker-0"})
+        await asyncio.wait_for(system.host.load("a"), BOUND_S)
+        await system.until(lambda: system.host.models["a"].is_busy)
+        waiting = asyncio.create_task(system.host.load("b"))
+        await system.until_state("a", State.UNLOADING)
+        again = asyncio.create_task(system.host.load("a"))
+        await asyncio.sleep(0.2)
+        assert len(system.host.supervisor.processes) == 1, "its requests are running"
+        system.fleet.busy = frozenset()
+        await asyncio.wait_for(waiting, BOUND_S)
+        await asyncio.wait_for(again, BOUND_S)
+        assert [system.state(name) for name in "ab"] == [State.LOADED, State.UNLOADED]
+
+
+async def test_an_idle_model_is_unloaded_after_its_time() -> None:
+    async with hosting(on_demand=True, idle_s=0.3, a=GOOD) as system:
+        system.fleet.ready = ALL
+        await asyncio.wait_for(system.host.load("a"), BOUND_S)
+        await system.until_state("a", State.UNLOADED)
+        assert system.host.supervisor.processes == []
+        await asyncio.wait_for(system.host.load("a"), BOUND_S)
+
+
+async def test_a_model_on_demand_that_fails_frees_its_memory_and_is_not_tried_at_once() -> None:
+    async with hosting(on_demand=True, budget=1, a=DYING, b=GOOD) as system:
+        with pytest.raises(CannotLoadError, match="ended 3 times"):
+            await asyncio.wait_for(system.host.load("a"), BOUND_S)
+        await system.until(lambda: not system.host.supervisor.processes)
+        with pytest.raises(CannotLoadError, match="ended 3 times") as refused:
+            await asyncio.wait_for(system.host.load("a"), 0.5)
+        assert 5 < (refused.value.retry_after_s or 0) <= 10
+        system.fleet.ready = frozenset({"worker-1"})
+        await asyncio.wait_for(system.host.load("b"), BOUND_S)
+
+
+async def test_a_model_that_can_never_fit_is_refused() -> None:
+    async with hosting(on_demand=True, budget=0, a=GOOD) as system:
+        with pytest.raises(CannotLoadError, match="and the budget is"):
+            await asyncio.wait_for(system.host.load("a"), BOUND_S)
+
+
+async def test_an_operator_unloads_and_loads_a_pinned_model() -> None:
+    async with hosting(a=GOOD, b=GOOD) as system:
+        system.fleet.ready = ALL
+        await system.until(lambda: system.host.is_settled)
+        await asyncio.wait_for(system.host.unload("a"), BOUND_S)
+        assert system.state("a") is State.UNLOADED
+        assert [process.spec.name for process in system.host.supervisor.processes] == ["worker-1"]
+        with pytest.raises(CannotLoadError, match="its operator has unloaded it"):
+            await system.host.load("a")
+        await asyncio.wait_for(system.host.load("a", by_operator=True), BOUND_S)
+        assert system.state("a") is State.LOADED
+
+
+async def test_a_failed_model_is_tried_again_when_its_operator_wants_it() -> None:
+    async with hosting(a=REFUSING, b=GOOD) as system:
+        with pytest.raises(CannotLoadError):
+            await asyncio.wait_for(system.host.load("a"), BOUND_S)
+        with pytest.raises(CannotLoadError, match="the weights are damaged"):
+            await asyncio.wait_for(system.host.load("a", by_operator=True), BOUND_S)
+        assert system.host.models["a"].num_failures == 2
+        await asyncio.wait_for(system.host.unload("a"), BOUND_S)
+        assert (system.state("a"), system.host.models["a"].problem) == (State.UNLOADED, "")
+
+
+async def test_an_operator_adds_a_model() -> None:
+    async with hosting(a=GOOD) as system:
+        system.fleet.ready = ALL
+        system.host.specs_of = lambda plan: [
+            ProcessSpec(f"worker-{plan.first_worker}", "worker", (sys.executable, "-c", GOOD), "unix:/nowhere/x")
+        ]
+        system.host.plan_named = lambda name, model, first: ModelPlan(
+            name, Path(model), (PLACE,), first, is_essential=False, is_pinned=False
+        )
+        await asyncio.gather(system.host.add_named("new", "/m"), system.host.add_named("new", "/m"))
+        await asyncio.wait_for(system.host.load("new", by_operator=True), BOUND_S)
+        assert system.host.models["new"].plan.first_worker == 1
+        await asyncio.wait_for(system.host.unload("new"), BOUND_S)
+        await asyncio.wait_for(system.host.load("new"), BOUND_S)

@@ -35,12 +35,12 @@ def test_what_fits_is_loaded_pinned_models_first_then_in_order_of_the_requests()
 
 
 def test_the_least_recently_used_model_gives_way() -> None:
-    assert now(loaded("a", 50), loaded("b", 40), unloaded("c", 99)) == Decisions(unload=["b"])
+    assert now(loaded("a", 50), loaded("b", 40), unloaded("c", 99)).unload == {"b": "it makes room for c"}
 
 
 def test_only_as_many_models_give_way_as_are_needed() -> None:
     large = unloaded("c", 99, num_bytes=2 * GIB)
-    assert now(loaded("a", 50), loaded("b", 40), loaded("d", 30), large, budget_gib=3).unload == ["d", "b"]
+    assert now(loaded("a", 50), loaded("b", 40), loaded("d", 30), large, budget_gib=3).unload.keys() == {"d", "b"}
 
 
 def test_a_model_that_is_leaving_makes_room_first() -> None:
@@ -56,7 +56,7 @@ def test_nothing_is_unloaded_if_that_would_not_suffice() -> None:
 def test_a_busy_model_gives_way_only_after_its_turn_and_to_one_that_waited() -> None:
     busy = loaded("a", 100, is_busy=True, loaded_s=80), loaded("b", 100, is_busy=True, loaded_s=85)
     assert now(*busy, unloaded("c", 96)) == Decisions(), "has not waited for long"
-    assert now(*busy, unloaded("c", 95)).unload == ["a"]
+    assert list(now(*busy, unloaded("c", 95)).unload) == ["a"]
     young = loaded("a", 100, is_busy=True, loaded_s=91), loaded("b", 100, is_busy=True, loaded_s=92)
     assert now(*young, unloaded("c", 50)) == Decisions(), "nobody has had a turn"
 
@@ -80,6 +80,13 @@ def test_what_can_never_fit_is_refused_and_holds_nobody_up() -> None:
     assert "2.00 GiB of memory beside 1.00 GiB for pinned models, and the budget is 2.00" in found.refuse["c"]
 
 
+def test_a_model_that_is_larger_than_expected_makes_idle_ones_leave() -> None:
+    grown = loaded("a", 90, num_bytes=2 * GIB, is_busy=True, loaded_s=90)
+    found = now(grown, loaded("b", 50))
+    assert found.unload == {"b": "the loaded models take more memory than the budget has"}
+    assert now(grown, loaded("b", 50), budget_gib=3).unload == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "is_unloaded"),
     [
@@ -94,7 +101,7 @@ def test_what_can_never_fit_is_refused_and_holds_nobody_up() -> None:
 )
 def test_an_idle_model_is_unloaded(changes: dict[str, object], is_unloaded: bool) -> None:
     model = replace(loaded("a", 40, idle_s=60.0), **changes)  # type: ignore[arg-type]
-    assert now(model).unload == (["a"] if is_unloaded else [])
+    assert now(model).unload == ({"a": "it was not used for 60 s"} if is_unloaded else {})
 
 
 @pytest.mark.parametrize("seed", range(20))

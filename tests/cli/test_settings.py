@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.cli.errors import CommandError
+from headrace.cli.hosting.memory import budget_of, private_bytes, weights_in_worker
 from headrace.cli.hosting.settings import ModelSettings, check_names, kv_shares, read_settings
 from headrace.cli.main import cli
-from headrace.cli.serving.model_plans import aliases_of, places_of, plan_models
+from headrace.cli.models.requirements import PROCESS_BYTES
+from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
 from headrace.cli.serving.topology import Core, Node, Topology
+from headrace.common.host_memory import GIB, available_bytes
 
 CORES = tuple(Core((number, number + 8), 0, 0, 0) for number in range(8))
 MACHINE = Topology(CORES, (Node(0, 1 << 34, {0: 10}),), None)
@@ -56,7 +60,7 @@ def test_a_file_describes_models(tmp_path: Path) -> None:
     [
         ("", "it must have a table [[models]] for each model"),
         ("models = 3", "it must have a table [[models]] for each model"),
-        ("[[models]]\nmodel = 'a'\n[other]", "the file has an unknown field `other`; there are models"),
+        ("[[models]]\nmodel = 'a'\n[other]", "the file has an unknown field `other`; there are models, memory_gb"),
         ("[[models]]\nname = 'a'", "models[0] has no `model`"),
         ("[[models]]\nmodel = 'a'\ncors = 2", "models[0] has an unknown field `cors`; there are model, name"),
         ("[[models]]\nmodel = 'a'\nworkers = 0", "models[0].workers must be a whole number from 1"),
@@ -68,6 +72,9 @@ def test_a_file_describes_models(tmp_path: Path) -> None:
         ("[[models]]\nmodel = 'a'\nkv_share = 0.1\nkv_cache_gb = 1", "of a exclude each other"),
         ("[[models]]\nmodel='a'\nkv_share=0.6\n[[models]]\nmodel='b'\nkv_share=0.6", "`kv_share` add up to 1.2"),
         ("[[models]", "is not TOML"),
+        ("[[models]]\nmodel = 'a'\non_demand = 1", "models[0].on_demand must be true or false"),
+        ("[[models]]\nmodel = 'a'\nidle_s = 5", "`idle_s` of a needs `on_demand = true`"),
+        ("memory_gb = 'x'\n[[models]]\nmodel = 'a'", "memory_gb must be a number above 0"),
     ],
 )
 def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, problem: str) -> None:
@@ -144,12 +151,12 @@ def test_plans_number_the_workers_of_all_models(cache: Path, model_folder: Path)
         ModelSettings(str(model_folder), workers=2, aliases=("x", "y")),
         ModelSettings(str(model_folder), name="other", kv_share=0.25),
     ]
-    first, second = plan_models(models, places_of(MACHINE, models), offline=True)
+    first, second = plan_models(models, places_of(MACHINE, models), Sizing(None), offline=True)
     assert (first.name, first.first_worker, len(first.places), first.kv_share) == ("my-model", 0, 2, 0.75)
     assert (second.name, second.first_worker, len(second.places), second.kv_share) == ("other", 2, 1, 0.25)
     assert not first.is_essential
     assert aliases_of([first, second], models) == ("x=my-model", "y=my-model")
-    (alone,) = plan_models(models[:1], places_of(MACHINE, models[:1]), offline=True)
+    (alone,) = plan_models(models[:1], places_of(MACHINE, models[:1]), Sizing(None), offline=True)
     assert alone.is_essential
 
 
@@ -162,6 +169,8 @@ def test_plans_number_the_workers_of_all_models(cache: Path, model_folder: Path)
         (("a", "--models", "FILE"), "give either MODEL or --models"),
         (("--models", "FILE", "--workers", "2"), "--workers is for MODEL"),
         (("--models", "FILE", "--threads", "2"), "--threads is for MODEL"),
+        (("--models", "FILE", "--on-demand"), "--on-demand is for MODEL"),
+        (("a", "--idle-s", "5"), "--idle-s needs --on-demand"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(
@@ -183,3 +192,46 @@ def test_one_name_for_two_models_is_refused(cache: Path, model_folder: Path) -> 
     result = CliRunner().invoke(cli, ["serve", str(model_folder), str(model_folder), "--port", "0"])
     assert result.exit_code == 2
     assert "'my-model' names both" in result.stderr
+
+
+def test_within_a_budget_every_model_has_a_size(cache: Path, model_folder: Path) -> None:
+    (model_folder / "openvino_model.bin").write_bytes(b"x" * (1 << 20))
+    models = [
+        ModelSettings(str(model_folder), workers=2, kv_share=0.5),
+        ModelSettings(str(model_folder), name="b", on_demand=True, idle_s=9.0, kv_cache_gb=1.0),
+    ]
+    first, second = plan_models(models, places_of(MACHINE, models), Sizing(10 * GIB), offline=True)
+    assert first.kv_cache_gb == pytest.approx(0.4 * 0.5 * 10 / 2)
+    assert first.kv_cache_bytes == pytest.approx(2 * GIB, abs=2)
+    assert first.num_bytes == pytest.approx(3 * GIB + 2 * 1.65 * (1 << 20), abs=4)
+    assert (second.is_pinned, second.idle_s, second.kv_cache_bytes) == (False, 9.0, GIB)
+
+
+def test_models_that_can_never_be_loaded_within_the_budget_are_refused(cache: Path, model_folder: Path) -> None:
+    pinned = [ModelSettings(str(model_folder), kv_cache_gb=1.0), ModelSettings(str(model_folder), name="b")]
+    places = places_of(MACHINE, pinned)
+    with pytest.raises(CommandError, match=r"always loaded need 3\.0 GiB of memory, and the budget is 1\.5 GiB"):
+        plan_models(pinned, places, Sizing(int(1.5 * GIB), 1.0), offline=True)
+    on_demand = [pinned[0], ModelSettings(str(model_folder), name="b", on_demand=True, kv_cache_gb=5.0)]
+    with pytest.raises(CommandError, match=r"b needs 5\.5 GiB of memory beside 1\.5 GiB for models that are always"):
+        plan_models(on_demand, places, Sizing(6 * GIB), offline=True)
+
+
+def test_a_budget_is_given_or_follows_from_models_on_demand() -> None:
+    assert budget_of(2.5, on_demand=False) == int(2.5 * GIB)
+    assert budget_of(None, on_demand=False) is None
+    assert 0 < (budget_of(None, on_demand=True) or 0) < available_bytes()
+
+
+def test_a_second_copy_of_the_weights_is_counted() -> None:
+    weight_bytes = 1 << 20
+    one = weights_in_worker(weight_bytes, has_amx=False, has_adapters=False) - PROCESS_BYTES
+    assert weights_in_worker(weight_bytes, has_amx=True, has_adapters=True) - PROCESS_BYTES == 3 * one
+
+
+def test_the_memory_of_a_process_is_what_it_allocated() -> None:
+    before = private_bytes([os.getpid()])
+    block = b"x" * (64 << 20)
+    assert 60 << 20 <= private_bytes([os.getpid()]) - before <= 80 << 20
+    assert private_bytes([2**22 + 1]) == 0
+    del block

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,3 +119,87 @@ def test_models_can_be_arguments(tmp_path: Path) -> None:
     with serving_models(str(small_model()), str(copy), "--kv-cache-gb", "0.1") as serve:
         assert states(serve) == {small_model().name: "loaded", "copy": "loaded"}
         assert ask(serve, "copy").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def on_demand(tmp_path_factory: pytest.TempPathFactory, damaged: Path) -> Iterator[Serve]:
+    """Three models with memory for two, and one that cannot be loaded. All are loaded on demand."""
+    path = tmp_path_factory.mktemp("settings") / "models.toml"
+    models = [(name, small_model()) for name in ("a", "b", "c")] + [("bad", damaged)]
+    tables = [f'[[models]]\nmodel = "{where}"\nname = "{name}"\non_demand = true\n' for name, where in models]
+    path.write_text("memory_gb = 1.8\n" + "kv_cache_gb = 0.1\n".join([*tables, ""]))
+    with serving_models("--models", str(path)) as serve:
+        yield serve
+
+
+def loaded(serve: Serve) -> list[str]:
+    """The loaded models, as `headrace models ps` shows them."""
+    shown = headrace("models", "ps", "--json", "--port", str(serve.port))
+    assert shown.returncode == 0, shown.stderr
+    return [row["name"] for row in json.loads(shown.stdout) if row["state"] == "loaded"]
+
+
+def test_models_on_demand_come_and_go_within_the_budget(on_demand: Serve) -> None:
+    assert loaded(on_demand) == []
+    text = ask(on_demand, "a").json()["choices"][0]["text"]
+    assert ask(on_demand, "b").status_code == 200
+    assert loaded(on_demand) == ["a", "b"]
+    time.sleep(1)  # the host looks at its workers twice a second
+    assert ask(on_demand, "a").status_code == 200
+    time.sleep(1)
+    assert ask(on_demand, "c").status_code == 200
+    assert loaded(on_demand) == ["a", "c"], "b was used the longest time ago"
+    assert ask(on_demand, "b").json()["choices"][0]["text"] == text
+    running = httpx.get(f"{on_demand.base_url}/api/ps").json()["models"]
+    assert sorted(model["name"] for model in running) == loaded(on_demand)
+    assert all(model["size"] > 1 << 29 for model in running)
+
+
+def test_a_model_on_demand_that_cannot_be_loaded_says_why_and_frees_its_memory(on_demand: Serve) -> None:
+    refused = ask(on_demand, "bad")
+    assert refused.status_code == 503
+    assert "cannot be loaded" in refused.json()["error"]["message"]
+    assert ask(on_demand, "a").status_code == 200
+
+
+def test_a_worker_that_is_killed_while_it_loads_is_started_again(on_demand: Serve) -> None:
+    assert headrace("models", "unload", "a", "--port", str(on_demand.port)).returncode == 0
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(ask, on_demand, "a")
+        until(lambda: any(row["model"] is None for row in workers_of(on_demand)), "a worker that loads")
+        (row,) = [row for row in workers_of(on_demand) if row["model"] is None]
+        os.kill(row["pid"], signal.SIGKILL)
+        assert asked.result().status_code == 200
+
+
+def workers_of(serve: Serve) -> list[dict[str, Any]]:
+    """The rows of workers that have a process."""
+    return [row for row in serve.status() if row["role"] == "worker" and row["pid"] is not None]
+
+
+def test_a_stream_ends_before_its_model_gives_way(on_demand: Serve) -> None:
+    long = {"model": "a", "prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    others = [name for name in ("b", "c") if name not in loaded(on_demand)] or ["b"]
+    with httpx.stream("POST", f"{on_demand.base_url}/v1/completions", json=long, timeout=2 * READY_BOUND_S) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        with ThreadPoolExecutor(2) as beside:
+            asked = [beside.submit(ask, on_demand, name) for name in (*others, "b")]
+            events = [line for line in lines if line.startswith("data: ")]
+            assert events[-1] == "data: [DONE]"
+            assert '"finish_reason":"length"' in events[-2]
+            assert [one.result().status_code for one in asked] == [200] * len(asked)
+
+
+def test_an_operator_adds_a_model(on_demand: Serve) -> None:
+    port = str(on_demand.port)
+    added = headrace("models", "load", "new", str(small_model()), "--port", port, timeout_s=READY_BOUND_S)
+    assert added.stdout == "new is loaded\n", added.stderr
+    assert ask(on_demand, "new").status_code == 200
+    assert headrace("models", "unload", "new", "--port", port).stdout == "new is unloaded\n"
+    assert states(on_demand)["new"] == "unloaded"
+    refused = headrace("models", "load", "nosuch", "--port", port)
+    assert refused.returncode == 1
+    assert "this host has no model 'nosuch'; there is a, b, bad, c, new" in refused.stderr
+    refused = headrace("models", "load", "other", "/nowhere", "--port", port)
+    assert "unknown model '/nowhere'" in refused.stderr

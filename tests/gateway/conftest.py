@@ -388,6 +388,7 @@ async def serving_gateway(
     with ThreadPoolExecutor(2) as executor:
         metrics, upstream = Metrics(), Upstream(routers, plain_grpc=plain_grpc)
         host = ModelHost(model_host)
+        host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
         models = Models(upstream, executor, host=host, aliases=aliases)
         prompts, generator = Prompts(executor), Generator(upstream, metrics)
         services = Services(

@@ -20,6 +20,7 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.address = ""
         self.models: dict[str, host_pb2.HostedModel] = {}
         self.loads: list[str] = []
+        self.operators: list[tuple[str, str]] = []
         self._changed = asyncio.Event()
 
     def set(self, name: str, state: str, **fields: Any) -> None:
@@ -37,15 +38,24 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
 
     async def LoadModel(self, request: Any, context: Any) -> Any:
         self.loads.append(request.name)
+        if request.by_operator:
+            self.operators.append((request.name, request.model))
         while True:
             changed = self._changed
-            model = self.models[request.name]
+            model = self.models.get(request.name)
+            if model is None:
+                problem = f"this host has no model {request.name!r}"
+                await abort(context, StatusError(Reason.MODEL_NOT_FOUND, problem, field="name"))
             if model.state == host_pb2.HOSTED_MODEL_STATE_LOADED:
                 return host_pb2.LoadModelResponse(model=model)
             if model.state == host_pb2.HOSTED_MODEL_STATE_FAILED:
                 problem = f"model {model.name!r} cannot be loaded: {model.problem}"
                 await abort(context, StatusError(Reason.MODEL_NOT_LOADED, problem))
             await changed.wait()
+
+    async def UnloadModel(self, request: Any, context: Any) -> Any:
+        self.set(request.name, "UNLOADED")
+        return host_pb2.UnloadModelResponse(model=self.models[request.name])
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from headrace.protos.inference_pb2 import TASK_EMBED
 from tests.gateway.model_host import FakeHost, serving_host
 
 BOUND_S = 20.0
+KEY = "k" * 16
 
 
 @dataclass
@@ -25,9 +27,18 @@ class System:
     router: Any
     host: FakeHost
 
-    async def chat(self, model: str) -> Any:
+    async def chat(self, model: str, headers: dict[str, str] | None = None) -> Any:
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 64}
-        return await self.gateway.http.post("/v1/chat/completions", json=body)
+        return await self.gateway.http.post("/v1/chat/completions", json=body, headers=headers)
+
+    async def operate(self, what: str, **body: str) -> Any:
+        headers = {"authorization": f"Bearer {KEY}"}
+        return await self.gateway.http.post(f"/v1/{what}", json=body, headers=headers)
+
+    async def until_loading(self, number: int = 1) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while len(self.host.loads) < number:
+                await asyncio.sleep(0.01)
 
     async def listed(self) -> dict[str, dict[str, Any]]:
         answer = await self.gateway.http.get("/v1/models")
@@ -40,7 +51,7 @@ class System:
 
 
 @pytest_asyncio.fixture
-async def system(kit: Any, tiny_bundle: bytes) -> AsyncIterator[System]:
+async def system(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> AsyncIterator[System]:
     """Model `a` is loaded, `b` is not."""
     router = kit.FakeRouter(tiny_bundle)
     router.cards = [router.card(name="a")]
@@ -48,7 +59,11 @@ async def system(kit: Any, tiny_bundle: bytes) -> AsyncIterator[System]:
     async with serving_host() as host, kit.serving_router(router):
         host.set("a", "LOADED")
         host.set("b", "UNLOADED")
-        async with kit.serving_gateway(router.address, model_host=host.address, aliases=aliases) as gateway:
+        (tmp_path / "key").write_text(KEY)
+        flags = {"admin_key_file": tmp_path / "key"}
+        async with kit.serving_gateway(
+            router.address, model_host=host.address, aliases=aliases, flags=flags
+        ) as gateway:
             made = System(gateway, router, host)
             await made.until_listed("b", "unloaded")
             yield made
@@ -146,6 +161,72 @@ async def test_a_client_that_leaves_does_not_end_the_load_for_the_others(system:
     system.router.cards = [system.router.card(name="b")]
     system.host.set("b", "LOADED")
     assert (await asyncio.wait_for(staying, BOUND_S)).status_code == 200
+
+
+async def test_a_request_that_was_placed_when_its_model_left_has_it_loaded_again(kit: Any, system: System) -> None:
+    is_there = False
+
+    async def maybe(router: Any, stream: Any, send: Any) -> None:
+        if not is_there:
+            raise kit.StatusError(kit.Reason.NO_CAPACITY, "no worker", retry_after_s=0.1)
+        await kit.speak(router, stream, send)
+
+    system.router.script = maybe
+    asked = asyncio.create_task(system.chat("a"))
+    async with asyncio.timeout(BOUND_S):
+        while not system.router.streams:
+            await asyncio.sleep(0.01)
+    system.host.set("a", "UNLOADED")
+    await system.until_loading()
+    is_there = True
+    system.host.set("a", "LOADED")
+    assert (await asyncio.wait_for(asked, BOUND_S)).status_code == 200
+    assert system.host.loads == ["a"]
+
+
+async def test_a_request_in_progress_whose_model_cannot_be_loaded_any_more_ends(kit: Any, system: System) -> None:
+    async def no_worker(router: Any, stream: Any, send: Any) -> None:
+        raise kit.StatusError(kit.Reason.NO_CAPACITY, "no worker", retry_after_s=0.1)
+
+    system.router.script = no_worker
+    asked = asyncio.create_task(system.chat("a"))
+    async with asyncio.timeout(BOUND_S):
+        while not system.router.streams:
+            await asyncio.sleep(0.01)
+    system.host.set("a", "FAILED", problem="the disk is gone")
+    answer = await asyncio.wait_for(asked, BOUND_S)
+    assert answer.status_code == 503
+    assert "the disk is gone" in answer.json()["error"]["message"]
+
+
+async def test_a_request_waits_no_longer_than_its_time_limit(system: System) -> None:
+    answer = await asyncio.wait_for(system.chat("b", {"x-request-timeout": "0.3"}), BOUND_S)
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+
+
+async def test_an_operator_loads_and_unloads_models(system: System) -> None:
+    assert (await system.gateway.http.post("/v1/load_model", json={"model": "b"})).status_code == 401
+    loading = asyncio.create_task(system.operate("load_model", model="b", path="/m"))
+    await system.until_loading()
+    system.host.set("b", "LOADED")
+    assert (await asyncio.wait_for(loading, BOUND_S)).json() == {"id": "b", "state": "loaded"}
+    assert system.host.operators == [("b", "/m")]
+    assert (await system.operate("unload_model", model="b")).json() == {"id": "b", "state": "unloaded"}
+    refused = await system.operate("load_model", model="nosuch")
+    assert refused.status_code == 404
+
+
+async def test_a_gateway_without_a_host_says_so(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(KEY)
+    router = kit.FakeRouter(tiny_bundle)
+    flags = {"admin_key_file": tmp_path / "key"}
+    async with kit.serving_router(router), kit.serving_gateway(router.address, flags=flags) as gateway:
+        answer = await gateway.http.post(
+            "/v1/unload_model", json={"model": "a"}, headers={"authorization": f"Bearer {KEY}"}
+        )
+        assert answer.status_code == 400
+        assert "no host that loads models" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

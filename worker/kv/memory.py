@@ -1,26 +1,13 @@
-"""Decides how much memory the KV cache may use, within cgroup limits and the memory of a NUMA node."""
+"""Decides how much memory the KV cache may use, within the available memory and that of a NUMA node."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.common.host_memory import GIB, available_bytes
 from headrace.worker.config import ConfigurationError
 
-GIB = 1 << 30
-# Without a limit, cgroup v1 reports a number near 2^63.
-_NO_LIMIT = 1 << 60
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process can still allocate: MemAvailable, or less if a cgroup has a tighter limit.
-
-    In a cgroup (v1 or v2), this is its limit minus its usage, without reclaimable file pages. `root` is "/" except in
-    tests.
-    """
-    available = _mem_available(root / "proc/meminfo")
-    for limit, used in _cgroup_limits(root):
-        available = min(available, max(limit - used, 0))
-    return available
+__all__ = ["GIB", "available_bytes", "available_on_node", "kv_cache_budget"]
 
 
 def available_on_node(node: int, root: Path = Path("/")) -> int | None:
@@ -47,53 +34,3 @@ def kv_cache_budget(asked: int | None, share: float, available: int, most: int |
             f"to this process; choose a smaller size, or omit the flag to use {share:.0%} of the available memory"
         )
     return asked
-
-
-def _mem_available(meminfo: Path) -> int:
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigurationError(f"{meminfo} has no MemAvailable; set the size of the KV cache with --kv-cache-gb")
-
-
-def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """The limit and the usage without reclaimable pages, for this process's cgroup and each of its ancestors."""
-    found = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, names = (
-                root / "sys/fs/cgroup/memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
-            continue
-        directory = base / path.lstrip("/")
-        # Inside a container, the path may be the host's. Then only the container's root exists.
-        for place in (directory, *directory.parents) if directory.is_dir() else (base,):
-            if limit := _limit_of(place, *names):
-                found.append(limit)
-            if place == base:
-                break
-    return found
-
-
-def _limit_of(place: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> tuple[int, int] | None:
-    try:
-        raw = (place / limit_name).read_text().strip()
-        if raw == "max" or int(raw) >= _NO_LIMIT:
-            return None
-        used = int((place / usage_name).read_text())
-        for line in (place / "memory.stat").read_text().splitlines():
-            name, value = line.split()
-            if name == reclaimable_name:
-                used -= int(value)
-        return int(raw), max(used, 0)
-    except (OSError, ValueError):
-        return None

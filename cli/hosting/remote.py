@@ -1,0 +1,140 @@
+"""`headrace models ps`, `load` and `unload`: the models of a running `headrace serve`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.fleet.fleet_access import transport_of
+from headrace.cli.fleet.run_state import ServeRecord, running_serves
+
+if TYPE_CHECKING:
+    from headrace.protos import host_pb2
+
+_LIST_TIMEOUT_S = 10.0
+_GIB = 1 << 30
+_TITLES = ("NAME", "STATE", "MEMORY", "WORKERS", "LOADED", "LAST USED", "UNTIL", "PROBLEM")
+
+_port_option = click.option("--port", type=click.IntRange(1, 65535), help="Only the server on this port.")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_port_option
+def ps(as_json: bool, port: int | None) -> None:
+    """Show the models of the running server, and which of them are loaded."""
+    rows = [_row(model) for model in _models(_record(port))]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    cells = [_TITLES, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+@click.command()
+@click.argument("name")
+@click.argument("model", required=False)
+@_port_option
+def load(name: str, model: str | None, port: int | None) -> None:
+    """Load the model NAME of the running server, and wait until it is loaded.
+
+    With MODEL, a server that has no NAME gets it: a name in the cache or the catalogue, OWNER/NAME on a hub, a
+    directory or a GGUF file. Such a model gives way to others if memory is short, and requests load it again.
+    """
+    from headrace.protos import host_pb2
+
+    path = Path(model).expanduser() if model else None
+    where = str(path.absolute()) if path is not None and path.exists() else model or ""
+    request = host_pb2.LoadModelRequest(name=name, model=where, by_operator=True)
+    _call(_record(port), "LoadModel", request, None)
+    click.echo(f"{name} is loaded")
+
+
+@click.command()
+@click.argument("name")
+@_port_option
+def unload(name: str, port: int | None) -> None:
+    """Unload the model NAME of the running server, and wait until its memory is free. Its requests end first.
+
+    A model that is loaded on demand is loaded again for the next request. Others stay unloaded until headrace models
+    load.
+    """
+    from headrace.protos import host_pb2
+
+    _call(_record(port), "UnloadModel", host_pb2.UnloadModelRequest(name=name), None)
+    click.echo(f"{name} is unloaded")
+
+
+def _record(port: int | None) -> ServeRecord:
+    records = running_serves(port)
+    if len(records) == 1:
+        return records[0]
+    problem = "no `headrace serve` runs here" if not records else "several `headrace serve` run here"
+    raise CommandError(f"{problem}; " + ("start one" if not records else "say which with --port"))
+
+
+def _models(record: ServeRecord) -> list[host_pb2.HostedModel]:
+    from headrace.protos import host_pb2
+
+    answers = _call(record, "WatchModels", host_pb2.WatchModelsRequest(), _LIST_TIMEOUT_S)
+    try:
+        return list(next(answers).models)
+    finally:
+        answers.cancel()
+
+
+def _call(record: ServeRecord, method: str, request: Any, timeout_s: float | None) -> Any:
+    """Return the response of a serve. Raises CommandFailed."""
+    import grpc
+
+    from headrace.protos.host_pb2_grpc import ModelHostStub
+    from headrace.protos.status import error_of
+
+    channel = transport_of(record.tls_dir, record.join_token_file).blocking_channel(record.host_address)
+    try:
+        return getattr(ModelHostStub(channel), method)(request, timeout=timeout_s, wait_for_ready=True)
+    except grpc.RpcError as error:
+        raise CommandFailed(error_of(error).message) from None
+
+
+def _row(model: host_pb2.HostedModel) -> dict[str, Any]:
+    """The model as JSON: memory in bytes, times in seconds from now. Unknown values are None."""
+    from headrace.protos import host_pb2
+
+    now_ms = time.time() * 1000
+    is_loaded = model.state == host_pb2.HOSTED_MODEL_STATE_LOADED
+    leaves_ms = model.last_used_ms + model.idle_ms - now_ms
+    return {
+        "name": model.name,
+        "state": host_pb2.HostedModelState.Name(model.state).removeprefix("HOSTED_MODEL_STATE_").lower(),
+        "problem": model.problem or None,
+        "directory": model.directory,
+        "on_demand": model.is_on_demand,
+        "workers": model.num_workers,
+        "memory_bytes": model.num_bytes or None,
+        "loaded_s": round((now_ms - model.loaded_ms) / 1000, 1) if is_loaded else None,
+        "unused_s": round((now_ms - model.last_used_ms) / 1000, 1) if is_loaded and model.is_on_demand else None,
+        "idle_unload_in_s": round(leaves_ms / 1000, 1) if is_loaded and model.idle_ms else None,
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    leaves_s = row["idle_unload_in_s"]
+    until = "always" if not row["on_demand"] else "needed" if leaves_s is None else f"idle, {max(0.0, leaves_s):.0f} s"
+    return (
+        row["name"],
+        row["state"],
+        "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / _GIB:.2f} GiB",
+        str(row["workers"]),
+        "" if row["loaded_s"] is None else f"{row['loaded_s']:.0f} s ago",
+        "" if row["unused_s"] is None else f"{row['unused_s']:.0f} s ago",
+        until,
+        row["problem"] or "",
+    )

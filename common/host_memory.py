@@ -1,0 +1,71 @@
+"""The memory that processes of this host can still allocate, within the limits of their cgroups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+GIB = 1 << 30
+# Without a limit, cgroup v1 reports a number near 2^63.
+_NO_LIMIT = 1 << 60
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that this process can still allocate: MemAvailable, or less if a cgroup has a tighter limit.
+
+    In a cgroup (v1 or v2), this is its limit minus its usage, without reclaimable file pages. `root` is "/" except in
+    tests. Raises ValueError if the kernel does not say it.
+    """
+    available = _mem_available(root / "proc/meminfo")
+    for limit, used in _cgroup_limits(root):
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def _mem_available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"{meminfo} has no MemAvailable; set the size of the KV cache with --kv-cache-gb")
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """The limit and the usage without reclaimable pages, for this process's cgroup and each of its ancestors."""
+    found = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = (
+                root / "sys/fs/cgroup/memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        directory = base / path.lstrip("/")
+        # Inside a container, the path may be the host's. Then only the container's root exists.
+        for place in (directory, *directory.parents) if directory.is_dir() else (base,):
+            if limit := _limit_of(place, *names):
+                found.append(limit)
+            if place == base:
+                break
+    return found
+
+
+def _limit_of(place: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> tuple[int, int] | None:
+    try:
+        raw = (place / limit_name).read_text().strip()
+        if raw == "max" or int(raw) >= _NO_LIMIT:
+            return None
+        used = int((place / usage_name).read_text())
+        for line in (place / "memory.stat").read_text().splitlines():
+            name, value = line.split()
+            if name == reclaimable_name:
+                used -= int(value)
+        return int(raw), max(used, 0)
+    except (OSError, ValueError):
+        return None
