@@ -46,12 +46,14 @@ SETTLE_S = 5.0
 
 
 class Worker:
-    """A worker that can be killed and started again; its KV cache is in `memory`."""
+    """A worker that can be killed and started again; its KV cache is in `memory`, or its own."""
 
-    def __init__(self, model: Path, directory: Path, memory: Path, flags: Sequence[str]) -> None:
-        self.address = f"unix:{directory}/worker.sock"
+    def __init__(
+        self, model: Path, directory: Path, memory: Path | None, flags: Sequence[str], address: str | None = None
+    ) -> None:
+        self.address = address or f"unix:{directory}/worker.sock"
         self._argv = [sys.executable, "-m", "headrace.worker", "--model", str(model), "--listen", self.address]
-        self._argv += ["--worker-id", "worker", "--kv-memory", str(memory), *flags]
+        self._argv += ["--worker-id", "worker", *([] if memory is None else ["--kv-memory", str(memory)]), *flags]
         self._log = (directory / "log").open("ab")
         self._popen: subprocess.Popen[bytes] | None = None
 
@@ -74,11 +76,14 @@ class Worker:
         os.kill(self._popen.pid, signal.SIGKILL)
         self._popen.wait(BOUND_S)
 
-    async def ttft_ms(self, prompt: Sequence[int]) -> tuple[float, int]:
-        """Milliseconds to the first token of a prompt, and how many of its tokens were cached."""
+    async def ttft_ms(self, prompt: Sequence[int], source: str = "") -> tuple[float, int]:
+        """Milliseconds to the first token of a prompt, and how many of its tokens were cached. The worker may fetch
+        cached blocks from another one at the address `source`."""
         async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
             await channel.channel_ready()
             request = inference_pb2.GenerateRequest(token_ids=prompt)
+            if source:
+                request.kv_source, request.kv_source_tokens = source, len(prompt)
             request.sampling.temperature = 0.0
             request.sampling.max_tokens = 1
             request.sampling.ignore_eos = True
