@@ -55,6 +55,9 @@ class Ending:
     """Draft tokens that the worker verified, and those of them that are in the answer."""
     error: StatusError | None = None
     """Why it failed."""
+    num_disk_tokens: int = 0
+    num_peer_tokens: int = 0
+    """Cached tokens that a worker read from a disk, and that it got from another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class Choice:
         "_stops",
         "_wants_tokens",
         "num_cached_tokens",
+        "num_disk_tokens",
+        "num_peer_tokens",
     )
 
     def __init__(
@@ -129,11 +134,13 @@ class Choice:
         self._block_size = block_size or 1
         self.num_cached_tokens = 0
         """Prompt tokens, in whole blocks, that the first attempt found in a prefix cache."""
+        self.num_disk_tokens = self.num_peer_tokens = 0
 
     def push(self, message: GenerateResponse) -> Piece:
         """The piece that this message adds. If it has an ending, the generation may be cancelled."""
         if message.HasField("num_cached_tokens") and self._num_tokens == 0:
             self.num_cached_tokens = message.num_cached_tokens - message.num_cached_tokens % self._block_size
+            self.num_disk_tokens, self.num_peer_tokens = message.num_disk_tokens, message.num_peer_tokens
         self._num_drafted_tokens += message.num_drafted_tokens
         self._num_accepted_tokens += message.num_accepted_tokens
         of_prompt: Sequence[TokenLogprob] = ()
@@ -215,6 +222,8 @@ class Choice:
             self.num_cached_tokens,
             num_drafted_tokens=self._num_drafted_tokens,
             num_accepted_tokens=min(self._num_accepted_tokens, self._num_tokens),
+            num_disk_tokens=self.num_disk_tokens,
+            num_peer_tokens=self.num_peer_tokens,
         )
 
 

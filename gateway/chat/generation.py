@@ -90,6 +90,9 @@ class Usage:
     """Draft tokens, predicted by the caller or found by the worker, that became part of the answer."""
     num_rejected_tokens: int = 0
     """Those that were verified in vain."""
+    num_disk_tokens: int = 0
+    num_peer_tokens: int = 0
+    """Cached tokens that a worker read from a disk, and that it got from another worker."""
 
 
 class Account:
@@ -108,6 +111,7 @@ class Account:
         self._num_cached_tokens = 0
         self._num_reasoning_tokens = 0
         self._num_drafted_tokens = self._num_accepted_tokens = 0
+        self._num_disk_tokens = self._num_peer_tokens = 0
 
     def ended(self, index: int, ending: Ending) -> None:
         """Apply the end of a choice. The cached tokens of a prompt are those of its first choice."""
@@ -118,6 +122,8 @@ class Account:
         self._num_accepted_tokens += ending.num_accepted_tokens
         if index in self._firsts:
             self._num_cached_tokens += ending.num_cached_tokens
+            self._num_disk_tokens += ending.num_disk_tokens
+            self._num_peer_tokens += ending.num_peer_tokens
 
     @property
     def usage(self) -> Usage:
@@ -129,6 +135,8 @@ class Account:
             self._num_reasoning_tokens,
             self._num_accepted_tokens,
             self._num_drafted_tokens - self._num_accepted_tokens,
+            self._num_disk_tokens,
+            self._num_peer_tokens,
         )
 
 

@@ -12,10 +12,19 @@ import msgspec
 from headrace.gateway.edge.description import Shape
 
 
+class CachedTokensByTier(Shape):
+    """Cached prompt tokens by where they were found: in a worker's memory, on its disk, at other workers."""
+
+    memory: int
+    disk: int
+    peers: int
+
+
 class PromptTokensDetails(Shape):
-    """The number of prompt tokens found in a prefix cache."""
+    """The number of prompt tokens found in a prefix cache. By tier, if some were not in the worker's memory."""
 
     cached_tokens: int
+    cached_tokens_by_tier: CachedTokensByTier | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionTokensDetails(Shape):

@@ -38,11 +38,17 @@ def identity(kind: str, request_id: str, created_s: int, card: ModelCard) -> Ide
 
 def usage_value(usage: Usage) -> dict[str, Any]:
     """The `usage` object."""
+    cached: dict[str, Any] = {"cached_tokens": usage.num_cached_tokens}
+    elsewhere = usage.num_disk_tokens + usage.num_peer_tokens
+    if elsewhere:
+        memory = max(0, usage.num_cached_tokens - elsewhere)
+        tiers = {"memory": memory, "disk": usage.num_disk_tokens, "peers": usage.num_peer_tokens}
+        cached["cached_tokens_by_tier"] = tiers
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_generated_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "prompt_tokens_details": cached,
         "completion_tokens_details": {
             "reasoning_tokens": usage.num_reasoning_tokens,
             "accepted_prediction_tokens": usage.num_accepted_tokens,

@@ -210,6 +210,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.script: Script = speak
         self.answer = "Hello, wörld 😀!"
         self.num_cached = 0
+        self.num_from_disk = self.num_from_peers = 0
         self.streams: list[Stream] = []
         self._contexts: dict[int, Any] = {}
         self.num_lists = 0
@@ -256,6 +257,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
             message = inference_pb2.GenerateResponse(start_pos=position, token_ids=tokens)
             if position == len(request.resume_token_ids):
                 message.num_cached_tokens = self.num_cached
+                message.num_disk_tokens, message.num_peer_tokens = self.num_from_disk, self.num_from_peers
                 message.model_identity = f"identity of {self.answer}"
                 if request.sampling.HasField("prompt_logprobs") and position == 0:
                     for token in request.token_ids[1:]:

@@ -186,6 +186,8 @@ async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.Genera
             response = _response_of(request, outputs)
             if is_first:
                 response.num_cached_tokens = request.num_cached_tokens
+                response.num_disk_tokens = min(request.num_disk_tokens, request.num_cached_tokens)
+                response.num_peer_tokens = min(request.num_peer_tokens, request.num_cached_tokens)
                 await _add_prompt_logprobs(request, response)
                 is_first = False
             yield response

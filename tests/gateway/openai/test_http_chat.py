@@ -59,6 +59,14 @@ async def test_an_answer_has_the_models_text_and_the_account(gateway: Any, route
     }
 
 
+async def test_cached_tokens_from_other_tiers_than_memory_are_told(gateway: Any, router: Any) -> None:
+    router.num_cached, router.num_from_disk, router.num_from_peers = 9, 4, 2
+    details = (await chat(gateway))["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 9, "cached_tokens_by_tier": {"memory": 3, "disk": 4, "peers": 2}}
+    *_, usage, _ = await events(gateway, stream_options={"include_usage": True})
+    assert usage["usage"]["prompt_tokens_details"] == details
+
+
 async def test_the_prompt_is_the_templates_text_without_a_second_beginning(gateway: Any, router: Any, kit: Any) -> None:
     await chat(gateway)
     text = "user\nhi"
