@@ -16,7 +16,7 @@ from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.placement.candidates import Candidates, CandidateTable, Places
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
-from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S, Transfers
+from headrace.router.placement.transfers import Transfers
 
 # Fewer blocks are not fetched from another worker.
 _LEAST_MOVED = 2
@@ -95,22 +95,24 @@ class Members:
         """What these workers, which have `cached_blocks` themselves, could fetch from one another and from workers that
         are `leaving`. None if nothing."""
         others = [link for link in leaving if link.card is not None]
-        if len(self) + len(others) < 2:
+        if not others and (len(self) < 2 or cached_blocks.max() < cached_blocks.min() + _LEAST_MOVED):
             return None
-        tokens, ms_per_token, addresses = np.zeros(len(self)), np.zeros(len(self)), [""] * len(self)
+        tokens, bytes_per_token, sources = np.zeros(len(self)), np.zeros(len(self)), np.zeros(len(self), np.intp)
+        addresses: list[str] = []
         for card, numbers in self.chains:
-            sources = [self.links[number][0] for number in numbers]
-            sources += [link for link in others if link.card is not None and link.card.kv_layout == card.kv_layout]
-            if not card.kv_layout or len(sources) < 2:
+            outside = [link for link in others if link.card is not None and link.card.kv_layout == card.kv_layout]
+            if not card.kv_layout or len(numbers) + len(outside) < 2:
                 continue
-            depths = index.confirmed_depths(hashes(card))[[link.slot for link in sources]]
+            slots = np.concatenate((self.slots[numbers], np.array([link.slot for link in outside], np.intp)))
+            depths = index.confirmed_depths(hashes(card))[slots]
             best = int(depths.argmax())
-            for number in numbers[cached_blocks[numbers] + _LEAST_MOVED <= depths[best]].tolist():
-                speed = self.links[number][0].reported.load.transfer_bytes_per_s or DEFAULT_BYTES_PER_S
-                tokens[number] = depths[best] * card.block_size
-                ms_per_token[number] = 1000 * card.kv_block_bytes / card.block_size / speed
-                addresses[number] = sources[best].address
-        return Transfers(tokens, ms_per_token, addresses) if tokens.any() else None
+            fetching = numbers[cached_blocks[numbers] + _LEAST_MOVED <= depths[best]]
+            tokens[fetching] = depths[best] * card.block_size
+            bytes_per_token[fetching] = card.kv_block_bytes / card.block_size
+            sources[fetching] = len(addresses)
+            is_member = best < len(numbers)
+            addresses.append(self.worker_ids[numbers[best]] if is_member else outside[best - len(numbers)].address)
+        return Transfers(tokens, bytes_per_token, sources, addresses) if tokens.any() else None
 
 
 NOBODY = Members.of([])

@@ -40,8 +40,9 @@ OWN_SHARE = 0.1
     BOOKED_REQUESTS,
     BOOKED_TOKENS,
     BOOKED_BLOCKS,
-) = range(14)
-_NUM_COLUMNS = 14
+    TRANSFER_BYTES_PER_S,
+) = range(15)
+_NUM_COLUMNS = 15
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False):
@@ -154,6 +155,7 @@ class CandidateTable:
             candidate.num_booked_requests,
             candidate.num_booked_tokens,
             candidate.num_booked_blocks,
+            load.transfer_bytes_per_s,
         )
 
     def at(self, slots: Places) -> Values:

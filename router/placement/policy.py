@@ -170,7 +170,7 @@ def place(
     rates = believed_rates(candidates.values, priors)
     held_tokens, moved = cached_tokens, None
     if transfers is not None:
-        moved = worth_moving(transfers, cached_tokens, 1000.0 / rates[0], most_tokens)
+        moved = worth_moving(transfers, candidates.values, cached_tokens, 1000.0 / rates[0], most_tokens)
         held_tokens = cached_tokens + moved.tokens
     terms = _weighed(request, candidates.values, rates, cached_tokens, held_tokens, now_s, priors)
     if moved is not None:
@@ -199,7 +199,7 @@ def place(
         num_candidates=len(candidates),
         weighed=tuple(map(described, cheapest)),
         belief=_belief(request, candidates.values[:, chosen], rates, totals, chosen, reason, priors),
-        source=transfers.addresses[chosen] if transfers is not None and own.num_moved_tokens else "",
+        source=transfers.addresses[transfers.sources[chosen]] if transfers and own.num_moved_tokens else "",
     )
 
 

@@ -229,7 +229,7 @@ def test_everything_is_healthy() -> None:
         container("worker"),
     ]
     assert states == dict.fromkeys(running, ("running", "healthy", 0)) | {
-        container("kv-memory"): ("running", "", 0),
+        container("kv-memory"): ("running", "healthy", 0),
         **{container(name): ("exited", "", 0) for name in ("pull", "secrets")},
     }
     (image,) = json.loads(docker("image", "inspect", "headrace"))

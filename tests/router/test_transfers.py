@@ -13,7 +13,7 @@ from headrace.router.fleet.link_state import LinkState
 from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
 from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place
 from headrace.router.placement.prefix_index import PrefixIndex
-from headrace.router.placement.transfers import SETUP_MS, Transfers
+from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S, SETUP_MS, Transfers
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 
@@ -35,7 +35,8 @@ BUSY = LoadReport(
 def placed(first: LoadReport, second: LoadReport, ms_per_token: float) -> Placement:
     """A prompt of 321 tokens, of which the first worker has 160."""
     candidates = Candidates.of([Candidate("a", first, 16), Candidate("b", second, 16)])
-    transfers = Transfers(np.array([160.0, 160.0]), np.array([ms_per_token] * 2), ["a", "a"])
+    bytes_per_token = ms_per_token * DEFAULT_BYTES_PER_S / 1000
+    transfers = Transfers(np.array([160.0, 160.0]), np.array([bytes_per_token] * 2), np.array([0, 0]), ["a"])
     facts = RequestFacts(num_prompt_tokens=321, max_new_tokens=16)
     found = place(facts, candidates, [10, 0], 0.0, random.Random(0), num_described=2, transfers=transfers)
     assert found is not None
