@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from headrace.common.tasks import end_tasks
 from headrace.gateway.chat.answering import Answering
 from headrace.gateway.chat.formats import Formats
 from headrace.gateway.chat.generation import Generator
@@ -167,9 +168,7 @@ async def _run(
     stopped = [] if grpc_server is None else [grpc_server.stop(settings.drain_timeout_s)]
     await asyncio.gather(serving, *drained, *stopped)
     interrupting.cancel()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end_tasks(*tasks)
     for task in done:
         task.result()
 

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.logs import NO_REQUEST, request_id_of, request_id_var
 from headrace.common.telemetry.span import Span
 from headrace.common.telemetry.tracing import serving_span, traceparent_of
@@ -370,8 +371,7 @@ class RouterServer:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones continue for at most `grace_s` seconds, then end them."""
         if self._health_task is not None:
-            self._health_task.cancel()
-            await asyncio.gather(self._health_task, return_exceptions=True)
+            await end_tasks(self._health_task)
         await self._health.enter_graceful_shutdown()
         self.admission.drain()
         self.inference.sessions.end_when_idle()

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import grpc
 from google.protobuf.message import DecodeError
 
+from headrace.common.tasks import end_tasks
 from headrace.common.transport import channels as transport
 from headrace.common.transport import sessions
 from headrace.common.transport.sessions import CallContext, Metadata, Turns
@@ -198,9 +199,7 @@ class _ServerSession:
             if self._timer is not None:
                 self._timer.cancel()
             tasks = [*parts, *self._tasks.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     def end_if_idle(self) -> None:
         """See `SessionServer.end_when_idle`."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.common.stores.redis_link import RedisClient, connect, failures
+from headrace.common.tasks import end_tasks
 from headrace.gateway.access.limits import Answer, Entry, KeyLimits, LimitState, LocalLimits
 
 TIMEOUT_S = 1.0
@@ -163,9 +164,7 @@ class SharedLimits:
 
     async def close(self) -> None:
         """Send the notes that are left, if Redis answers, and stop."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         while self.is_shared and self._queue:
             await self._tell()
         await self._redis.aclose()

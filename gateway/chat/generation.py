@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.tracing import current_span
 from headrace.common.transport.wire_request import SharedPart
 from headrace.gateway.access.admission import Authorization
@@ -325,9 +326,7 @@ class Generator:
                 for failed in failures.due():
                     yield failed
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
 
 class _Failures:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import Transport, TransportError
 from headrace.gateway.access.admission import AdmissionBounds, AdmissionControl, Limits, OwnLimits
 from headrace.gateway.access.keys import KeyFile, KeyRing, KeysError, KeyTable
@@ -124,8 +125,7 @@ class Security:
     async def close(self) -> None:
         """Stop following changes, and close all connections."""
         if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+            await end_tasks(self._following)
         if self.keys is not None:
             await self.keys.close()
         if self._shared is not None:

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from headrace.common.tasks import end_tasks
 from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.encoding.planning import EncodingPlan
@@ -107,6 +108,4 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.session_client import MAX_UNREAD_BYTES
 from headrace.common.transport.silence import Silences
@@ -99,8 +100,7 @@ class Fleet:
     async def close(self) -> None:
         """Close all links. Running calls fail."""
         if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+            await end_tasks(self._ticker)
         await asyncio.gather(*(link.close() for link in (*self._links.values(), *self._retiring)))
 
     def register(self, worker_id: str, address: str) -> float:

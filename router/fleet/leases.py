@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import cast
 
 from headrace.common.stores.redis_link import PROBE_KEY, connect, failures
+from headrace.common.tasks import end_tasks
 from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNREACHABLE, REDIS_STATE_UNWRITABLE, RedisState
 from headrace.router.fleet.registry import MAX_WORKERS
 
@@ -68,8 +69,7 @@ class LeaseReader:
     async def close(self) -> None:
         """Stop reading."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
         await self._redis.aclose()
 
     async def _run(self) -> None:

@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 import grpc
 
+from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport, channel_options
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.silence import Peer, Silences
@@ -235,8 +236,7 @@ class WorkerLink:
     async def close(self) -> None:
         """Close the channel. Running calls fail."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
         for closing in self._closing:
             closing.cancel()
         await self._channel.close()

@@ -15,6 +15,7 @@ import grpc
 
 from headrace.common.stores.redis_link import connect
 from headrace.common.stores.redis_link import failures as redis_failures
+from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 
@@ -92,8 +93,7 @@ class RedisLease:
 
     async def close(self) -> None:
         """Remove the lease if Redis can be reached, and stop."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 key = WORKER_KEY + self._worker_id
