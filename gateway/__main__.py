@@ -10,6 +10,7 @@ from typing import Any
 import click
 import uvloop
 
+from headrace.common.aliases import Aliases, parse_aliases
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.gateway.chat.formats import REASONING_PARSERS, TOOL_PARSERS, parse_parsers
@@ -18,7 +19,6 @@ from headrace.gateway.edge.spans import ACCESS
 from headrace.gateway.protocol import CannotServeError
 from headrace.gateway.protocols import PROTOCOLS
 from headrace.gateway.server import Settings, serve
-from headrace.gateway.text.aliases import Aliases, parse_aliases
 
 DRAIN_TIMEOUT_S = 2.0
 EXIT_USAGE = 2
@@ -76,9 +76,15 @@ MAX_FILES = 65_536
     "--alias",
     "aliases",
     multiple=True,
-    callback=lambda context, parameter, values: _aliases(values),
-    metavar="ALIAS=MODEL",
-    help="Another name for a model. May be repeated.",
+    metavar="ALIAS=MODEL[:WEIGHT,...]",
+    help="Another name for a model, or for several that share its requests, such as gpt-4o=a:90,b:10. May be repeated.",
+)
+@click.option(
+    "--shadow",
+    "shadows",
+    multiple=True,
+    metavar="ALIAS=MODEL:PERCENT",
+    help="Send copies of a share of an alias's requests to a model, and drop its answers. May be repeated.",
 )
 @click.option(
     "--plain-grpc",
@@ -100,15 +106,18 @@ def command(
     access_log: bool,
     otlp_endpoint: str | None,
     drain_timeout: float,
+    aliases: tuple[str, ...],
+    shadows: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Serve the OpenAI API for the models that routers know."""
     configure_logging(log_level, log_format)
     ACCESS.disabled = not access_log
+    names = _aliases(aliases, shadows)
     start_tracing("gateway", otlp_endpoint)
     _raise_file_limit()
     flags = {option.name: options.pop(option.name) for option in _PROTOCOL_OPTIONS if option.name is not None}
-    uvloop.run(serve(Settings(drain_timeout_s=drain_timeout, protocol_flags=flags, **options)))
+    uvloop.run(serve(Settings(drain_timeout_s=drain_timeout, aliases=names, protocol_flags=flags, **options)))
 
 
 _PROTOCOL_OPTIONS = [option for protocol in PROTOCOLS.values() for option in protocol.options]
@@ -122,11 +131,11 @@ def _parsers(values: tuple[str, ...], known: Sequence[str]) -> dict[str, str]:
         raise click.BadParameter(str(error)) from error
 
 
-def _aliases(values: tuple[str, ...]) -> Aliases:
+def _aliases(aliases: tuple[str, ...], shadows: tuple[str, ...]) -> Aliases:
     try:
-        return parse_aliases(values)
+        return parse_aliases(aliases, shadows)
     except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+        raise click.UsageError(f"--alias or --shadow: {error}") from error
 
 
 def _raise_file_limit() -> None:

@@ -15,12 +15,14 @@ from typing import Any
 
 import grpc
 
+from headrace.common.aliases import Aliases
 from headrace.common.tasks import end_tasks
 from headrace.gateway.chat.answering import Answering
 from headrace.gateway.chat.formats import Formats
 from headrace.gateway.chat.generation import Generator
 from headrace.gateway.chat.planning import Chats
 from headrace.gateway.chat.prompts import Prompts
+from headrace.gateway.chat.shadowing import Shadows
 from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import GrpcService, start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
@@ -32,7 +34,6 @@ from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
 from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.telemetry.metrics import Metrics
-from headrace.gateway.text.aliases import Aliases
 from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
@@ -101,6 +102,7 @@ async def serve(settings: Settings) -> None:
             opened.append(protocol.open(Setup(services, flags, settings.security.redis_url)))
         await _run(settings, security, services, opened, bound, threads, stop)
     finally:
+        await services.shadows.close()
         await services.upstream.close()
         await services.host.close()
         for one in opened:
@@ -124,9 +126,13 @@ def _services(settings: Settings, security: Security, threads: _Threads) -> Serv
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
     prompts = Prompts(threads.tokenizing)
     generator = Generator(upstream, metrics)
+    chats = Chats(models, prompts, Constraints(threads.translating), formats)
+    shadows = Shadows(models, chats, generator, metrics)
+    chats.on_planned = shadows.offer
     return Services(
         models,
-        Chats(models, prompts, Constraints(threads.translating), formats),
+        chats,
+        shadows,
         generator,
         Answering(generator),
         Encodings(models, prompts),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace.gateway.chat.answering import Answering
 from headrace.gateway.chat.generation import Generator
 from headrace.gateway.chat.planning import Chats
+from headrace.gateway.chat.shadowing import Shadows
 from headrace.gateway.encoding.planning import Encodings
 from headrace.gateway.encoding.running import EncodingRunner
 from headrace.gateway.telemetry.metrics import Metrics
@@ -21,6 +22,7 @@ class Services:
 
     models: Models
     chats: Chats
+    shadows: Shadows
     generator: Generator
     answering: Answering
     encodings: Encodings

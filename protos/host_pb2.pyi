@@ -28,10 +28,14 @@ class WatchModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchModelsResponse(_message.Message):
-    __slots__ = ("models",)
+    __slots__ = ("models", "aliases", "shadows")
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    SHADOWS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[HostedModel]
-    def __init__(self, models: _Optional[_Iterable[_Union[HostedModel, _Mapping]]] = ...) -> None: ...
+    aliases: _containers.RepeatedScalarFieldContainer[str]
+    shadows: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, models: _Optional[_Iterable[_Union[HostedModel, _Mapping]]] = ..., aliases: _Optional[_Iterable[str]] = ..., shadows: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostedModel(_message.Message):
     __slots__ = ("name", "state", "problem", "directory", "num_workers", "task", "is_on_demand", "num_bytes", "idle_ms", "loaded_ms", "last_used_ms")
@@ -86,3 +90,17 @@ class UnloadModelResponse(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     model: HostedModel
     def __init__(self, model: _Optional[_Union[HostedModel, _Mapping]] = ...) -> None: ...
+
+class SetAliasRequest(_message.Message):
+    __slots__ = ("alias", "models", "shadow")
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
+    alias: str
+    models: str
+    shadow: str
+    def __init__(self, alias: _Optional[str] = ..., models: _Optional[str] = ..., shadow: _Optional[str] = ...) -> None: ...
+
+class SetAliasResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

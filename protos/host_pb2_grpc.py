@@ -50,6 +50,11 @@ class ModelHostStub(object):
                 request_serializer=headrace_dot_protos_dot_host__pb2.UnloadModelRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_host__pb2.UnloadModelResponse.FromString,
                 _registered_method=True)
+        self.SetAlias = channel.unary_unary(
+                '/headrace.v1.ModelHost/SetAlias',
+                request_serializer=headrace_dot_protos_dot_host__pb2.SetAliasRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_host__pb2.SetAliasResponse.FromString,
+                _registered_method=True)
 
 
 class ModelHostServicer(object):
@@ -79,6 +84,13 @@ class ModelHostServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetAlias(self, request, context):
+        """SetAlias adds, changes or removes another name of models. INVALID_FIELD if it makes no sense.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelHostServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +108,11 @@ def add_ModelHostServicer_to_server(servicer, server):
                     servicer.UnloadModel,
                     request_deserializer=headrace_dot_protos_dot_host__pb2.UnloadModelRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_host__pb2.UnloadModelResponse.SerializeToString,
+            ),
+            'SetAlias': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAlias,
+                    request_deserializer=headrace_dot_protos_dot_host__pb2.SetAliasRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_host__pb2.SetAliasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +197,33 @@ class ModelHost(object):
             '/headrace.v1.ModelHost/UnloadModel',
             headrace_dot_protos_dot_host__pb2.UnloadModelRequest.SerializeToString,
             headrace_dot_protos_dot_host__pb2.UnloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAlias(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ModelHost/SetAlias',
+            headrace_dot_protos_dot_host__pb2.SetAliasRequest.SerializeToString,
+            headrace_dot_protos_dot_host__pb2.SetAliasResponse.FromString,
             options,
             channel_credentials,
             insecure,

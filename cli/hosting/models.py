@@ -14,7 +14,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import running_serves
-from headrace.cli.hosting.remote import load, ps, unload
+from headrace.cli.hosting.remote import alias, load, ps, unload
 from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import (
     cache_directory,
@@ -136,7 +136,7 @@ def models() -> None:
     """List, show and remove the models in the cache, list those with short names, and load and unload served ones."""
 
 
-for _command in (ps, load, unload):
+for _command in (ps, load, unload, alias):
     models.add_command(_command)
 
 

@@ -1,4 +1,4 @@
-"""`headrace models ps`, `load` and `unload`: the models of a running `headrace serve`."""
+"""`headrace models ps`, `load`, `unload` and `alias`: the models of a running `headrace serve`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,28 @@ def unload(name: str, port: int | None) -> None:
 
     _call(_record(port), "UnloadModel", host_pb2.UnloadModelRequest(name=name), None)
     click.echo(f"{name} is unloaded")
+
+
+@click.command()
+@click.argument("alias")
+@click.argument("models", required=False)
+@click.option(
+    "--shadow", metavar="MODEL:PERCENT", default="", help="Model that gets copies of a share of the requests."
+)
+@_port_option
+def alias(alias: str, models: str | None, shadow: str, port: int | None) -> None:
+    """Let ALIAS stand for MODELS of the running server from now on, or for nothing without MODELS.
+
+    MODELS is a model, or several with weights, such as a:90,b:10. Running answers end with the model that began them.
+    The next start of the server has what its file says.
+    """
+    from headrace.protos import host_pb2
+
+    if shadow and not models:
+        raise CommandError("--shadow is for an alias with MODELS")
+    request = host_pb2.SetAliasRequest(alias=alias, models=models or "", shadow=shadow)
+    _call(_record(port), "SetAlias", request, None)
+    click.echo(f"{alias} is {models}" if models else f"{alias} is removed")
 
 
 def _record(port: int | None) -> ServeRecord:

@@ -21,14 +21,17 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class Host(Protocol):
     """What the service needs of the host. The methods raise StatusError."""
 
-    def changes(self) -> AsyncIterator[list[host_pb2.HostedModel]]:
-        """All models, now and after each change."""
+    def changes(self) -> AsyncIterator[host_pb2.WatchModelsResponse]:
+        """All models and aliases, now and after each change."""
 
     async def load(self, request: host_pb2.LoadModelRequest) -> host_pb2.HostedModel:
         """Load a model, and return when it accepts requests."""
 
     async def unload(self, name: str) -> host_pb2.HostedModel:
         """Unload a model, and return when its memory is free."""
+
+    def set_alias(self, request: host_pb2.SetAliasRequest) -> None:
+        """Add, change or remove another name of models."""
 
 
 class ModelHostService(host_pb2_grpc.ModelHostServicer):
@@ -41,8 +44,8 @@ class ModelHostService(host_pb2_grpc.ModelHostServicer):
         self, request: host_pb2.WatchModelsRequest, context: _Context
     ) -> AsyncIterator[host_pb2.WatchModelsResponse]:
         """See host.proto."""
-        async for models in self._host.changes():
-            yield host_pb2.WatchModelsResponse(models=models)
+        async for answer in self._host.changes():
+            yield answer
 
     async def LoadModel(self, request: host_pb2.LoadModelRequest, context: _Context) -> host_pb2.LoadModelResponse:
         """See host.proto."""
@@ -59,6 +62,14 @@ class ModelHostService(host_pb2_grpc.ModelHostServicer):
             return host_pb2.UnloadModelResponse(model=await self._host.unload(request.name))
         except StatusError as error:
             await abort(context, error)
+
+    async def SetAlias(self, request: host_pb2.SetAliasRequest, context: _Context) -> host_pb2.SetAliasResponse:
+        """See host.proto."""
+        try:
+            self._host.set_alias(request)
+        except StatusError as error:
+            await abort(context, error)
+        return host_pb2.SetAliasResponse()
 
 
 async def start_service(host: Host, address: str, transport: Transport) -> grpc.aio.Server:

@@ -37,11 +37,22 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AliasSettings:
+    """A name for several models that share its requests by weight. `shadow` is the model that gets copies of some of
+    them, with the percentage."""
+
+    name: str
+    models: tuple[tuple[str, float], ...]
+    shadow: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HostSettings:
     """The models of a host, in the order in which the user named them. `memory_gb` is their memory together, in GiB."""
 
     models: tuple[ModelSettings, ...]
     memory_gb: float | None = None
+    aliases: tuple[AliasSettings, ...] = ()
 
 
 _TEXTS = ("model", "name")
@@ -67,14 +78,44 @@ def read_settings(path: Path) -> HostSettings:
 
 def settings_of(content: Mapping[str, Any]) -> HostSettings:
     """The models that the content of such a file describes. Raises ValueError."""
-    _check_names(content, ("models", "memory_gb"), "the file")
+    _check_names(content, ("models", "aliases", "memory_gb"), "the file")
     tables = content.get("models")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ValueError("it must have a table [[models]] for each model")
     models = tuple(_model(table, f"models[{number}]") for number, table in enumerate(tables))
     check_models(models)
     memory_gb = content.get("memory_gb")
-    return HostSettings(models, None if memory_gb is None else _value("memory_gb", memory_gb, "memory_gb"))
+    if memory_gb is not None:
+        _value("memory_gb", memory_gb, "memory_gb")
+    named = content.get("aliases", [])
+    if not isinstance(named, list) or not all(isinstance(table, dict) for table in named):
+        raise ValueError("aliases must be tables [[aliases]]")
+    aliases = tuple(_alias(table, f"aliases[{number}]") for number, table in enumerate(named))
+    return HostSettings(models, memory_gb, aliases)
+
+
+def _alias(table: Mapping[str, Any], place: str) -> AliasSettings:
+    _check_names(table, [field.name for field in fields(AliasSettings)], place)
+    name = table.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{place}.name must be a text")
+    models = _weights(table.get("models"), f"{place}.models")
+    if "shadow" not in table:
+        return AliasSettings(name, models)
+    shadow = _weights(table["shadow"], f"{place}.shadow")
+    if len(shadow) > 1 or shadow[0][1] > 100:
+        raise ValueError(f"{place}.shadow must be one model with a percentage of at most 100")
+    return AliasSettings(name, models, shadow[0])
+
+
+def _weights(value: Any, place: str) -> tuple[tuple[str, float], ...]:
+    """Models with their weights."""
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"{place} must have models with weights, such as {{ a = 90, b = 10 }}")
+    for model, weight in value.items():
+        if not isinstance(weight, (int, float)) or isinstance(weight, bool) or weight <= 0:
+            raise ValueError(f"{place}.{model} must be a number above 0")
+    return tuple(value.items())
 
 
 def _model(table: Mapping[str, Any], place: str) -> ModelSettings:
@@ -124,8 +165,9 @@ def check_models(models: Sequence[ModelSettings]) -> None:
         raise ValueError(f"the values of `kv_share` add up to {total:g}; they must not exceed 1")
 
 
-def check_names(named: Sequence[tuple[str, ModelSettings]]) -> None:
-    """Raise CommandError unless all names and aliases of models differ. Each model comes with its name."""
+def check_names(named: Sequence[tuple[str, ModelSettings]], aliases: Sequence[AliasSettings] = ()) -> None:
+    """Raise CommandError unless all names and aliases of models differ, and aliases refer to models. Each model comes
+    with its name."""
     owners: dict[str, str] = {}
     for name, model in named:
         for word in (name, *model.aliases):
@@ -135,6 +177,15 @@ def check_names(named: Sequence[tuple[str, ModelSettings]]) -> None:
                     "own (`name` and `aliases` in the file of --models)"
                 )
             owners[word] = model.model
+    names = {name for name, _ in named}
+    for alias in aliases:
+        if alias.name in owners:
+            raise CommandError(f"the alias {alias.name!r} is also a name of {owners[alias.name]}; choose another")
+        owners[alias.name] = "another alias"
+        for model_name in (*(name for name, _ in alias.models), *([alias.shadow[0]] if alias.shadow else [])):
+            if model_name not in names:
+                known = ", ".join(sorted(names))
+                raise CommandError(f"the alias {alias.name!r} refers to {model_name!r}, and the models are {known}")
 
 
 def kv_shares(models: Sequence[ModelSettings]) -> list[float]:

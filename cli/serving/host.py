@@ -20,6 +20,7 @@ from headrace.cli.hosting.memory import private_bytes
 from headrace.cli.hosting.planner import ModelView, Rules, State, WorkerView, decide
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
 from headrace.cli.serving.supervisor import ProcessState, SupervisedProcess, Supervisor
+from headrace.common.aliases import parse_aliases
 
 _POLL_S = 0.1
 _POLL_WHEN_CALM_S = 0.5
@@ -89,7 +90,8 @@ class ModelHost:
 
     `specs_of` gives the processes of a model, `log` gets lines for the operator. All loaded models together take at
     most `budget_bytes` of memory; None for no limit. `plan_named` plans a model that an operator names: its name, where
-    it is, and the number of its first worker. It may take long and raise CommandError.
+    it is, and the number of its first worker. It may take long and raise CommandError. `aliases` are other names of
+    models and `shadows` the models that get copies of their requests, in the form that gateways read.
     """
 
     plans: Sequence[ModelPlan]
@@ -102,6 +104,8 @@ class ModelHost:
     clock: Callable[[], float] = time.monotonic
     fleet: Fleet | None = None
     plan_named: Callable[[str, str, int], ModelPlan] | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    shadows: dict[str, str] = field(default_factory=dict)
     models: dict[str, HostedModel] = field(init=False)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _woken: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -188,6 +192,22 @@ class ModelHost:
             model.problem = ""
             self._enter(model, State.UNLOADED)
         return model
+
+    def set_alias(self, alias: str, models: str, shadow: str) -> None:
+        """Add or change another name of models, or remove it if `models` is empty. Raises ValueError."""
+        if alias in self.models:
+            raise ValueError(f"{alias!r} is the name of a model")
+        aliases = {**self.aliases, alias: models}
+        shadows = {**self.shadows, alias: shadow}
+        found = parse_aliases(
+            [f"{name}={value}" for name, value in aliases.items() if value],
+            [f"{name}={value}" for name, value in shadows.items() if value],
+        )
+        if unknown := sorted(set(found.models) - self.models.keys()):
+            raise ValueError(f"this host has no model {unknown[0]!r}; there is {', '.join(sorted(self.models))}")
+        self.aliases = {name: value for name, value in aliases.items() if value}
+        self.shadows = {name: value for name, value in shadows.items() if value}
+        self._tell()
 
     async def changes(self) -> AsyncIterator[Mapping[str, HostedModel]]:
         """The models by name, now and after each change."""

@@ -47,10 +47,22 @@ class _Calls:
     def __init__(self, host: ModelHost) -> None:
         self._host = host
 
-    async def changes(self) -> AsyncIterator[list[host_pb2.HostedModel]]:
-        """All models, now and after each change."""
-        async for models in self._host.changes():
-            yield [message_of(model) for _, model in sorted(models.items())]
+    async def changes(self) -> AsyncIterator[host_pb2.WatchModelsResponse]:
+        """All models and aliases, now and after each change."""
+        host = self._host
+        async for models in host.changes():
+            yield host_pb2.WatchModelsResponse(
+                models=[message_of(model) for _, model in sorted(models.items())],
+                aliases=[f"{alias}={value}" for alias, value in sorted(host.aliases.items())],
+                shadows=[f"{alias}={value}" for alias, value in sorted(host.shadows.items())],
+            )
+
+    def set_alias(self, request: host_pb2.SetAliasRequest) -> None:
+        """Add, change or remove another name of models. Raises StatusError."""
+        try:
+            self._host.set_alias(request.alias, request.models, request.shadow)
+        except ValueError as error:
+            raise StatusError(Reason.INVALID_FIELD, str(error), field="alias") from None
 
     async def load(self, request: host_pb2.LoadModelRequest) -> host_pb2.HostedModel:
         """Load a model, and return when it accepts requests. Raises StatusError."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.cli.errors import CommandError
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.memory import check_budget, kv_cache_gb, weights_in_worker
-from headrace.cli.hosting.settings import ModelSettings, check_names, kv_shares
+from headrace.cli.hosting.settings import HostSettings, ModelSettings, kv_shares
 from headrace.cli.serving.placement import WorkerPlace, place_workers, share_cores
 from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Topology
@@ -57,7 +57,6 @@ def plan_models(
         plan = plan_model(model, where, kv_share, sizing, first_worker=first_worker, offline=offline)
         plans.append(replace(plan, is_essential=len(models) == 1 and plan.is_pinned))
         first_worker += len(where)
-    check_names([(plan.name, model) for plan, model in zip(plans, models, strict=True)])
     if sizing.budget_bytes is not None:
         check_budget([(plan.name, plan.num_bytes, plan.is_pinned) for plan in plans], sizing.budget_bytes)
     return plans
@@ -112,6 +111,15 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
     )
 
 
-def aliases_of(plans: Sequence[ModelPlan], models: Sequence[ModelSettings]) -> tuple[str, ...]:
-    """Other names of the models, as ALIAS=NAME."""
-    return tuple(f"{alias}={plan.name}" for plan, model in zip(plans, models, strict=True) for alias in model.aliases)
+def aliases_of(plans: Sequence[ModelPlan], settings: HostSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Other names of the models, and the shadows of some names, as flags of the gateway have them."""
+    named = zip(plans, settings.models, strict=True)
+    own = [f"{alias}={plan.name}" for plan, model in named for alias in model.aliases]
+    shared = [
+        f"{alias.name}={alias.models[0][0]}"
+        if len(alias.models) == 1
+        else f"{alias.name}={','.join(f'{name}:{weight:g}' for name, weight in alias.models)}"
+        for alias in settings.aliases
+    ]
+    shadows = [f"{alias.name}={alias.shadow[0]}:{alias.shadow[1]:g}" for alias in settings.aliases if alias.shadow]
+    return (*own, *shared), tuple(shadows)

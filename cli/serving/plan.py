@@ -85,6 +85,7 @@ class ServeOptions:
     grpc_port: int
     socket_directory: Path
     aliases: tuple[str, ...] = ()
+    shadows: tuple[str, ...] = ()
     kv_cache_gb: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -208,6 +209,7 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv = [python, "-m", "headrace.gateway", "--host", options.host, "--port", str(options.port)]
     argv += ["--router", router_address(options), "--model-host", host_address(options)]
     argv += [part for alias in options.aliases for part in ("--alias", alias)]
+    argv += [part for shadow in options.shadows for part in ("--shadow", shadow)]
     argv += _given("--grpc-port", options.grpc_port or None)
     argv += _given("--tool-parser", options.tool_parser) + _given("--reasoning-parser", options.reasoning_parser)
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]

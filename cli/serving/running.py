@@ -62,6 +62,8 @@ class Serving:
             lambda line: self.log.line("serve", line),
             budget_bytes=self.sizing.budget_bytes,
             plan_named=self._plan_named,
+            aliases=dict(text.split("=", 1) for text in options.aliases),
+            shadows=dict(text.split("=", 1) for text in options.shadows),
         )
         self.state = RunState(options.port)
 

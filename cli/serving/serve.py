@@ -20,7 +20,7 @@ from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import make_socket_directory
 from headrace.cli.hosting.finding import check_memory
 from headrace.cli.hosting.memory import budget_of
-from headrace.cli.hosting.settings import HostSettings, ModelSettings, read_settings
+from headrace.cli.hosting.settings import HostSettings, ModelSettings, check_names, read_settings
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.offline import offline_option
 from headrace.cli.serving.draft_model import draft_model_option
@@ -247,13 +247,16 @@ def serve(
         if sizing.budget_bytes is None:
             check_memory(given["kv_cache_gb"], sum(map(len, places)))
         plans = plan_models(settings.models, places, sizing, offline=offline)
+        check_names([(plan.name, one) for plan, one in zip(plans, settings.models, strict=True)], settings.aliases)
+        aliases, shadows = aliases_of(plans, settings)
         files = {field.name: given.pop(field.name) for field in fields(SecurityFiles)}
         options = ServeOptions(
             host=host,
             port=port,
             grpc_port=chosen_grpc_port,
             socket_directory=make_socket_directory(port),
-            aliases=aliases_of(plans, settings.models),
+            aliases=aliases,
+            shadows=shadows,
             files=SecurityFiles(**{name: path and path.absolute() for name, path in files.items()}),
             **given,
         )

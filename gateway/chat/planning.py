@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.gateway.chat.conversation import conversation_of
@@ -70,6 +70,8 @@ class Chats:
         self._prompts = prompts
         self._constraints = constraints
         self._formats = formats or Formats()
+        self.on_planned: Callable[[Chat | Completion], None] = lambda request: None
+        """Called with each request for which a plan was made."""
 
     async def plan(self, request: Chat) -> ChatPlan:
         """Check a chat and make its prompt. Raises `StatusError`."""
@@ -86,6 +88,7 @@ class Chats:
         text = predicted_text(request)
         prediction = await self._prompts.of_text(model, text, add_special_tokens=False) if text else ()
         plan = plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids, prediction=prediction)
+        self.on_planned(request)
         return ChatPlan(model, plan, reading)
 
     async def count(self, request: Chat) -> int:
@@ -106,14 +109,14 @@ class Chats:
     async def _prompted(self, request: Chat) -> tuple[Model, ToolUse, Conversation, ChatPrompt]:
         check_chat(request)
         use = tool_use_of(request)
-        model = await self._generating(request.model)
+        model = await self._generating(request)
         conversation = conversation_of(request, model.chat_template(), use.listed, self.reasons(model))
         return model, use, conversation, await self._prompts.of_conversation(model, conversation)
 
     async def plan_completion(self, request: Completion) -> CompletionPlan:
         """Check a completion and tokenize its prompts. Raises `StatusError`."""
         check_completion(request)
-        model = await self._generating(request.model)
+        model = await self._generating(request)
         sampling = await self._sampling(request, model)
         plans: list[Plan] = []
         echoes: list[str] = []
@@ -134,6 +137,7 @@ class Chats:
                 echoes.append(prompt)
             elif request.echo:
                 echoes.append(detokenize(kept, model.text.tokenizer.token_bytes, model.text.tokenizer.special_ids))
+        self.on_planned(request)
         return CompletionPlan(model, plans, echoes)
 
     async def tokenize(self, request: Tokenization) -> tuple[Model, list[int]]:
@@ -153,9 +157,9 @@ class Chats:
         prompt = await self._prompts.of_conversation(model, conversation)
         return model, list(prompt.token_ids)
 
-    async def _generating(self, name: str | None) -> Model:
-        """The model of this name, if it generates text. Raises `StatusError`."""
-        model = await self._models.find(name or "")
+    async def _generating(self, request: Chat | Completion) -> Model:
+        """The model of a request, if it generates text. Raises `StatusError`."""
+        model = await self._models.find(request.model or "", key=request.prompt_cache_key or "")
         check_task(TASK_UNSPECIFIED, model.card.task, model.name)
         return model
 

@@ -20,7 +20,7 @@ async def find_model(services: Services, name: str, version: str, *, loads: bool
 async def answer_whole(services: Services, model: Model, inference: Inference, caller: Caller) -> list[Tensor]:
     """Generate the whole answer and return its tensors. Raises `StatusError`, with the request's names of fields."""
     with NAMES.in_callers_terms():
-        completion = await services.chats.plan_completion(inference.completion(model.name))
+        completion = await services.chats.plan_completion(inference.completion(model.asked_as))
         choices = [WholeChoice() for _ in completion.plans]
         await services.answering.gather(caller, completion.plans, choices)
         return whole(inference, choices, [len(plan.job.token_ids) for plan in completion.plans])

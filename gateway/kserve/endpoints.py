@@ -100,7 +100,7 @@ class _Inferences:
             await exchange.write(b"data: " + encode(value) + b"\n\n", last=True)
             return
         with NAMES.in_callers_terms():
-            completion = await self._services.chats.plan_completion(inference.completion(model.name))
+            completion = await self._services.chats.plan_completion(inference.completion(model.asked_as))
             parts = Parts(inference, len(completion.plans[0].job.token_ids))
             stream = GenerateStream(model.name, request_id, parts)
             await self._services.answering.stream(exchange, completion.plans, stream)

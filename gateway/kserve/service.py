@@ -160,7 +160,7 @@ class KserveService(GRPCInferenceServiceServicer):
 
     async def _parts(self, model: Model, inference: Inference, caller: Caller) -> AsyncGenerator[list[Tensor], None]:
         with NAMES.in_callers_terms():
-            completion = await self._services.chats.plan_completion(inference.completion(model.name))
+            completion = await self._services.chats.plan_completion(inference.completion(model.asked_as))
             parts = Parts(inference, len(completion.plans[0].job.token_ids))
             async with aclosing(self._services.generator.stream(completion.plans, caller)) as pieces:
                 async for _, piece in pieces:

@@ -49,7 +49,8 @@ class _State:
         except StatusError as error:
             _LOG.debug("the workers cannot be listed: %s", error.message)
             workers = []
-        await exchange.respond(self._services.metrics.exposition(workers), content_type=CONTENT_TYPE.encode())
+        text = self._services.metrics.exposition(workers, self._services.host.models.values())
+        await exchange.respond(text, content_type=CONTENT_TYPE.encode())
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.respond(encode({"version": headrace_version()}))

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from headrace.gateway.telemetry.binding_metrics import binding_metrics
 from headrace.gateway.telemetry.recent import Recent
+from headrace.protos.host_pb2 import HostedModel, HostedModelState
 from headrace.protos.inference_pb2 import Finish
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WorkerInfo
 from headrace.protos.status import Reason, StatusError
@@ -77,6 +78,12 @@ class Metrics:
             ("reason",),
             registry=self._registry,
         )
+        self._shadowed = Counter(
+            "headrace_shadow_requests",
+            "Copies of requests for the shadow of an alias, by model and outcome; left_out if too many were running.",
+            ("model", "outcome"),
+            registry=self._registry,
+        )
 
     def _histogram(
         self, name: str, description: str, buckets: Sequence[float], labels: Sequence[str] = ()
@@ -117,11 +124,34 @@ class Metrics:
         """Count an attempt that follows a failed one."""
         self._retries.labels(reason.name.lower()).inc()
 
-    def exposition(self, workers: Iterable[WorkerInfo]) -> bytes:
-        """All metrics, including those of the workers, in the Prometheus text format."""
+    def shadowed(self, model: str, outcome: str) -> None:
+        """Count a copy of a request for another model."""
+        self._shadowed.labels(model, outcome).inc()
+
+    def exposition(self, workers: Iterable[WorkerInfo], models: Iterable[HostedModel] = ()) -> bytes:
+        """All metrics, including those of the workers and of a host's models, in the Prometheus text format."""
         fleet = CollectorRegistry()
         fleet.register(_Fleet(list(workers)))
+        fleet.register(_Hosted(list(models)))
         return generate_latest(self._registry) + generate_latest(fleet)
+
+
+class _Hosted:
+    """Collects the metrics of the models that a host loads and unloads."""
+
+    def __init__(self, models: list[HostedModel]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily("headrace_model_state", "1 for the state of a model.", labels=["model", "state"])
+        memory = GaugeMetricFamily(
+            "headrace_model_memory_bytes", "Memory that a model takes when it is loaded.", labels=["model"]
+        )
+        for model in self._models:
+            word = HostedModelState.Name(model.state).removeprefix("HOSTED_MODEL_STATE_").lower()
+            state.add_metric([model.name, word], 1.0)
+            memory.add_metric([model.name], model.num_bytes)
+        yield from (state, memory)
 
 
 class _Fleet:

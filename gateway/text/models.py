@@ -20,8 +20,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from headrace.common.aliases import Aliases
+from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.access.caller import authorization_var, deadline_var
-from headrace.gateway.text.aliases import Aliases
 from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.text.listing import ListedModel, word_for
 from headrace.gateway.upstream import bundle
@@ -203,10 +204,15 @@ class Models:
         if (entry := self._entries.get(name)) is not None and not entry.live:
             del self._entries[name]
 
-    async def find(self, name: str, *, loads: bool = True) -> Model:
+    def shadow_of(self, name: str, key: str = "") -> str:
+        """The model that gets a copy of the current request for this name; empty for none."""
+        return self._aliases.shadow_of(name, key or request_id_var.get())
+
+    async def find(self, name: str, *, loads: bool = True, key: str = "") -> Model:
         """The model of this name, or the only model if the name is empty. If a host must load it first, this waits for
-        it, or with `loads` False raises MODEL_NOT_LOADED unless the model is known. Raises `StatusError`."""
-        alias, name = name, self._aliases.model_of(name)
+        it, or with `loads` False raises MODEL_NOT_LOADED unless the model is known. Requests with one `key` get the
+        same of the models that share an alias. Raises `StatusError`."""
+        alias, name = name, self._aliases.model_of(name, key or request_id_var.get())
         while True:
             if loads:
                 await self._have_loaded(name or self._only_name(), alias or name)
@@ -228,6 +234,8 @@ class Models:
 
     def _take_hosted(self) -> None:
         self._hosted = self._host.models
+        if self._host.aliases is not None:
+            self._aliases = self._host.aliases
         self._notify()
 
     def _is_loaded(self, name: str) -> bool:

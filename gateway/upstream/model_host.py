@@ -13,6 +13,7 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import Message
 
+from headrace.common.aliases import Aliases, parse_aliases
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos.host_pb2 import (
     HOSTED_MODEL_STATE_FAILED,
@@ -21,6 +22,7 @@ from headrace.protos.host_pb2 import (
     LoadModelRequest,
     UnloadModelRequest,
     WatchModelsRequest,
+    WatchModelsResponse,
 )
 from headrace.protos.host_pb2_grpc import ModelHostStub
 from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
@@ -41,6 +43,8 @@ class ModelHost:
         """The latest models by name. They stay while the host does not answer."""
         self.is_known = address is None
         """Whether the models are known."""
+        self.aliases: Aliases | None = None
+        """The host's aliases; None while they are not known."""
         self.in_use: Callable[[], Iterable[str]] = tuple
         """Called for the names of models that running requests need."""
         self.on_change: Callable[[], None] = lambda: None
@@ -52,12 +56,19 @@ class ModelHost:
             try:
                 async for answer in self._stub.WatchModels(WatchModelsRequest(), wait_for_ready=True):
                     self.models, self.is_known = {model.name: model for model in answer.models}, True
+                    self._take_aliases(answer)
                     self.on_change()
                     self._load_again()
             except grpc.aio.AioRpcError as error:
                 _LOG.debug("the models of the host are unknown: %s", error.details())
             await asyncio.sleep(_RETRY_S)
         await asyncio.Event().wait()
+
+    def _take_aliases(self, answer: WatchModelsResponse) -> None:
+        try:
+            self.aliases = parse_aliases(answer.aliases, answer.shadows)
+        except ValueError as error:  # of a host of another version
+            _LOG.warning("the aliases of the host cannot be used: %s", error)
 
     def _load_again(self) -> None:
         """Have models loaded that running requests need. A request may have been placed when its model was about to be

@@ -297,3 +297,32 @@ async def test_an_operator_adds_a_model() -> None:
         assert system.host.models["new"].plan.first_worker == 1
         await asyncio.wait_for(system.host.unload("new"), BOUND_S)
         await asyncio.wait_for(system.host.load("new"), BOUND_S)
+
+
+async def test_aliases_are_added_changed_and_removed() -> None:
+    async with hosting(a=GOOD, b=GOOD) as system:
+        host = system.host
+        host.set_alias("gpt", "a:90,b:10", "b:5")
+        host.set_alias("other", "a", "")
+        assert (host.aliases, host.shadows) == ({"gpt": "a:90,b:10", "other": "a"}, {"gpt": "b:5"})
+        host.set_alias("gpt", "b", "")
+        host.set_alias("other", "", "")
+        assert (host.aliases, host.shadows) == ({"gpt": "b"}, {})
+
+
+@pytest.mark.parametrize(
+    ("alias", "models", "shadow", "problem"),
+    [
+        ("a", "b", "", "'a' is the name of a model"),
+        ("x", "nosuch", "", "this host has no model 'nosuch'; there is a, b"),
+        ("x", "a", "nosuch:5", "this host has no model 'nosuch'"),
+        ("x", "a:1,b", "", "needs a weight"),
+        ("x", "a", "b", "needs a percentage"),
+        ("", "a", "", "is not ALIAS=MODEL"),
+    ],
+)
+async def test_aliases_that_make_no_sense_are_refused(alias: str, models: str, shadow: str, problem: str) -> None:
+    async with hosting(a=GOOD, b=GOOD) as system:
+        with pytest.raises(ValueError, match=problem):
+            system.host.set_alias(alias, models, shadow)
+        assert (system.host.aliases, system.host.shadows) == ({}, {})

@@ -11,10 +11,11 @@ from click.testing import CliRunner
 
 from headrace.cli.errors import CommandError
 from headrace.cli.hosting.memory import budget_of, private_bytes, weights_in_worker
-from headrace.cli.hosting.settings import ModelSettings, check_names, kv_shares, read_settings
+from headrace.cli.hosting.settings import HostSettings, ModelSettings, check_names, kv_shares, read_settings
 from headrace.cli.main import cli
 from headrace.cli.models.requirements import PROCESS_BYTES
 from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
+from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Core, Node, Topology
 from headrace.common.host_memory import GIB, available_bytes
 
@@ -60,7 +61,10 @@ def test_a_file_describes_models(tmp_path: Path) -> None:
     [
         ("", "it must have a table [[models]] for each model"),
         ("models = 3", "it must have a table [[models]] for each model"),
-        ("[[models]]\nmodel = 'a'\n[other]", "the file has an unknown field `other`; there are models, memory_gb"),
+        (
+            "[[models]]\nmodel = 'a'\n[other]",
+            "the file has an unknown field `other`; there are models, aliases",
+        ),
         ("[[models]]\nname = 'a'", "models[0] has no `model`"),
         ("[[models]]\nmodel = 'a'\ncors = 2", "models[0] has an unknown field `cors`; there are model, name"),
         ("[[models]]\nmodel = 'a'\nworkers = 0", "models[0].workers must be a whole number from 1"),
@@ -72,6 +76,14 @@ def test_a_file_describes_models(tmp_path: Path) -> None:
         ("[[models]]\nmodel = 'a'\nkv_share = 0.1\nkv_cache_gb = 1", "of a exclude each other"),
         ("[[models]]\nmodel='a'\nkv_share=0.6\n[[models]]\nmodel='b'\nkv_share=0.6", "`kv_share` add up to 1.2"),
         ("[[models]", "is not TOML"),
+        ("aliases = 1\n[[models]]\nmodel='a'", "aliases must be tables [[aliases]]"),
+        ("[[models]]\nmodel='a'\n[[aliases]]\nname='x'", "aliases[0].models must have models with weights"),
+        ("[[models]]\nmodel='a'\n[[aliases]]\nmodels={a=1}", "aliases[0].name must be a text"),
+        ("[[models]]\nmodel='a'\n[[aliases]]\nname='x'\nmodels={a=0}", "aliases[0].models.a must be a number above 0"),
+        (
+            "[[models]]\nmodel='a'\n[[aliases]]\nname='x'\nmodels={a=1}\nshadow={a=101}",
+            "aliases[0].shadow must be one model with a percentage of at most 100",
+        ),
         ("[[models]]\nmodel = 'a'\non_demand = 1", "models[0].on_demand must be true or false"),
         ("[[models]]\nmodel = 'a'\nidle_s = 5", "`idle_s` of a needs `on_demand = true`"),
         ("memory_gb = 'x'\n[[models]]\nmodel = 'a'", "memory_gb must be a number above 0"),
@@ -155,7 +167,7 @@ def test_plans_number_the_workers_of_all_models(cache: Path, model_folder: Path)
     assert (first.name, first.first_worker, len(first.places), first.kv_share) == ("my-model", 0, 2, 0.75)
     assert (second.name, second.first_worker, len(second.places), second.kv_share) == ("other", 2, 1, 0.25)
     assert not first.is_essential
-    assert aliases_of([first, second], models) == ("x=my-model", "y=my-model")
+    assert aliases_of([first, second], HostSettings(tuple(models))) == (("x=my-model", "y=my-model"), ())
     (alone,) = plan_models(models[:1], places_of(MACHINE, models[:1]), Sizing(None), offline=True)
     assert alone.is_essential
 
@@ -235,3 +247,16 @@ def test_the_memory_of_a_process_is_what_it_allocated() -> None:
     assert 60 << 20 <= private_bytes([os.getpid()]) - before <= 80 << 20
     assert private_bytes([2**22 + 1]) == 0
     del block
+
+
+def test_aliases_with_weights_and_shadows_become_flags_of_the_gateway(cache: Path, tmp_path: Path) -> None:
+    text = "[[models]]\nmodel='a'\naliases=['z']\n[[models]]\nmodel='b'\n"
+    text += "[[aliases]]\nname='gpt'\nmodels={a=90,b=10}\nshadow={b=2.5}\n[[aliases]]\nname='one'\nmodels={b=3}\n"
+    settings = read_settings(write(tmp_path, text))
+    plans = [ModelPlan(name, Path("/"), ()) for name in "ab"]
+    assert aliases_of(plans, settings) == (("z=a", "gpt=a:90,b:10", "one=b"), ("gpt=b:2.5",))
+    check_names([("a", settings.models[0]), ("b", settings.models[1])], settings.aliases)
+    with pytest.raises(CommandError, match="the alias 'gpt' refers to 'b', and the models are a"):
+        check_names([("a", settings.models[0])], settings.aliases)
+    with pytest.raises(CommandError, match="the alias 'gpt' is also a name of a"):
+        check_names([("gpt", settings.models[0]), ("b", settings.models[1])], settings.aliases)

@@ -97,6 +97,24 @@ def test_an_unknown_model_is_not_found(system: Serve) -> None:
     assert "there are 'first', 'gpt-4o', 'second', 'third'" in refused.json()["error"]["message"]
 
 
+def test_an_alias_is_split_and_changed_while_requests_come(system: Serve) -> None:
+    port = str(system.port)
+    assert headrace("models", "alias", "split", "first:90,second:10", "--port", port).returncode == 0
+    until(lambda: "split" in states(system), "the alias is known")
+    with ThreadPoolExecutor(8) as beside:
+        answers = list(beside.map(lambda number: ask(system, "split", max_tokens=1), range(200)))
+    assert {answer.status_code for answer in answers} == {200}
+    num_second = sum(answer.json()["model"] == "second" for answer in answers)
+    assert 4 <= num_second <= 40, "nearly five standard deviations around 20"
+    assert headrace("models", "alias", "split", "second", "--port", port).stdout == "split is second\n"
+    until(lambda: ask(system, "split", max_tokens=1).json()["model"] == "second", "the change is known")
+    assert {ask(system, "split", max_tokens=1).json()["model"] for _ in range(20)} == {"second"}
+    assert headrace("models", "alias", "split", "--port", port).stdout == "split is removed\n"
+    until(lambda: ask(system, "split").status_code == 404, "the alias is gone")
+    refused = headrace("models", "alias", "split", "nosuch", "--port", port)
+    assert "this host has no model 'nosuch'" in refused.stderr
+
+
 def test_status_shows_the_model_of_each_worker(system: Serve) -> None:
     workers = {row["name"]: row["model"] for row in system.status() if row["role"] == "worker"}
     assert workers == {"worker-0": "first", "worker-1": "second"}

@@ -24,6 +24,7 @@ import pytest_asyncio
 from openvino_tokenizers import tokenizer_pipeline as pipeline
 from openvino_tokenizers.utils import change_inputs_type, change_outputs_type
 
+from headrace.common.aliases import Aliases
 from headrace.common.transport.session_server import SessionServer
 from headrace.common.transport.sessions import CallContext
 from headrace.common.transport.wire_request import WireRequest
@@ -31,6 +32,7 @@ from headrace.gateway.chat.answering import Answering
 from headrace.gateway.chat.generation import Generator
 from headrace.gateway.chat.planning import Chats
 from headrace.gateway.chat.prompts import Prompts
+from headrace.gateway.chat.shadowing import Shadows
 from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
@@ -42,7 +44,6 @@ from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
 from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.telemetry.metrics import Metrics
-from headrace.gateway.text.aliases import Aliases
 from headrace.gateway.text.models import Models, TextSide, load_text_side
 from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
@@ -393,9 +394,13 @@ async def serving_gateway(
         host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
         models = Models(upstream, executor, host=host, aliases=aliases)
         prompts, generator = Prompts(executor), Generator(upstream, metrics)
+        chats = Chats(models, prompts, Constraints(executor))
+        shadows = Shadows(models, chats, generator, metrics)
+        chats.on_planned = shadows.offer
         services = Services(
             models,
-            Chats(models, prompts, Constraints(executor)),
+            chats,
+            shadows,
             generator,
             Answering(generator),
             Encodings(models, prompts),
@@ -429,6 +434,7 @@ async def serving_gateway(
             for protocol in opened.values():
                 await protocol.drain(0)
             following.cancel()
+            await shadows.close()
             await upstream.close()
             await host.close()
             for protocol in opened.values():

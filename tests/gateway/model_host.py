@@ -20,6 +20,8 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.address = ""
         self.models: dict[str, host_pb2.HostedModel] = {}
         self.loads: list[str] = []
+        self.aliases: list[str] = []
+        self.shadows: list[str] = []
         self.operators: list[tuple[str, str]] = []
         self._changed = asyncio.Event()
 
@@ -27,13 +29,17 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         """Set a model's state."""
         value = host_pb2.HostedModelState.Value(f"HOSTED_MODEL_STATE_{state}")
         self.models[name] = host_pb2.HostedModel(name=name, state=value, **fields)
+        self.tell()
+
+    def tell(self) -> None:
+        """Let watchers see what was set."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def WatchModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
         while True:
             changed = self._changed
-            yield host_pb2.WatchModelsResponse(models=self.models.values())
+            yield host_pb2.WatchModelsResponse(models=self.models.values(), aliases=self.aliases, shadows=self.shadows)
             await changed.wait()
 
     async def LoadModel(self, request: Any, context: Any) -> Any:

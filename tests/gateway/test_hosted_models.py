@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
+import grpc
 import pytest_asyncio
 
-from headrace.gateway.text.aliases import Aliases, parse_aliases
+from headrace.common.aliases import parse_aliases
 from headrace.protos.inference_pb2 import TASK_EMBED
 from tests.gateway.model_host import FakeHost, serving_host
 
@@ -55,15 +57,13 @@ async def system(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> AsyncIterator[
     """Model `a` is loaded, `b` is not."""
     router = kit.FakeRouter(tiny_bundle)
     router.cards = [router.card(name="a")]
-    aliases = Aliases({"other": "b", "same": "a"})
     async with serving_host() as host, kit.serving_router(router):
         host.set("a", "LOADED")
         host.set("b", "UNLOADED")
+        host.aliases = ["other=b", "same=a"]
         (tmp_path / "key").write_text(KEY)
         flags = {"admin_key_file": tmp_path / "key"}
-        async with kit.serving_gateway(
-            router.address, model_host=host.address, aliases=aliases, flags=flags
-        ) as gateway:
+        async with kit.serving_gateway(router.address, model_host=host.address, flags=flags) as gateway:
             made = System(gateway, router, host)
             await made.until_listed("b", "unloaded")
             yield made
@@ -115,6 +115,8 @@ async def test_lists_tell_the_state_of_every_model_and_alias(system: System) -> 
     assert config["a"]["model_version_status"][0]["state"] == "AVAILABLE"
     running = (await system.gateway.http.get("/api/ps")).json()["models"]
     assert [model["name"] for model in running] == ["a", "same"]
+    metrics = (await system.gateway.http.get("/metrics")).text
+    assert 'headrace_model_state{model="b",state="unloaded"} 1.0' in metrics
     tags = (await system.gateway.http.get("/api/tags")).json()["models"]
     assert [model["name"] for model in tags] == ["a", "b", "e", "other", "same"]
 
@@ -135,6 +137,17 @@ async def test_an_alias_answers_as_its_model(system: System) -> None:
     assert answer.status_code == 200
     assert answer.json()["model"] == "a"
     assert system.router.streams[-1].request.model == "a"
+
+
+async def test_the_host_changes_aliases_while_the_gateway_serves(system: System) -> None:
+    system.router.cards = [system.router.card(name=name) for name in "ab"]
+    system.host.aliases, system.host.shadows = ["same=b", "gpt=a:1,b:1"], ["gpt=b:100"]
+    system.host.set("b", "LOADED")
+    await system.until_listed("gpt", "loaded")
+    assert (await system.chat("same")).json()["model"] == "b"
+    assert (await system.chat("other")).status_code == 404
+    models = {(await system.chat("gpt", {"x-request-id": f"r{i}"})).json()["model"] for i in range(20)}
+    assert models == {"a", "b"}
 
 
 async def test_an_unknown_name_is_refused_with_all_names(system: System) -> None:
@@ -229,15 +242,71 @@ async def test_a_gateway_without_a_host_says_so(kit: Any, tiny_bundle: bytes, tm
         assert "no host that loads models" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("texts", "problem"),
-    [
-        (["a"], "'a' is not ALIAS=MODEL"),
-        (["=a"], "is not ALIAS=MODEL"),
-        (["a=b", "a=c"], "the alias 'a' is given twice"),
-        (["a=b", "b=c"], "a=b refers to an alias"),
-    ],
-)
-def test_aliases_that_make_no_sense_are_refused(texts: list[str], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        parse_aliases(texts)
+@pytest_asyncio.fixture
+async def split(kit: Any, tiny_bundle: bytes) -> AsyncIterator[System]:
+    """`gpt` is `a` for 90 % of the requests and `b` for 10 %. `c` gets copies of half of them."""
+    router = kit.FakeRouter(tiny_bundle)
+    router.cards = [router.card(name=name, fingerprint=name * 64) for name in "abc"]
+    aliases = parse_aliases(["gpt=a:90,b:10"], ["gpt=c:50"])
+    async with kit.serving_router(router), kit.serving_gateway(router.address, aliases=aliases) as gateway:
+        yield System(gateway, router, FakeHost())
+
+
+async def test_requests_are_split_by_weight_and_copies_go_to_the_shadow(split: System) -> None:
+    number = 300
+    answers = await asyncio.gather(*(split.chat("gpt", {"x-request-id": f"r{i}"}) for i in range(number)))
+    assert {answer.status_code for answer in answers} == {200}
+    models = Counter(answer.json()["model"] for answer in answers)
+    assert models.keys() == {"a", "b"}
+    assert 0.05 * number < models["b"] < 0.15 * number
+    asked = Counter(stream.request.model for stream in split.router.streams)
+    assert (asked["a"], asked["b"]) == (models["a"], models["b"])
+    copies = [stream.request for stream in split.router.streams if stream.request.model == "c"]
+    assert {copy.priority for copy in copies} == {-(2**31)}
+    metrics = (await split.gateway.http.get("/metrics")).text
+    found = {
+        outcome: int(float(count))
+        for outcome, count in re.findall(r'headrace_shadow_requests_total\{model="c",outcome="(\w+)"\} (\S+)', metrics)
+    }
+    assert found["ok"] == len(copies)
+    assert 0.4 * number < sum(found.values()) < 0.6 * number
+
+
+async def test_a_conversation_stays_with_one_model(split: System) -> None:
+    for key in ("x", "y", "z"):
+        body = {"model": "gpt", "prompt": "hi", "max_tokens": 4, "prompt_cache_key": key}
+        answers = [await split.gateway.http.post("/v1/completions", json=body) for _ in range(5)]
+        assert len({answer.json()["model"] for answer in answers}) == 1
+
+
+async def test_a_copy_that_fails_harms_nobody(kit: Any, split: System) -> None:
+    async def fail_copies(router: Any, stream: Any, send: Any) -> None:
+        if stream.request.model == "c":
+            raise kit.StatusError(kit.Reason.INTERNAL, "no")
+        await kit.speak(router, stream, send)
+
+    split.router.script = fail_copies
+    answers = await asyncio.gather(*(split.chat("gpt", {"x-request-id": f"s{i}"}) for i in range(20)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert 'outcome="internal"' in (await split.gateway.http.get("/metrics")).text
+
+
+async def test_a_resumption_stays_with_the_weights_that_began_the_answer(kit: Any, split: System) -> None:
+    async def break_off(router: Any, stream: Any, send: Any) -> None:
+        if stream.request.model == "c" or stream.request.attempt:
+            await kit.speak(router, stream, send)
+            return
+        await send([70], 0, None)
+        await router.context_of(stream).abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    split.router.script = break_off
+    answers = await asyncio.gather(*(split.chat("gpt", {"x-request-id": f"t{i}"}) for i in range(30)))
+    assert {answer.status_code for answer in answers} == {200}
+    by_request: dict[str, set[str]] = {}
+    for stream in split.router.streams:
+        if not stream.request.request_id.startswith("shadow") and stream.request.model != "c":
+            by_request.setdefault(stream.metadata["x-request-id"], set()).add(stream.request.model)
+    resumed = [stream.request for stream in split.router.streams if stream.request.resume_token_ids]
+    assert len(resumed) == 30
+    assert all(request.model_identity for request in resumed)
+    assert all(len(models) == 1 for models in by_request.values())

@@ -32,6 +32,12 @@ class MemoryCgroup:
         (self._directory / ("memory.max" if self._is_v2 else "memory.limit_in_bytes")).write_text(str(num_bytes))
 
     @property
+    def allocated_bytes(self) -> int:
+        """Memory that the processes here have allocated, shared memory included, without files."""
+        found = dict(line.split() for line in (self._directory / "memory.stat").read_text().splitlines())
+        return sum(int(found[name]) for name in (("anon", "shmem") if self._is_v2 else ("total_rss", "total_shmem")))
+
+    @property
     def num_oom_kills(self) -> int:
         """Processes that the kernel has killed here for want of memory."""
         text = (self._directory / ("memory.events" if self._is_v2 else "memory.oom_control")).read_text()

@@ -1,0 +1,97 @@
+"""Copies of requests for another model, whose answers nobody gets: to try a model under real load before it takes over.
+
+A copy never delays or fails its original. Copies come after all other requests at the workers, at most `MAX_RUNNING`
+run at a time, and further ones are left out. A copy does not have its model loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from msgspec import structs
+
+from headrace.common.telemetry.logs import request_id_var
+from headrace.gateway.access.caller import Caller, authorization_var
+from headrace.gateway.chat.generation import Generator, Plan
+from headrace.gateway.chat.planning import Chats
+from headrace.gateway.chat.request import Chat, Completion
+from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.text.models import Models
+from headrace.protos.cache_scope import cache_scope, scoped_salt
+from headrace.protos.status import StatusError
+
+MAX_RUNNING = 16
+LOWEST_PRIORITY = -(2**31)
+_LOG = logging.getLogger(__name__)
+
+
+class Shadows:
+    """Runs the copies."""
+
+    def __init__(self, models: Models, chats: Chats, generator: Generator, metrics: Metrics) -> None:
+        self._models = models
+        self._chats = chats
+        self._generator = generator
+        self._metrics = metrics
+        self._running: set[asyncio.Task[None]] = set()
+
+    def offer(self, request: Chat | Completion) -> None:
+        """Copy a request that was planned, if the name that it used has a shadow and its share includes it."""
+        authorization = authorization_var.get()
+        model = self._models.shadow_of(request.model or "", request.prompt_cache_key or "")
+        if not model or (authorization is not None and not authorization.may_use(request.model or "")):
+            return
+        if len(self._running) >= MAX_RUNNING:
+            self._metrics.shadowed(model, "left_out")
+            return
+        copy = structs.replace(request, model=model, priority=LOWEST_PRIORITY)
+        task = asyncio.create_task(self._run(copy, model))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def close(self) -> None:
+        """End the copies that run."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _run(self, request: Chat | Completion, model: str) -> None:
+        try:
+            await self._models.find(model, loads=False)
+            plans = await self._plans(request)
+            _scope(plans)
+            caller = Caller(f"shadow-{request_id_var.get()}", "", time.monotonic())
+            async with aclosing(self._generator.stream(plans, caller)) as pieces:
+                async for _ in pieces:
+                    pass
+        except StatusError as error:
+            _LOG.info("a copy for %s failed: %s", model, error.message)
+            self._metrics.shadowed(model, error.reason.name.lower())
+        except Exception:
+            _LOG.exception("a copy for %s failed", model)
+            self._metrics.shadowed(model, "internal")
+        else:
+            self._metrics.shadowed(model, "ok")
+
+    async def _plans(self, request: Chat | Completion) -> Sequence[Plan]:
+        if isinstance(request, Chat):
+            return [(await self._chats.plan(request)).plan]
+        return (await self._chats.plan_completion(request)).plans
+
+
+def _scope(plans: Sequence[Plan]) -> None:
+    """Keep the copies' cached prefixes with the tenant of the original."""
+    authorization = authorization_var.get()
+    if authorization is None:
+        return
+    scope = cache_scope(authorization.key.tenant, authorization.key.cache_group)
+    for plan in plans:
+        for request in plan.requests:
+            request.tenant = authorization.key.tenant
+            request.cache_salt = scoped_salt(scope, plan.job.cache_salt)
+            if plan.job.session_key:
+                request.session_key = scoped_salt(scope, plan.job.session_key)
