@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from headrace.cli.hosting.memory import private_bytes
@@ -140,6 +140,11 @@ class ModelHost:
                 return
             first = max((one.plan.first_worker + len(one.plan.places) for one in self.models.values()), default=0)
             plan = await asyncio.to_thread(self.plan_named, name, model, first)
+            for other in self.models.values():
+                # From now on, a worker that refuses its model must not end the others.
+                other.plan = replace(other.plan, is_essential=False)
+                for process in other.processes:
+                    process.spec = replace(process.spec, is_essential=False)
             self.models[name] = HostedModel(plan, num_bytes=plan.num_bytes)
             self._tell()
 
@@ -226,7 +231,8 @@ class ModelHost:
                 await self._observe()
                 self._act()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), self._pause_s())
+                    async with asyncio.timeout(self._pause_s()):
+                        await self._woken.wait()
         finally:
             for model in self.models.values():
                 if model.unloading is not None:

@@ -14,6 +14,7 @@ from contextlib import aclosing
 
 from msgspec import structs
 
+from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.access.caller import Caller, authorization_var
 from headrace.gateway.chat.generation import Generator, Plan
@@ -55,9 +56,7 @@ class Shadows:
 
     async def close(self) -> None:
         """End the copies that run."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await end_tasks(*self._running)
 
     async def _run(self, request: Chat | Completion, model: str) -> None:
         try:

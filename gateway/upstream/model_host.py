@@ -81,9 +81,15 @@ class ModelHost:
     def problem_of(self, name: str) -> StatusError | None:
         """Why a running request can have no worker of this model; None if it may get one."""
         model = self.models.get(name)
-        if model is None or model.state != HOSTED_MODEL_STATE_FAILED:
+        if model is None:
             return None
-        return StatusError(Reason.MODEL_NOT_LOADED, f"model {name!r} cannot be loaded: {model.problem}")
+        if model.state == HOSTED_MODEL_STATE_UNLOADED and not model.is_on_demand:
+            return StatusError(
+                Reason.MODEL_NOT_LOADED, f"model {name!r} cannot be loaded: its operator has unloaded it"
+            )
+        if model.state == HOSTED_MODEL_STATE_FAILED:
+            return StatusError(Reason.MODEL_NOT_LOADED, f"model {name!r} cannot be loaded: {model.problem}")
+        return None
 
     async def unload(self, name: str) -> HostedModel:
         """Unload a model, and return when its memory is free. Raises `StatusError`."""

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,9 @@ async def test_a_failed_model_is_tried_again_when_its_operator_wants_it() -> Non
 async def test_an_operator_adds_a_model() -> None:
     async with hosting(a=GOOD) as system:
         system.fleet.ready = ALL
+        await system.until_state("a", State.LOADED)
+        (process,) = system.host.models["a"].processes
+        process.spec = replace(process.spec, is_essential=True)
         system.host.specs_of = lambda plan: [
             ProcessSpec(f"worker-{plan.first_worker}", "worker", (sys.executable, "-c", GOOD), "unix:/nowhere/x")
         ]
@@ -295,6 +299,8 @@ async def test_an_operator_adds_a_model() -> None:
         await asyncio.gather(system.host.add_named("new", "/m"), system.host.add_named("new", "/m"))
         await asyncio.wait_for(system.host.load("new", by_operator=True), BOUND_S)
         assert system.host.models["new"].plan.first_worker == 1
+        assert not system.host.models["a"].plan.is_essential
+        assert not any(process.spec.is_essential for process in system.host.models["a"].processes)
         await asyncio.wait_for(system.host.unload("new"), BOUND_S)
         await asyncio.wait_for(system.host.load("new"), BOUND_S)
 

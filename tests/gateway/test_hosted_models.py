@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import pytest_asyncio
 
 from headrace.common.aliases import parse_aliases
@@ -59,7 +60,7 @@ async def system(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> AsyncIterator[
     router.cards = [router.card(name="a")]
     async with serving_host() as host, kit.serving_router(router):
         host.set("a", "LOADED")
-        host.set("b", "UNLOADED")
+        host.set("b", "UNLOADED", is_on_demand=True)
         host.aliases = ["other=b", "same=a"]
         (tmp_path / "key").write_text(KEY)
         flags = {"admin_key_file": tmp_path / "key"}
@@ -189,7 +190,7 @@ async def test_a_request_that_was_placed_when_its_model_left_has_it_loaded_again
     async with asyncio.timeout(BOUND_S):
         while not system.router.streams:
             await asyncio.sleep(0.01)
-    system.host.set("a", "UNLOADED")
+    system.host.set("a", "UNLOADED", is_on_demand=True)
     await system.until_loading()
     is_there = True
     system.host.set("a", "LOADED")
@@ -197,7 +198,12 @@ async def test_a_request_that_was_placed_when_its_model_left_has_it_loaded_again
     assert system.host.loads == ["a"]
 
 
-async def test_a_request_in_progress_whose_model_cannot_be_loaded_any_more_ends(kit: Any, system: System) -> None:
+@pytest.mark.parametrize(
+    ("state", "problem"), [("FAILED", "the disk is gone"), ("UNLOADED", "its operator has unloaded it")]
+)
+async def test_a_request_in_progress_whose_model_cannot_be_loaded_any_more_ends(
+    kit: Any, system: System, state: str, problem: str
+) -> None:
     async def no_worker(router: Any, stream: Any, send: Any) -> None:
         raise kit.StatusError(kit.Reason.NO_CAPACITY, "no worker", retry_after_s=0.1)
 
@@ -206,10 +212,10 @@ async def test_a_request_in_progress_whose_model_cannot_be_loaded_any_more_ends(
     async with asyncio.timeout(BOUND_S):
         while not system.router.streams:
             await asyncio.sleep(0.01)
-    system.host.set("a", "FAILED", problem="the disk is gone")
+    system.host.set("a", state, problem="the disk is gone")
     answer = await asyncio.wait_for(asked, BOUND_S)
     assert answer.status_code == 503
-    assert "the disk is gone" in answer.json()["error"]["message"]
+    assert problem in answer.json()["error"]["message"]
 
 
 async def test_a_request_waits_no_longer_than_its_time_limit(system: System) -> None:
