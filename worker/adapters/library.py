@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,12 +25,14 @@ from headrace.protos.status import Reason, StatusError
 from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.reader import FilesChangedError, Found, Reader
 from headrace.worker.kv.memory import GIB, available_bytes
-from headrace.worker.model.adapter_memory import AdapterMemory
+from headrace.worker.model.adapter_memory import RANK_STEP, AdapterMemory
 
 log = logging.getLogger(__name__)
 
 # The memory of adapters may grow by at most this share of the available memory.
 _MOST_MEMORY = 0.8
+# The memory shrinks if no adapter in it has more than this share of its ranks.
+_SHRINKS_AT = 0.5
 _RETRY_S = 1.0
 NO_SLOT = -1
 P = ParamSpec("P")
@@ -285,27 +287,28 @@ class AdapterLibrary:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     def _write(self, slot: int, adapter: Adapter) -> None:
-        """Thread: write an adapter into a slot that no request uses. A higher rank needs new memory. AdapterError,
-        _NoRoomError."""
+        """Thread: write an adapter into a slot that no request uses. A higher rank needs new memory, and the memory
+        shrinks if all in it have at most half of its ranks. AdapterError, _NoRoomError."""
         memory = self._runner.adapters
         assert memory is not None
-        if adapter.rank > memory.rank:
-            self._runner.adapters = self._larger(memory, adapter.rank, slot)
+        others = {index: owner.rank for index, owner in enumerate(self._slots.owners) if owner and index != slot}
+        needed = max(adapter.rank, *others.values(), RANK_STEP)
+        if adapter.rank > memory.rank or needed <= _SHRINKS_AT * memory.rank:
+            self._runner.adapters = self._moved(memory, needed, list(others))
         self._reader.write(slot, adapter.path, adapter.sha256)
 
-    def _larger(self, memory: AdapterMemory, rank: int, but: int) -> AdapterMemory:
-        """Thread: memory with room for `rank` ranks, with a copy of the slots in use except one. The reader writes to
-        it from now on."""
+    def _moved(self, memory: AdapterMemory, rank: int, used: Sequence[int]) -> AdapterMemory:
+        """Thread: memory with room for `rank` ranks, with a copy of the slots in use. The reader writes to it from now
+        on."""
         needed = memory.slot_bytes * memory.num_slots * rank // memory.rank
         if needed > _MOST_MEMORY * available_bytes():
             raise _NoRoomError(
                 f"{memory.num_slots} adapters of rank {rank} need {needed / GIB:.1f} GiB, and "
                 f"{available_bytes() / GIB:.1f} GiB are available; serve with a smaller --max-adapters"
             )
-        larger = AdapterMemory(memory.groups, memory.num_slots, rank, is_bfloat16=memory.is_bfloat16)
-        used = [index for index, owner in enumerate(self._slots.owners) if owner is not None and index != but]
-        self._reader.move(larger, used)
-        return larger
+        moved = AdapterMemory(memory.groups, memory.num_slots, rank, is_bfloat16=memory.is_bfloat16)
+        self._reader.move(moved, used)
+        return moved
 
     def _new(self, name: str, path: Path, found: Found) -> Adapter:
         return Adapter(name, path, found.sha256, found.rank, found.num_bytes, int(time.time()), used_s=self._clock())

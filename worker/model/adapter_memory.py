@@ -117,20 +117,21 @@ class AdapterMemory:
                     of_b[:, :rank] = self._stored(found.b)
 
     def with_rank(self, rank: int, slots: Sequence[int]) -> AdapterMemory:
-        """Memory with room for `rank` ranks, which are not fewer, and a copy of these slots."""
+        """Memory with room for `rank` ranks, and a copy of these slots, which have no more."""
         copy = AdapterMemory(self.groups, self.num_slots, rank, is_bfloat16=self.is_bfloat16)
         self.copy_to(copy, slots)
         return copy
 
     def copy_to(self, copy: AdapterMemory, slots: Sequence[int]) -> None:
-        """Copy these slots to memory of the same layers with as many ranks or more."""
+        """Copy these slots to memory of the same layers, which has room for their ranks."""
+        rank = min(self.rank, copy.rank)
         for group in self.groups:
             shape = (self.num_slots, group.num_inputs, len(group.linears), -1)
             old, new = (memory._arrays[group.input_a].reshape(shape) for memory in (self, copy))
             for slot in slots:
-                new[slot, ..., : self.rank] = old[slot]
+                new[slot, ..., :rank] = old[slot, ..., :rank]
                 for name in group.inputs_b:
-                    copy._arrays[name][slot, :, : self.rank] = self._arrays[name][slot]
+                    copy._arrays[name][slot, :, :rank] = self._arrays[name][slot, :, :rank]
 
     def tensors(self, num_slots: int) -> dict[str, ov.Tensor]:
         """The model's inputs with the first slots. The arrays own the tensors' memory."""

@@ -134,6 +134,30 @@ async def test_a_higher_rank_keeps_what_is_in_memory(tmp_path: Path) -> None:
     assert runner.has(high, paths[1])
 
 
+async def test_memory_shrinks_when_the_high_rank_has_left(tmp_path: Path) -> None:
+    """So one adapter of a high rank makes steps dearer only while it is in memory."""
+    library, runner = library_of(3)
+    paths = [write_adapter(tmp_path / str(seed), rank=rank, seed=seed) for seed, rank in enumerate((6, 60, 12, 30))]
+    low, high = await library.load("low", paths[0]), await library.load("high", paths[1])
+    assert await library.acquire(low, 1.0) == low.slot
+    assert runner.adapters is not None
+    assert runner.adapters.rank == 64
+    third = await library.load("third", paths[2])
+    assert runner.adapters.rank == 64, "the high rank is in memory"
+    library.unload("high")
+    fourth = await library.load("fourth", paths[3])
+    assert high.slot == NO_SLOT
+    assert runner.adapters.rank == 32
+    for adapter, path in ((low, paths[0]), (third, paths[2]), (fourth, paths[3])):
+        assert runner.has(adapter, path)
+    library.unload("fourth")
+    again = await library.load("again", paths[0])
+    assert runner.adapters.rank == 16
+    assert all(runner.has(adapter, path) for adapter, path in ((low, paths[0]), (third, paths[2]), (again, paths[0])))
+    library.release(low)
+    library.check()
+
+
 async def test_a_load_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     library, _ = library_of(1)
     with pytest.raises(StatusError, match="use_dora") as caught:
