@@ -90,11 +90,11 @@ class Headrace:
         sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
         most = min(1024, runner.exact_rows)
         limits = StepLimits(min(128, most - 8), most, most, is_exact=True)
+        # As the worker has it: see OpenVINOModelRunner.
+        self._least_decode = runner.least_decode = 1 if speculation == "off" else 2
         self.engine: Engine = build_engine(runner, sampler, NUM_BLOCKS, limits, speculation=speculation)
         self._seed = 0
         self._runner = runner
-        # As the worker has it: see OpenVINOModelRunner.
-        self._least_decode = 1 if speculation == "off" else 2
 
     def run(self, tasks: Sequence[Task], max_tokens: int) -> float:
         """Tokens a second, from the step after the last prompt to the last token."""

@@ -93,6 +93,7 @@ def build_engine(
             sampler,
             limits,
             has_controller=speculation != "ngram",
+            least_tokens=runner.least_decode,
             small_decode=runner.small_decode,
             target_step_ms=target_step_ms,
         )
@@ -109,13 +110,15 @@ def build_speculation(
     limits: StepLimits,
     *,
     has_controller: bool = True,
+    least_tokens: int = 1,
     small_decode: int = 0,
     target_step_ms: float | None = None,
 ) -> Speculation:
-    """Drafts for a scheduler. Without a controller they have a fixed length."""
+    """Drafts for a scheduler. Without a controller they have a fixed length. Steps have at least `least_tokens`."""
     return Speculation(
         grammars,
         partial(_step_line, scheduler.step_costs) if has_controller else None,
+        least_tokens=least_tokens,
         most_tokens=limits.max_num_mixed_tokens,
         small_decode=small_decode,
         most_ms=math.inf if target_step_ms is None else target_step_ms,

@@ -7,8 +7,8 @@ from headrace.worker.speculation.proposer import Draft, Source
 
 # The share of accepted tokens before anything is known.
 _PRIORS = {
-    Source.NGRAM: (0.2, 0.35, 0.5, 0.65, 0.85),
-    Source.PREDICTION: (0.7, 0.7, 0.75, 0.8, 0.9),
+    Source.NGRAM: (0.1, 0.1, 0.15, 0.2, 0.35, 0.5, 0.65, 0.85),
+    Source.PREDICTION: (0.7, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9),
     Source.GRAMMAR: (0.9,) * (len(LEVELS) + 1),
     Source.DRAFT: (0.6,),
 }

@@ -6,8 +6,11 @@ of a product are cheaper than later ones, and no straight line shows that. Draft
 probability that they are reached and accepted.
 
 A step with another number of tokens than the one before costs a change (docs/decisions/0025), and each new number has
-to be prepared. So sizes are few. A change to more tokens has to pay at once. A change back counts less, because the
-steps after it have the smaller size too. Pure.
+to be prepared. So sizes are few. A change to more tokens has to pay at once; half of it is left out if drafts are
+likely to be right, because the next step then has this size too. A change to fewer counts as far as drafts are likely
+to be right soon, which would change it back. Otherwise a stream would keep a size that it has no use for.
+
+Steps have at least so many tokens, padding included. A draft token in place of padding costs nothing. Pure.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from typing import NamedTuple
 _NEWEST = 0.1
 # Corrections of sizes stay in these bounds, so that one odd step does no lasting harm.
 _LEAST, _MOST = 0.6, 1.6
-# The share of a change of size that counts against having no drafts.
-_CHANGE_BACK = 0.25
+# The least shares of a change of size that count: of one to fewer tokens, and of one to more.
+_CHANGE_BACK, _CHANGE_UP = 0.25, 0.5
+# A change to fewer tokens counts as far as a draft is likely to be right in one of so many steps.
+_STEPS_AHEAD = 3
 # Drafts must promise so many times the tokens a second, because what is predicted of them is less certain.
 _MARGIN = 1.05
 
@@ -96,12 +101,14 @@ def best_counts(
     size_before: int,
     most_tokens: int,
     most_ms: float,
+    least_tokens: int = 1,
     is_modelled: Sequence[bool] | None = None,
     draft_line: StepLine | None = None,
 ) -> list[int]:
     """How many draft tokens of each of B streams to verify. A token of stream i is accepted with probability
     `chances[i]` if those before it are; there are `lengths[i]`. Steps with drafts have at most `most_tokens` tokens and
-    take at most `most_ms`. `size_before` is the number of tokens of the step before.
+    take at most `most_ms`. All steps have at least `least_tokens`, padding included, as the line's do. `size_before` is
+    the number of tokens of the step before.
 
     A smaller model has to compute the tokens of streams that are `is_modelled`, one of each stream in a step;
     `draft_line` is the cost of its steps with all of these streams."""
@@ -113,20 +120,22 @@ def best_counts(
     ]
     gains.sort(key=lambda gain: -gain[0])
     drafting = DraftSteps(draft_line, is_modelled)
-    without_ms = line.base_ms * correction(num_streams)
-    if num_streams != size_before:
-        without_ms += _CHANGE_BACK * line.change_ms
+    least_size = max(num_streams, least_tokens)
+    back_ms = line.change_ms * min(max(_CHANGE_BACK, _STEPS_AHEAD * max(chances)), 1.0)
+    without_ms = line.base_ms * correction(least_size)
+    if least_size != size_before:
+        without_ms += back_ms
     best_rate, best = _MARGIN * num_streams / without_ms, 0
     expected = float(num_streams)
     for count, (gain, stream, depth) in enumerate(gains[: max(0, most_tokens - num_streams)], 1):
         expected += gain
         drafting.add(stream, depth)
-        size = num_streams + count
+        size = max(num_streams + count, least_tokens)
         if size not in (size_before, rounded_size(size)):
             continue
-        cost_ms = (line.base_ms + line.token_ms * count) * correction(size) + drafting.cost_ms
+        cost_ms = (line.base_ms + line.token_ms * (size - least_size)) * correction(size) + drafting.cost_ms
         if size != size_before:
-            cost_ms += line.change_ms
+            cost_ms += back_ms if size < size_before else line.change_ms * max(_CHANGE_UP, 1.0 - gain)
         if cost_ms <= most_ms and expected / cost_ms > best_rate:
             best_rate, best = expected / cost_ms, count
     counts = [0] * num_streams

@@ -19,10 +19,10 @@ import numpy as np
 
 from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
 
-# Lengths of the runs of tokens that are looked up, the longest first. Shorter ones are wrong too often.
-SIZES = (6, 3)
-# Drafts are classed by how many tokens before them agree: fewer than 4, 6, 9, 16, or more.
-LEVELS = (4, 6, 9, 16)
+# Lengths of the runs of tokens that are looked up, the longest first.
+SIZES = (6, 3, 2, 1)
+# Drafts are classed by how many tokens before them agree. None does at the beginning of a prediction.
+LEVELS = (1, 2, 3, 4, 6, 9, 16)
 _LONGEST_MATCH = LEVELS[-1]
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

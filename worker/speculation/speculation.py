@@ -83,8 +83,9 @@ class StepLineOf(Protocol):
 
 
 class Speculation:
-    """Drafts for one scheduler. `steps` predicts their cost; without it, drafts have a fixed length. Steps have at most
-    `most_tokens` tokens, and at most `small_decode` if their streams alone have no more."""
+    """Drafts for one scheduler. `steps` predicts their cost; without it, drafts have a fixed length. Steps have at
+    least `least_tokens` tokens, padding included, and at most `most_tokens`, or `small_decode` if their streams alone
+    have no more."""
 
     def __init__(
         self,
@@ -92,13 +93,15 @@ class Speculation:
         steps: StepLineOf | None,
         *,
         most_tokens: int,
+        least_tokens: int = 1,
         small_decode: int = 0,
         most_ms: float = math.inf,
     ) -> None:
         self.counters = {f"{source.value}_tokens_{event}": 0 for source in Source for event in ("drafted", "accepted")}
         """Totals since the start."""
         self._grammars, self._steps = grammars, steps
-        self._most_tokens, self._small_decode, self._most_ms = most_tokens, small_decode, most_ms
+        self._least_tokens, self._most_tokens = least_tokens, most_tokens
+        self._small_decode, self._most_ms = small_decode, most_ms
         self._histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
         self._rates: WeakKeyDictionary[Request, AcceptanceRate] = WeakKeyDictionary()
         self._drafts: dict[Request, Draft] = {}
@@ -228,6 +231,7 @@ class Speculation:
             size_before=self._size_before,
             most_tokens=most,
             most_ms=self._most_ms,
+            least_tokens=self._least_tokens,
             is_modelled=is_modelled,
             draft_line=self.model_drafts.line(modelled) if self.model_drafts is not None and modelled else None,
         )

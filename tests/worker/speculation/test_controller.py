@@ -20,6 +20,7 @@ def counts(
     size_before: int | None = None,
     most_tokens: int = 64,
     most_ms: float = math.inf,
+    least_tokens: int = 1,
     corrections: SizeCorrections | None = None,
 ) -> list[int]:
     return best_counts(
@@ -30,6 +31,7 @@ def counts(
         size_before=len(chances) if size_before is None else size_before,
         most_tokens=most_tokens,
         most_ms=most_ms,
+        least_tokens=least_tokens,
     )
 
 
@@ -67,6 +69,19 @@ def test_a_change_of_size_has_to_pay() -> None:
     assert counts([0.8], line) == [0]
     assert counts([0.8], line, size_before=8) == [7]
     assert counts([0.05], line._replace(change_ms=5.0), size_before=8) == [0], "it would never change back"
+
+
+def test_a_token_in_place_of_padding_is_free() -> None:
+    for chance, length in ((0.1, 1), (0.1, 8), (0.02, 8)):
+        found = counts([chance], DEAR_TOKENS, length=length, size_before=2, least_tokens=2)
+        assert found == [chance > 0.05], "what is gained has to exceed the margin"
+    assert counts([0.1] * 2, DEAR_TOKENS, size_before=2, least_tokens=2) == [0, 0]
+
+
+def test_a_larger_size_is_kept_only_while_drafts_are_likely() -> None:
+    line = StepLine(base_ms=20.0, token_ms=1.0, change_ms=10.0)
+    assert counts([0.4], line, size_before=6, least_tokens=2) == [5]
+    assert counts([0.08], line, size_before=6, least_tokens=2) == [1]
 
 
 def test_limits_hold() -> None:
