@@ -87,8 +87,8 @@ class Fetching:
         for fetch, held in self._held.items():
             if held.request is request and request.state is RequestState.WAITING and not fetch.is_given_up:
                 fetch.is_given_up = True
-                request.state = RequestState.FINISHED
-                self._scheduler.stats.requests_cancelled += 1
+                self._scheduler.add(request)
+                self._scheduler.cancel(request)
                 return True
         return False
 

@@ -334,6 +334,8 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_no_block_behind(
     until(lambda: bool(worker.fetching.take_ready()) or worker.pool.num_free_blocks == NUM_BLOCKS)
     worker.pool.check()
     assert not worker.under_test.scheduler.has_requests
+    stats = worker.under_test.scheduler.stats
+    assert stats.requests_admitted == stats.requests_finished + stats.requests_cancelled
 
 
 def test_a_disk_that_hangs_costs_the_computation(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
