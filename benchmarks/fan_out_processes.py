@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from headrace.common.transport.channels import PLAIN, Transport
 from headrace.worker import serving
 from headrace.worker.__main__ import main as run_worker
 from headrace.worker.config import WorkerConfig
@@ -71,7 +72,7 @@ class NoKernels:
         return Logits(np.zeros((self._num_rows, self.vocab_size), np.float32))
 
 
-def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:
+def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN) -> LoadedModel:
     """An engine without kernels, for the model of a directory."""
     model_dir = read_model_dir(config.model_dir)
     limits = step_limits(None, None, None, exact_rows=1024)

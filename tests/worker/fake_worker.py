@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import worker_pb2
 from headrace.worker import serving
 from headrace.worker.__main__ import main
@@ -43,7 +44,7 @@ class HangingRunner(FakeRunner):
         return super().run()
 
 
-def load_model(config: WorkerConfig, memory: HostMemory | None = None) -> LoadedModel:
+def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN) -> LoadedModel:
     """An engine over the fake runner, in the place of a model."""
     under_test = make_engine(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=256)
     under_test.engine.runner = HangingRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
