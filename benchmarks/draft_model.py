@@ -143,9 +143,14 @@ def main() -> None:
                 print(f"p = {right}: the answer is another one", flush=True)
         for name, value in found.items() if number else ():
             times.setdefault(name, []).append(value)
+    report(times, args.right)
+
+
+def report(times: dict[object, list[float]], rights: Sequence[float]) -> None:
+    """Print the cost curve, and for each share of right drafts the measured and the predicted speed-up."""
     curve = {name: statistics.median(values) for name, values in times.items()}
     print("T(k) ms:", ", ".join(f"{count}: {curve[count]:.1f}" for count in (0, *COUNTS)))
-    for right in args.right:
+    for right in rights:
         predicted = max(sum(right**i for i in range(k + 1)) * curve[0] / curve[k] for k in (0, *COUNTS))
         ratios = [alone / drafted for alone, drafted in zip(times[0], times[f"p {right}"], strict=True)]
         measured = statistics.median(ratios)

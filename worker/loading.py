@@ -91,15 +91,10 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     kept = None if memory is None else KeptCache(memory, threads, huge_pages=config.huge_pages)
     start = time.monotonic()
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
-    # Importing OpenVINO takes long, so a wrong directory is refused before.
-    from headrace.worker.sampling.row_sums import reducer_for
-
     longest = config.max_context_tokens or model_dir.max_context_tokens
     speculation = speculation_for(config, with_amx=has_amx())
     runner = compile_model(config, threads, longest, kept, speculates=speculation != "off")
-    draft_runner = None
-    if config.draft_model is not None:
-        draft_runner = load_draft(config.draft_model, runner, config.model_dir, threads=threads)
+    draft_runner = draft_runner_for(config, runner, threads)
     num_blocks, arena = allocate_cache(config, runner, kept, draft_runner)
     log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     limits = step_limits(
@@ -109,11 +104,9 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     # Touching the first pages while the first kernels are built saves a quarter of a second.
     touching = threading.Thread(target=runner.touch, name="touch")
     touching.start()
-    sampler = BatchSampler(reducer_for(runner.vocab_size, threads))
+    sampler = sampler_for(runner, threads)
+    draft = None if draft_runner is None else Draft(draft_runner, sampler_for(draft_runner, threads))
     journal = kept.journal if kept is not None else None
-    draft = None
-    if draft_runner is not None:
-        draft = Draft(draft_runner, BatchSampler(reducer_for(draft_runner.vocab_size, threads)))
     engine = engine_for(
         config, runner, sampler, num_blocks, limits, journal=journal, speculation=speculation, draft=draft
     )
@@ -124,9 +117,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     adapters = load_adapters(config, runner)
     touching.join()
     give_back_weights(config)
-    fingerprint = hashing.result()
-    if runner.depends_on_context:
-        fingerprint = for_context(fingerprint, longest)
+    fingerprint = for_context(hashing.result(), longest) if runner.depends_on_context else hashing.result()
     if kept is not None:
         kept.restore(pool, fingerprint)
     card = model_card(
@@ -137,6 +128,21 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     if tiers.source is not None:
         card.kv_layout, card.kv_block_bytes = tiers.source.layout, runner.block_bytes
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
+
+
+def draft_runner_for(config: WorkerConfig, runner: OpenVINOModelRunner, threads: int) -> OpenVINOModelRunner | None:
+    """The runner of the flags' draft model; None without one. ConfigurationError if it does not fit `runner`."""
+    if config.draft_model is None:
+        return None
+    return load_draft(config.draft_model, runner, config.model_dir, threads=threads)
+
+
+def sampler_for(runner: OpenVINOModelRunner, threads: int) -> BatchSampler:
+    """A sampler for the model's vocabulary."""
+    # Importing OpenVINO takes long, so a wrong directory is refused before.
+    from headrace.worker.sampling.row_sums import reducer_for
+
+    return BatchSampler(reducer_for(runner.vocab_size, threads))
 
 
 def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterLibrary | None:

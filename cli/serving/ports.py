@@ -11,6 +11,14 @@ _FREE_PAIR_TRIES = 50
 _MAX_PORT = 65535
 
 
+def chosen_port(host: str, port: int) -> int:
+    """The port, or a free one for 0. Raises CommandError if a server cannot listen there."""
+    if not port:
+        return free_port(host)
+    check_port(host, port, "--port")
+    return port
+
+
 def check_port(host: str, port: int, flag: str) -> None:
     """Raise CommandError with a remedy unless a server can listen on the port. `flag` is the option that set it."""
     error = _bind_error(host, port)

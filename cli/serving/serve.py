@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,20 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import make_socket_directory
+from headrace.cli.hosting.draft_model import draft_model_option
 from headrace.cli.hosting.finding import check_memory
 from headrace.cli.hosting.memory import budget_of
 from headrace.cli.hosting.settings import HostSettings, ModelSettings, check_names, read_settings
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.offline import offline_option
-from headrace.cli.serving.draft_model import draft_model_option
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
-from headrace.cli.serving.plan import SecurityFiles, ServeOptions
-from headrace.cli.serving.ports import check_port, free_port, is_free
+from headrace.cli.serving.placement import WorkerPlace
+from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions
+from headrace.cli.serving.ports import check_port, chosen_port, is_free
 from headrace.cli.serving.running import Serving
-from headrace.cli.serving.topology import read_topology
+from headrace.cli.serving.topology import Topology, read_topology
 
 _LOG_FLUSH_S = 1.0
 
@@ -224,32 +225,19 @@ def serve(
     """
     begun_s = time.monotonic()
     named = NamedModels(models, name=name, workers=workers, threads=threads, on_demand=on_demand, idle_s=idle_s)
-    settings = settings_of_flags(named, models_file, given)
-    topology = read_topology()
+    settings, topology = settings_of_flags(named, models_file, given), read_topology()
     places = places_of(topology, settings.models)
     if dry_run:
         click.echo(describe_plan([place for where in places for place in where]))
         return
     log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty(), as_json=given["log_format"] == "json")
     try:
-        if port:
-            check_port(host, port, "--port")
-        else:
-            port = free_port(host)
+        port = chosen_port(host, port)
         chosen_grpc_port = choose_grpc_port(host, port, grpc_port, log)
-        sizing = Sizing(
-            budget_of(memory_gb or settings.memory_gb, on_demand=any(model.on_demand for model in settings.models)),
-            given["kv_cache_gb"],
-            "amx_tile" in topology.cpu_flags,
-            bool(given["adapters"] or given["max_adapters"]),
-            given["draft_model"],
-        )
-        if sizing.budget_bytes is None:
-            check_memory(given["kv_cache_gb"], sum(map(len, places)))
-        plans = plan_models(settings.models, places, sizing, offline=offline)
-        check_names([(plan.name, one) for plan, one in zip(plans, settings.models, strict=True)], settings.aliases)
+        sizing = sizing_of(settings, memory_gb, topology, given)
+        plans = planned(settings, places, sizing, offline=offline)
         aliases, shadows = aliases_of(plans, settings)
-        files = {field.name: given.pop(field.name) for field in fields(SecurityFiles)}
+        files = security_files(given)
         options = ServeOptions(
             host=host,
             port=port,
@@ -257,13 +245,36 @@ def serve(
             socket_directory=make_socket_directory(port),
             aliases=aliases,
             shadows=shadows,
-            files=SecurityFiles(**{name: path and path.absolute() for name, path in files.items()}),
+            files=files,
             **given,
         )
         status = asyncio.run(Serving(options, plans, sizing, log, begun_s, offline=offline).run())
     finally:
         log.close(_LOG_FLUSH_S)
     sys.exit(status)
+
+
+def planned(
+    settings: HostSettings, places: Sequence[tuple[WorkerPlace, ...]], sizing: Sizing, *, offline: bool
+) -> Sequence[ModelPlan]:
+    """The plan of each model. Raises CommandError."""
+    if sizing.budget_bytes is None:
+        check_memory(sizing.kv_cache_gb, sum(map(len, places)))
+    plans = plan_models(settings.models, places, sizing, offline=offline)
+    check_names([(plan.name, one) for plan, one in zip(plans, settings.models, strict=True)], settings.aliases)
+    return plans
+
+
+def sizing_of(settings: HostSettings, memory_gb: float | None, topology: Topology, given: Mapping[str, Any]) -> Sizing:
+    """What the memory of models depends on, from the flags."""
+    on_demand = any(model.on_demand for model in settings.models)
+    return Sizing(
+        budget_of(memory_gb or settings.memory_gb, on_demand=on_demand),
+        given["kv_cache_gb"],
+        "amx_tile" in topology.cpu_flags,
+        bool(given["adapters"] or given["max_adapters"]),
+        given["draft_model"],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,3 +328,9 @@ def settings_of_flags(named: NamedModels, models_file: Path | None, given: dict[
         if value:
             raise CommandError(f"{flag} is for one model; with several, say it in a file for --models")
     return settings
+
+
+def security_files(given: dict[str, Any]) -> SecurityFiles:
+    """Take the flags that are files of the gateway's security out of the given ones."""
+    files = {field.name: given.pop(field.name) for field in fields(SecurityFiles)}
+    return SecurityFiles(**{name: path and path.absolute() for name, path in files.items()})

@@ -230,21 +230,17 @@ class Upstream:
 
         `deadline_s` is the monotonic time of the client's deadline, which router and worker get too. `shared` are the
         parts that several requests have in common, `num_prompt_tokens` is the length of the prompt if it is one of
-        them. The model's `card` decides whether an answer that broke off is complete.
-
-        The last message has a finish. Raises `StatusError` if the generation is refused, fails, or is lost for good.
+        them. The model's `card` decides whether an answer that broke off is complete. The last message has a finish.
+        Raises `StatusError` if the generation is refused, fails, or is lost for good.
         """
         answer = _Answer(request, num_prompt_tokens or len(request.token_ids), card)
-        retries = Retries(len(self._endpoints), request.attempt)
-        asked_s = time.monotonic()
+        retries, asked_s = Retries(len(self._endpoints), request.attempt), time.monotonic()
         base = card.parent or card.name
         with self._using(base):
             while True:
-                num_before = len(answer.delivered)
-                endpoint = self._next_endpoint()
+                num_before, endpoint = len(answer.delivered), self._next_endpoint()
                 began_s, present = time.monotonic(), endpoint.is_connected
-                timeout_s = _remaining_s(deadline_s)
-                span, call = _begin(endpoint, request, shared, metadata, timeout_s)
+                span, call = _begin(endpoint, request, shared, metadata, _remaining_s(deadline_s))
                 try:
                     while (raw := await call.read()) is not grpc.aio.EOF:
                         message = GenerateResponse.FromString(raw)

@@ -30,6 +30,7 @@ import enum
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -52,7 +53,7 @@ from headrace.router.placement.candidates import (
     Values,
 )
 from headrace.router.placement.rates import Priors, believed_rates
-from headrace.router.placement.transfers import Transfers, worth_moving
+from headrace.router.placement.transfers import Moved, Transfers, worth_moving
 
 
 class Belief(msgspec.Struct, frozen=True, gc=False):
@@ -160,33 +161,25 @@ def place(
     `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found there.
     `adapter_ms` is what reading the request's adapter takes at each; None without an adapter. `transfers` is what each
     could fetch from others; None for nothing.
-    `num_described` is how many candidates the placement describes. Times are on the clock of
-    `LoadReport.as_of_s`.
+    `num_described` is how many candidates the placement describes. Times are on the clock of `LoadReport.as_of_s`.
     """
     if not len(candidates):
         return None
     most_tokens = max(request.num_prompt_tokens - 1, 0)  # the last one is always computed, for its logits
     cached_tokens = np.minimum(np.asarray(cached_blocks) * candidates.values[BLOCK_SIZE], most_tokens)
-    rates = believed_rates(candidates.values, priors)
-    held_tokens, moved = cached_tokens, None
+    rates, moved = believed_rates(candidates.values, priors), None
     if transfers is not None:
         moved = worth_moving(transfers, candidates.values, cached_tokens, 1000.0 / rates[0], most_tokens)
-        held_tokens = cached_tokens + moved.tokens
+    held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
     terms = _weighed(request, candidates.values, rates, cached_tokens, held_tokens, now_s, priors)
-    if moved is not None:
-        terms[_TRANSFER] = moved.ms
-        terms[_TOTAL] += moved.ms
-    if adapter_ms is not None:
-        terms[_ADAPTER] = adapter_ms
-        terms[_TOTAL] += adapter_ms
+    for row, more_ms in ((_TRANSFER, None if moved is None else moved.ms), (_ADAPTER, adapter_ms)):
+        if more_ms is not None:
+            terms[row] = more_ms
+            terms[_TOTAL] += more_ms
     totals = _totals(request, terms)
     chosen, reason = _choose(request, candidates, totals, cached_tokens, rng, priors)
 
-    def described(number: int) -> Weighed:
-        num_moved = 0 if moved is None else int(moved.tokens[number])
-        cost = CostTerms(*terms[:, number].tolist())
-        return Weighed(candidates.worker_ids[number], int(held_tokens[number]), num_moved, cost)
-
+    described = partial(_described, candidates, held_tokens, moved, terms)
     own = described(chosen)
     cheapest = terms[_TOTAL].argsort(kind="stable")[:num_described].tolist() if num_described else ()
     return Placement(
@@ -201,6 +194,13 @@ def place(
         belief=_belief(request, candidates.values[:, chosen], rates, totals, chosen, reason, priors),
         source=transfers.addresses[transfers.sources[chosen]] if transfers and own.num_moved_tokens else "",
     )
+
+
+def _described(candidates: Candidates, held_tokens: Values, moved: Moved | None, terms: Values, number: int) -> Weighed:
+    """A candidate by its number."""
+    num_moved = 0 if moved is None else int(moved.tokens[number])
+    cost = CostTerms(*terms[:, number].tolist())
+    return Weighed(candidates.worker_ids[number], int(held_tokens[number]), num_moved, cost)
 
 
 def _belief(
@@ -240,8 +240,7 @@ def _weighed(
     now_s: float,
     priors: Priors,
 ) -> Values:
-    """The expected cost of the request at each candidate, term by term: one row for each field of CostTerms.
-    `held_tokens` are the cached tokens and those that are fetched."""
+    """The expected cost at each candidate: a row for each field of CostTerms. `held_tokens` includes fetched ones."""
     answer = _answer_tokens(request, priors)
     double = priors.batch_for_double_step
     running, uncached, max_num_seqs = values[RUNNING], values[UNCACHED_TOKENS], values[MAX_NUM_SEQS]

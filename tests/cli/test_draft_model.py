@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.errors import CommandError
+from headrace.cli.hosting import draft_model
+from headrace.cli.hosting.draft_model import find_draft_model
 from headrace.cli.models.model_cache import model_directory
-from headrace.cli.serving import draft_model
-from headrace.cli.serving.draft_model import find_draft_model
 
 
 def test_a_draft_model_is_a_cached_name_or_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,6 +374,30 @@ def default_flags(protocol: Protocol) -> dict[str, Any]:
     return click.Command("gateway", params=[*protocol.options]).make_context("gateway", []).params
 
 
+def services_behind(
+    upstream: Upstream, host: ModelHost, aliases: Aliases | None, metrics: Metrics, executor: ThreadPoolExecutor
+) -> Services:
+    """The services of a gateway."""
+    host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
+    models = Models(upstream, executor, host=host, aliases=aliases)
+    prompts, generator = Prompts(executor), Generator(upstream, metrics)
+    chats = Chats(models, prompts, Constraints(executor))
+    shadows = Shadows(models, chats, generator, metrics)
+    chats.on_planned = shadows.offer
+    return Services(
+        models,
+        chats,
+        shadows,
+        generator,
+        Answering(generator),
+        Encodings(models, prompts),
+        EncodingRunner(upstream, metrics),
+        upstream,
+        host,
+        metrics,
+    )
+
+
 @asynccontextmanager
 async def serving_gateway(
     *routers: str,
@@ -391,24 +415,8 @@ async def serving_gateway(
     with ThreadPoolExecutor(2) as executor:
         metrics, upstream = Metrics(), Upstream(routers, plain_grpc=plain_grpc)
         host = ModelHost(model_host)
-        host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
-        models = Models(upstream, executor, host=host, aliases=aliases)
-        prompts, generator = Prompts(executor), Generator(upstream, metrics)
-        chats = Chats(models, prompts, Constraints(executor))
-        shadows = Shadows(models, chats, generator, metrics)
-        chats.on_planned = shadows.offer
-        services = Services(
-            models,
-            chats,
-            shadows,
-            generator,
-            Answering(generator),
-            Encodings(models, prompts),
-            EncodingRunner(upstream, metrics),
-            upstream,
-            host,
-            metrics,
-        )
+        services = services_behind(upstream, host, aliases, metrics, executor)
+        models, shadows = services.models, services.shadows
         following = asyncio.create_task(host.run())
         opened = {
             name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))
