@@ -57,7 +57,7 @@ TO_A_SCHEMA = {
 @pytest.fixture(scope="module")
 def two_workers() -> Iterator[Serve]:
     """`headrace serve` with two workers of one thread, in the mode in which a resumed answer is the same bits."""
-    flags = ("--workers", "2", "--threads", "1", "--execution-mode", "accuracy")
+    flags = ("--workers", "2", "--threads", "1", "--execution-mode", "accuracy", "--speculation", "ngram")
     with serving(*flags, model=small_model()) as system:
         until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
         yield system
