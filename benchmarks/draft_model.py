@@ -37,8 +37,8 @@ from headrace.worker.speculation.speculation import Speculation
 NUM_BLOCKS = 64
 PROMPT = [11 * number % 1000 for number in range(100)]
 COUNTS = (1, 3, 5, 7, 11)
-# Tokens before the measured ones, in which costs and acceptance are learned.
-WARM_UP_TOKENS = 40
+# Tokens before the measured ones, in which costs and acceptance are learned, and those of steps with fixed drafts.
+WARM_UP_TOKENS, FIXED_WARM_UP = 40, 12
 
 
 class KnownDraftRunner:
@@ -80,14 +80,14 @@ class FixedSpeculation:
         self._speculation._counts = chosen  # type: ignore[method-assign]
 
 
-def run(engine: Engine, num_tokens: int) -> tuple[float, list[int]]:
-    """Milliseconds of a token, and the whole answer."""
+def run(engine: Engine, num_tokens: int, warm_up: int = WARM_UP_TOKENS) -> tuple[float, list[int]]:
+    """Milliseconds of a token after the first `warm_up`, and the whole answer."""
     scheduler = engine.scheduler
     scheduler.kv_cache.pool.forget_all()
-    params = SamplingParams(max_tokens=WARM_UP_TOKENS + num_tokens, seed=0, temperature=0.0)
+    params = SamplingParams(max_tokens=warm_up + num_tokens, seed=0, temperature=0.0)
     request = Request("0", PROMPT, params, 0)
     scheduler.add(request)
-    while scheduler.has_requests and request.num_generated_tokens < WARM_UP_TOKENS:
+    while scheduler.has_requests and request.num_generated_tokens < warm_up:
         engine.advance(lambda _: None)
     before, start_s = request.num_generated_tokens, time.perf_counter()
     while scheduler.has_requests:
@@ -130,11 +130,11 @@ def main() -> None:
     _, known.answer = run(off, args.tokens)
     times: dict[object, list[float]] = {}
     for number in range(args.rounds + 1):
-        found: dict[object, float] = {0: run(off, args.tokens)[0]}
+        found: dict[object, float] = {0: run(off, args.tokens)[0] if number else 0.0}
         for count in COUNTS:
             fixed.fix(count)
             known.right = 0.0
-            found[count] = run(engine, 16 if number else 4)[0]
+            found[count] = run(engine, 16 if number else 2, FIXED_WARM_UP if number else 2)[0]
         fixed.fix(None)
         for right in args.right:
             known.right = right
