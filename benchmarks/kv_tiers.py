@@ -32,6 +32,8 @@ from headrace.common.transport.session_client import SessionClient
 from headrace.protos import inference_pb2
 
 NUM_STREAMS = 4
+# The KV cache has to hold the streams and some prefixes, but not all.
+STREAM_TOKENS = 1500
 NUM_PREFIXES = 6
 # Time between two prompts beside the streams.
 EVERY_S = 1.5
@@ -87,7 +89,7 @@ class Streams:
         async with grpc.aio.insecure_channel(worker.address, options=CHANNEL_OPTIONS) as channel:
             await channel.channel_ready()
             client = SessionClient(channel)
-            tasks = [asyncio.create_task(self._read(client, rng.choices(TOKENS, k=40))) for _ in range(NUM_STREAMS)]
+            tasks = [asyncio.create_task(self._read(client, rng)) for _ in range(NUM_STREAMS)]
             try:
                 yield
             finally:
@@ -95,18 +97,19 @@ class Streams:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, client: SessionClient, prompt: Sequence[int]) -> None:
-        request = inference_pb2.GenerateRequest(token_ids=prompt)
-        request.sampling.temperature = 0.0
-        request.sampling.max_tokens = 3000
-        request.sampling.ignore_eos = True
-        call = client.generate(request.SerializeToString(), timeout=1000.0)
-        before_s = 0.0
-        while await call.read() is not grpc.aio.EOF:
-            now_s = time.perf_counter()
-            if before_s:
-                self.gaps_ms.append(1000 * (now_s - before_s))
-            before_s = now_s
+    async def _read(self, client: SessionClient, rng: random.Random) -> None:
+        while True:
+            request = inference_pb2.GenerateRequest(token_ids=rng.choices(TOKENS, k=40))
+            request.sampling.temperature = 0.0
+            request.sampling.max_tokens = STREAM_TOKENS
+            request.sampling.ignore_eos = True
+            call = client.generate(request.SerializeToString(), timeout=1000.0)
+            before_s = 0.0
+            while await call.read() is not grpc.aio.EOF:
+                now_s = time.perf_counter()
+                if before_s:
+                    self.gaps_ms.append(1000 * (now_s - before_s))
+                before_s = now_s
 
 
 async def beside(args: argparse.Namespace, flags: Sequence[str]) -> None:
