@@ -138,6 +138,28 @@ async def test_streams_survive_a_worker_that_hangs(two_workers: Serve, sampling:
         assert two_workers.process_of(name)["pid"] == pid
 
 
+@pytest.mark.timeout(240 + 60 * ROUNDS)
+async def test_streams_with_drafts_of_a_smaller_model_survive() -> None:
+    flags = ("--workers", "2", "--threads", "1", "--execution-mode", "accuracy", "--draft-model", str(small_model()))
+    # Longer answers: drafts begin when the costs of steps are known.
+    asked = [chat_body(number, 3 * MAX_TOKENS, **SEEDED, **more) for number in range(2) for more in ({}, {"top_k": 5})]
+    with serving(*flags) as system:
+        until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
+        undisturbed = await run_streams(system.base_url, asked)
+        for _ in range(ROUNDS):
+            drafting = [row for row in system.status() if "draft" in (row.get("draft_tokens_by_proposer") or ())]
+            assert drafting, "no worker has drafted"
+            victim = drafting[0]
+
+            async def kill(pid: int = victim["pid"]) -> None:
+                os.kill(pid, signal.SIGKILL)
+
+            streams = await run_streams(system.base_url, asked, disturb_behind=4, disturb=kill)
+            tell("a drafting worker died", streams)
+            assert differences(streams, undisturbed) == []
+            until_whole_and_idle(system)
+
+
 def until_whole_and_idle(system: Serve) -> None:
     """Wait until both workers are ready and hold nothing."""
 
