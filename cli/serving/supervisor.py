@@ -176,7 +176,8 @@ class Supervisor:
         process.num_restarts += 1
         self._change(process, ProcessState.RESTARTING)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.leaving.wait(), delay_s)
+            async with asyncio.timeout(delay_s):
+                await process.leaving.wait()
 
     def _give_up(self, process: SupervisedProcess) -> None:
         process.last_error = process.last_error or f"{process.spec.name} refused to start; its log above says why"
@@ -201,7 +202,8 @@ class Supervisor:
         status = await _wait_for_exit(child)
         # A grandchild may hold the pipe open, but all output of the child itself has arrived by now.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(lines.closed.wait(), _LAST_WORDS_TIMEOUT_S)
+            async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
+                await lines.closed.wait()
         transport.close()
         return status
 
