@@ -181,6 +181,7 @@ def test_more_than_there_is_is_no_arena() -> None:
 
 async def test_the_binding_is_told_after_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.worker.host.binding.MIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr("headrace.worker.host.binding._SHARE_OF_TIME", 1.0)
     told: asyncio.Queue[Binding] = asyncio.Queue()
     task = asyncio.create_task(keep_binding_known(Region(0, 0), told.put_nowait))
     async with asyncio.timeout(10):
