@@ -320,7 +320,8 @@ class ModelHost:
         pids = [process.pid for process in model.processes if process.pid is not None]
         model.num_bytes = max(model.num_bytes, self.measure(pids) + model.plan.kv_cache_bytes)
         self._enter(model, State.LOADED)
-        self.log(f"{model.name} is loaded after {model.loaded_s - model.started_s:.1f} s")
+        if len(self.models) > 1 or not model.plan.is_pinned:  # a lone model has its own line when it is ready
+            self.log(f"{model.name} is loaded after {model.loaded_s - model.started_s:.1f} s")
 
     def _note_use(self, model: HostedModel, workers: Sequence[WorkerView]) -> None:
         num_requests = sum(worker.num_requests for worker in workers)
