@@ -72,7 +72,7 @@ class Settings:
     """Values of the protocols' own options, by parameter name."""
 
 
-class _Threads:
+class Threads:
     """Threads for work that would block the event loop."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ async def serve(settings: Settings) -> None:
     security = Security(settings.security)
     bound = _bind(settings.host, settings.port)
     await security.start()
-    threads = _Threads()
+    threads = Threads()
     services = _services(settings, security, threads)
     opened: list[OpenProtocol] = []
     try:
@@ -112,18 +112,26 @@ async def serve(settings: Settings) -> None:
         services.models.close()
 
 
-def _services(settings: Settings, security: Security, threads: _Threads) -> Services:
-    metrics = Metrics()
+def _services(settings: Settings, security: Security, threads: Threads) -> Services:
     upstream = Upstream(
         settings.routers,
         security.transport,
         worker_wait_s=settings.worker_wait_s,
         plain_grpc=settings.plain_grpc,
     )
-    host = ModelHost(settings.model_host, security.transport)
-    host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
-    models = Models(upstream, threads.loading, host=host, aliases=settings.aliases)
     formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
+    return services_behind(
+        upstream, ModelHost(settings.model_host, security.transport), settings.aliases, threads, formats
+    )
+
+
+def services_behind(
+    upstream: Upstream, host: ModelHost, aliases: Aliases | None, threads: Threads, formats: Formats | None = None
+) -> Services:
+    """The services of a gateway, connected with each other."""
+    metrics = Metrics()
+    host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
+    models = Models(upstream, threads.loading, host=host, aliases=aliases)
     prompts = Prompts(threads.tokenizing)
     generator = Generator(upstream, metrics)
     chats = Chats(models, prompts, Constraints(threads.translating), formats)
@@ -149,7 +157,7 @@ async def _run(
     services: Services,
     opened: Sequence[OpenProtocol],
     bound: socket.socket,
-    threads: _Threads,
+    threads: Threads,
     stop: asyncio.Event,
 ) -> None:
     """Serve until `stop` is set, or the HTTP server or a background task ends; then drain."""

@@ -8,7 +8,6 @@ import io
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,22 +27,13 @@ from headrace.common.aliases import Aliases
 from headrace.common.transport.session_server import SessionServer
 from headrace.common.transport.sessions import CallContext
 from headrace.common.transport.wire_request import WireRequest
-from headrace.gateway.chat.answering import Answering
-from headrace.gateway.chat.generation import Generator
-from headrace.gateway.chat.planning import Chats
-from headrace.gateway.chat.prompts import Prompts
-from headrace.gateway.chat.shadowing import Shadows
 from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.security import Security, SecuritySettings
-from headrace.gateway.encoding.planning import Encodings
-from headrace.gateway.encoding.running import EncodingRunner
 from headrace.gateway.protocol import Protocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
-from headrace.gateway.services import Services
-from headrace.gateway.structure.constraints import Constraints
-from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.server import Threads, services_behind
 from headrace.gateway.text.models import Models, TextSide, load_text_side
 from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
@@ -374,30 +364,6 @@ def default_flags(protocol: Protocol) -> dict[str, Any]:
     return click.Command("gateway", params=[*protocol.options]).make_context("gateway", []).params
 
 
-def services_behind(
-    upstream: Upstream, host: ModelHost, aliases: Aliases | None, metrics: Metrics, executor: ThreadPoolExecutor
-) -> Services:
-    """The services of a gateway."""
-    host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
-    models = Models(upstream, executor, host=host, aliases=aliases)
-    prompts, generator = Prompts(executor), Generator(upstream, metrics)
-    chats = Chats(models, prompts, Constraints(executor))
-    shadows = Shadows(models, chats, generator, metrics)
-    chats.on_planned = shadows.offer
-    return Services(
-        models,
-        chats,
-        shadows,
-        generator,
-        Answering(generator),
-        Encodings(models, prompts),
-        EncodingRunner(upstream, metrics),
-        upstream,
-        host,
-        metrics,
-    )
-
-
 @asynccontextmanager
 async def serving_gateway(
     *routers: str,
@@ -412,42 +378,42 @@ async def serving_gateway(
     `flags` are the protocols' flags by parameter name, `model_host` is the address of a host of models.
     """
     security = security or Security(SecuritySettings())
-    with ThreadPoolExecutor(2) as executor:
-        metrics, upstream = Metrics(), Upstream(routers, plain_grpc=plain_grpc)
-        host = ModelHost(model_host)
-        services = services_behind(upstream, host, aliases, metrics, executor)
-        models, shadows = services.models, services.shadows
-        following = asyncio.create_task(host.run())
-        opened = {
-            name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))
-            for name, protocol in PROTOCOLS.items()
-        }
-        edge = HttpEdge(
-            endpoints(services, [*opened.values()]), metrics, admission=security.admission, bodies=security.bodies
-        )
-        bound = bound_socket("127.0.0.1", 0)
-        url = f"{'http' if security.tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
-        application = with_cors(edge, security.cors_origins)
-        http_server = HttpServer(application, 2, security.connections, security.tls)
-        serving = asyncio.create_task(http_server.serve(sockets=[bound]))
-        grpc_services = [service for protocol in opened.values() for service in protocol.grpc_services]
-        grpc_server, grpc_port = await start_grpc_server(grpc_services, "127.0.0.1:0", security.admission)
-        await models.listed()
-        try:
-            async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:
-                yield Gateway(url, f"127.0.0.1:{grpc_port}", http, models, edge, opened, upstream)
-        finally:
-            http_server.should_exit = True
-            await asyncio.gather(serving, grpc_server.stop(None))
-            for protocol in opened.values():
-                await protocol.drain(0)
-            following.cancel()
-            await shadows.close()
-            await upstream.close()
-            await host.close()
-            for protocol in opened.values():
-                await protocol.close()
-            models.close()
+    threads, upstream = Threads(), Upstream(routers, plain_grpc=plain_grpc)
+    host = ModelHost(model_host)
+    services = services_behind(upstream, host, aliases, threads)
+    models, metrics, shadows = services.models, services.metrics, services.shadows
+    following = asyncio.create_task(host.run())
+    opened = {
+        name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))
+        for name, protocol in PROTOCOLS.items()
+    }
+    edge = HttpEdge(
+        endpoints(services, [*opened.values()]), metrics, admission=security.admission, bodies=security.bodies
+    )
+    bound = bound_socket("127.0.0.1", 0)
+    url = f"{'http' if security.tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
+    application = with_cors(edge, security.cors_origins)
+    http_server = HttpServer(application, 2, security.connections, security.tls)
+    serving = asyncio.create_task(http_server.serve(sockets=[bound]))
+    grpc_services = [service for protocol in opened.values() for service in protocol.grpc_services]
+    grpc_server, grpc_port = await start_grpc_server(grpc_services, "127.0.0.1:0", security.admission)
+    await models.listed()
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:
+            yield Gateway(url, f"127.0.0.1:{grpc_port}", http, models, edge, opened, upstream)
+    finally:
+        http_server.should_exit = True
+        await asyncio.gather(serving, grpc_server.stop(None))
+        for protocol in opened.values():
+            await protocol.drain(0)
+        following.cancel()
+        await shadows.close()
+        await upstream.close()
+        await host.close()
+        for protocol in opened.values():
+            await protocol.close()
+        models.close()
+        threads.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
