@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.gateway.adapters.admin_key import AdminKey
+from headrace.gateway.adapters.admin_key import AdminKey, for_operators
 from headrace.gateway.adapters.types import AdapterInfo, AdapterInfos, LoadRequest, UnloadRequest
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
@@ -16,13 +16,11 @@ from headrace.protos.router_pb2 import RouterLoadAdapterRequest, ServedAdapter
 def endpoints(services: Services, admin_key: AdminKey) -> Sequence[Endpoint]:
     """POST load_lora_adapter and unload_lora_adapter, GET lora_adapters."""
     own = _Adapters(services, admin_key)
-    found = [
+    return for_operators(
         *at_api("POST", "/load_lora_adapter", "adapters", own.load),
         *at_api("POST", "/unload_lora_adapter", "adapters", own.unload),
         *at_api("GET", "/lora_adapters", "adapters", own.list),
-    ]
-    # They have a key of their own, which no API key stands for.
-    return [Endpoint(one.method, one.path, one.name, one.handler, is_open=True, makes_work=False) for one in found]
+    )
 
 
 class _Adapters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.gateway.adapters.admin_key import AdminKey
+from headrace.gateway.adapters.admin_key import AdminKey, for_operators
 from headrace.gateway.adapters.types import LoadModelRequest, ModelState, UnloadModelRequest
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
@@ -16,11 +16,10 @@ from headrace.protos.host_pb2 import HostedModel, HostedModelState
 def endpoints(services: Services, admin_key: AdminKey) -> Sequence[Endpoint]:
     """POST load_model and unload_model."""
     own = _Models(services, admin_key)
-    found = [
+    return for_operators(
         *at_api("POST", "/load_model", "model_host", own.load),
         *at_api("POST", "/unload_model", "model_host", own.unload),
-    ]
-    return [Endpoint(one.method, one.path, one.name, one.handler, is_open=True, makes_work=False) for one in found]
+    )
 
 
 class _Models:
