@@ -69,6 +69,10 @@ class LoadedModel:
         """Sends blocks to other workers; None if it does not."""
         return self.tiers.source
 
+    def close(self) -> None:
+        """End what the model does beside its thread."""
+        self.tiers.stop()
+
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
         """The thread that serves the mailbox. Blocks on the disk and of other workers can be used from now on."""
         self.tiers.start(mailbox.wake)

@@ -103,6 +103,7 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
     mailbox.stop()
     thread.join(1.0)
+    model.close()
 
 
 def load(

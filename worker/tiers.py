@@ -38,6 +38,11 @@ class Tiers(NamedTuple):
             self.disk.on_arrival = on_arrival
             self.disk.start()
 
+    def stop(self) -> None:
+        """End fetches from other workers. Otherwise the process would wait for them when it ends."""
+        if self.peers is not None:
+            self.peers.stop()
+
 
 NO_TIERS = Tiers()
 

@@ -64,6 +64,9 @@ class LoadedEncoder:
     source: None = None
     adapters: None = None
 
+    def close(self) -> None:
+        """Nothing runs beside the thread."""
+
     @property
     def max_num_seqs(self) -> int:
         """Number of texts from which a batch is chosen."""
