@@ -237,15 +237,14 @@ def serve(
         sizing = sizing_of(settings, memory_gb, topology, given)
         plans = planned(settings, places, sizing, offline=offline)
         aliases, shadows = aliases_of(plans, settings)
-        files = security_files(given)
         options = ServeOptions(
+            files=security_files(given),
             host=host,
             port=port,
             grpc_port=chosen_grpc_port,
             socket_directory=make_socket_directory(port),
             aliases=aliases,
             shadows=shadows,
-            files=files,
             **given,
         )
         status = asyncio.run(Serving(options, plans, sizing, log, begun_s, offline=offline).run())
