@@ -1,4 +1,4 @@
-"""Chats, completions, embeddings and rerank over gRPC, with plain Python values.
+"""Chats, completions, embeddings, rerank and scores over gRPC, with plain Python values.
 
     with TextClient("127.0.0.1:8001") as client:
         for piece in client.chat("What is the capital of France?", max_tokens=64):
@@ -228,6 +228,23 @@ class TextClient:
         """Number and score of the documents, the most relevant first."""
         request = text_pb2.RerankRequest(model=model, query=query, documents=documents, top_n=top_n)
         return [(one.index, one.relevance_score) for one in self._ask(self._text.Rerank, request).results]
+
+    def score(
+        self,
+        first: str | Sequence[str],
+        second: Sequence[str],
+        *,
+        model: str = "",
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[float]:
+        """The scores of pairs of texts: of one first text with each second one, or of as many with as many."""
+        request = text_pb2.ScoreRequest(
+            model=model,
+            first_texts=[first] if isinstance(first, str) else first,
+            second_texts=second,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return list(self._ask(self._text.Score, request).scores)
 
     def models(self) -> list[str]:
         """The names of the available models."""

@@ -367,6 +367,30 @@ class RerankResult(_message.Message):
     document: str
     def __init__(self, index: _Optional[int] = ..., relevance_score: _Optional[float] = ..., document: _Optional[str] = ...) -> None: ...
 
+class ScoreRequest(_message.Message):
+    __slots__ = ("model", "first_texts", "second_texts", "truncate_prompt_tokens", "priority")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    first_texts: _containers.RepeatedScalarFieldContainer[str]
+    second_texts: _containers.RepeatedScalarFieldContainer[str]
+    truncate_prompt_tokens: int
+    priority: int
+    def __init__(self, model: _Optional[str] = ..., first_texts: _Optional[_Iterable[str]] = ..., second_texts: _Optional[_Iterable[str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("scores", "usage", "request_id")
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    usage: TextUsage
+    request_id: str
+    def __init__(self, scores: _Optional[_Iterable[float]] = ..., usage: _Optional[_Union[TextUsage, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
 class TextListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

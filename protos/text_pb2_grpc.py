@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TextStub(object):
-    """Text serves chats, completions, embeddings and rerank.
+    """Text serves chats, completions, embeddings, rerank and scores.
     """
 
     def __init__(self, channel):
@@ -65,6 +65,11 @@ class TextStub(object):
                 request_serializer=headrace_dot_protos_dot_text__pb2.RerankRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_text__pb2.RerankResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/headrace.v1.Text/Score',
+                request_serializer=headrace_dot_protos_dot_text__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_text__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/headrace.v1.Text/ListModels',
                 request_serializer=headrace_dot_protos_dot_text__pb2.TextListModelsRequest.SerializeToString,
@@ -73,7 +78,7 @@ class TextStub(object):
 
 
 class TextServicer(object):
-    """Text serves chats, completions, embeddings and rerank.
+    """Text serves chats, completions, embeddings, rerank and scores.
     """
 
     def Chat(self, request, context):
@@ -113,6 +118,13 @@ class TextServicer(object):
 
     def Rerank(self, request, context):
         """Rerank orders documents by their relevance to a query.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Score compares pairs of texts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,6 +170,11 @@ def add_TextServicer_to_server(servicer, server):
                     request_deserializer=headrace_dot_protos_dot_text__pb2.RerankRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_text__pb2.RerankResponse.SerializeToString,
             ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=headrace_dot_protos_dot_text__pb2.ScoreRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_text__pb2.ScoreResponse.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=headrace_dot_protos_dot_text__pb2.TextListModelsRequest.FromString,
@@ -172,7 +189,7 @@ def add_TextServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Text(object):
-    """Text serves chats, completions, embeddings and rerank.
+    """Text serves chats, completions, embeddings, rerank and scores.
     """
 
     @staticmethod
@@ -327,6 +344,33 @@ class Text(object):
             '/headrace.v1.Text/Rerank',
             headrace_dot_protos_dot_text__pb2.RerankRequest.SerializeToString,
             headrace_dot_protos_dot_text__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Text/Score',
+            headrace_dot_protos_dot_text__pb2.ScoreRequest.SerializeToString,
+            headrace_dot_protos_dot_text__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

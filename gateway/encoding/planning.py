@@ -125,6 +125,17 @@ class Encodings:
         return model
 
 
+def paired(firsts: Sequence[str], seconds: Sequence[str], first_field: str, second_field: str) -> list[tuple[str, str]]:
+    """Pairs of texts: one first text with each second one, or as many with as many. Raises `StatusError`, which names
+    the fields."""
+    if len(firsts) == 1:
+        firsts = [*firsts] * len(seconds)
+    if len(firsts) != len(seconds):
+        problem = f"{first_field} has {len(firsts)} texts, and {second_field} has {len(seconds)}"
+        raise invalid(first_field, f"{problem}; {first_field} takes one text, or as many as {second_field}")
+    return list(zip(firsts, seconds, strict=True))
+
+
 def _check_number(number: int, name: str) -> None:
     if not number:
         raise invalid(name, f"{name} must have at least one text")

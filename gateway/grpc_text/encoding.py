@@ -1,4 +1,4 @@
-"""Translates the Text service's messages of embeddings and rerank (pure)."""
+"""Translates the Text service's messages of embeddings, rerank and scores (pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.common.transport.channels import MAX_MESSAGE_BYTES
 from headrace.gateway.checks import check_range, invalid
-from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore, Text, TextsToEmbed
+from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore, Text, TextsToEmbed, paired
 from headrace.gateway.encoding.vectors import best_first, floats_of
 from headrace.protos import text_pb2
 
@@ -39,6 +39,21 @@ def pairs_to_score(message: text_pb2.RerankRequest) -> PairsToScore:
     )
 
 
+def pairs_of_texts(message: text_pb2.ScoreRequest) -> PairsToScore:
+    """The pairs of a message. Raises `StatusError`."""
+    firsts, seconds = message.first_texts, message.second_texts
+    pairs = paired(firsts, seconds, "first_texts", "second_texts")
+    return PairsToScore(
+        message.model,
+        pairs,
+        [f"first_texts[{0 if len(firsts) == 1 else number}]" for number in range(len(pairs))],
+        [f"second_texts[{number}]" for number in range(len(pairs))],
+        "second_texts",
+        _truncation(message),
+        priority=message.priority,
+    )
+
+
 def check_response_size(num_texts: int, dimensions: int) -> None:
     """Raise `StatusError` if the vectors of so many texts do not fit into a message."""
     most = MAX_MESSAGE_BYTES // (4 * dimensions + _OVERHEAD_BYTES)
@@ -68,6 +83,11 @@ def rerank_response(
     return text_pb2.RerankResponse(results=results, usage=_usage(plan), request_id=request_id)
 
 
+def score_response(scores: Sequence[float], plan: EncodingPlan, request_id: str) -> text_pb2.ScoreResponse:
+    """The scores of the pairs as a message."""
+    return text_pb2.ScoreResponse(scores=scores, usage=_usage(plan), request_id=request_id)
+
+
 def _text(message: text_pb2.EmbedText, at: str) -> Text:
     kind = message.WhichOneof("kind")
     if kind is None:
@@ -75,7 +95,7 @@ def _text(message: text_pb2.EmbedText, at: str) -> Text:
     return message.text if kind == "text" else list(message.token_ids.ids)
 
 
-def _truncation(message: text_pb2.EmbedRequest | text_pb2.RerankRequest) -> int | None:
+def _truncation(message: text_pb2.EmbedRequest | text_pb2.RerankRequest | text_pb2.ScoreRequest) -> int | None:
     return message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
 
 

@@ -10,12 +10,15 @@ from headrace.gateway.chat.choice import Piece
 from headrace.gateway.chat.generation import Account, Plan
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.grpc_call import Context, GrpcCalls, caller_of
+from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore
 from headrace.gateway.encoding.vectors import check_dimensions, floats_of, shortened
 from headrace.gateway.grpc_text.encoding import (
     check_response_size,
     embed_response,
+    pairs_of_texts,
     pairs_to_score,
     rerank_response,
+    score_response,
     texts_to_embed,
 )
 from headrace.gateway.grpc_text.values import FIELD_NAMES, Answers, chat_request, completion_request, tokenize_request
@@ -33,6 +36,8 @@ from headrace.protos.text_pb2 import (
     EmbedResponse,
     RerankRequest,
     RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
     TextListModelsRequest,
     TextListModelsResponse,
     TextModel,
@@ -111,11 +116,20 @@ class TextService(TextServicer):
         caller = caller_of(context)
 
         async def order() -> RerankResponse:
-            plan = await self._encodings.plan_pairs(pairs_to_score(request))
-            scores = [floats_of(vector)[0] for vector in await self._encoding_runner.run(plan, caller)]
+            plan, scores = await self._scored(pairs_to_score(request), caller)
             return rerank_response(request, scores, plan, caller.request_id)
 
         return await self.calls.answered(order, "grpc_rerank", "Rerank", context)
+
+    async def Score(self, request: ScoreRequest, context: Context) -> ScoreResponse:
+        """Scores of pairs of texts."""
+        caller = caller_of(context)
+
+        async def scores() -> ScoreResponse:
+            plan, found = await self._scored(pairs_of_texts(request), caller)
+            return score_response(found, plan, caller.request_id)
+
+        return await self.calls.answered(scores, "grpc_score", "Score", context)
 
     async def ListModels(self, request: TextListModelsRequest, context: Context) -> TextListModelsResponse:
         """The available models."""
@@ -126,6 +140,10 @@ class TextService(TextServicer):
             return TextListModelsResponse(models=found)
 
         return await self.calls.answered(models, "grpc_models", "ListModels", context)
+
+    async def _scored(self, pairs: PairsToScore, caller: Caller) -> tuple[EncodingPlan, list[float]]:
+        plan = await self._encodings.plan_pairs(pairs)
+        return plan, [floats_of(vector)[0] for vector in await self._encoding_runner.run(plan, caller)]
 
     async def _chat(self, request: TextChatRequest, caller: Caller) -> AsyncGenerator[ChatResponse, None]:
         with FIELD_NAMES.in_callers_terms():

@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.gateway.checks import invalid
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
-from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore
+from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore, paired
 from headrace.gateway.encoding.vectors import best_first, floats_of
 from headrace.gateway.rerank.types import RerankRequest, ScoreRequest
 from headrace.gateway.services import Services
@@ -64,16 +63,12 @@ class _Ranking:
         first, second = request.text_1, request.text_2
         firsts = [first] if isinstance(first, str) else first
         seconds = [second] if isinstance(second, str) else second
-        if len(firsts) == 1:
-            firsts = firsts * len(seconds)
-        if len(firsts) != len(seconds):
-            problem = f"text_1 has {len(firsts)} texts, and text_2 has {len(seconds)}"
-            raise invalid("text_1", f"{problem}; text_1 takes one text, or as many as text_2")
+        together = paired(firsts, seconds, "text_1", "text_2")
         pairs = PairsToScore(
             request.model or "",
-            list(zip(firsts, seconds, strict=True)),
-            ["text_1" if isinstance(first, str) or len(first) == 1 else f"text_1[{i}]" for i in range(len(firsts))],
-            ["text_2" if isinstance(second, str) else f"text_2[{i}]" for i in range(len(seconds))],
+            together,
+            ["text_1" if len(firsts) == 1 else f"text_1[{i}]" for i in range(len(together))],
+            ["text_2" if isinstance(second, str) else f"text_2[{i}]" for i in range(len(together))],
             "text_2",
             request.truncate_prompt_tokens,
             priority=request.priority or 0,

@@ -1,4 +1,4 @@
-"""Embed and Rerank over gRPC, and the same with the client."""
+"""Embed, Rerank and Score over gRPC, and the same with the client."""
 
 from __future__ import annotations
 
@@ -80,6 +80,25 @@ async def test_documents_come_best_first(text: Any) -> None:
     assert [one.document for one in best.results] == ["abc", "ab"]
 
 
+async def test_pairs_are_scored_in_their_order(text: Any, router: Any) -> None:
+    request = text_pb2.ScoreRequest(model=SCORES, first_texts=["abc"], second_texts=DOCUMENTS, priority=2)
+    answer = await text.Score(request, metadata=[("x-request-id", "mine")])
+    assert list(answer.scores) == pytest.approx([0, 2 / 3, 1, 0, 1])
+    assert answer.usage.prompt_tokens == sum(len(stream.request.token_ids) for stream in router.streams)
+    assert answer.request_id == "mine"
+    assert {stream.request.priority for stream in router.streams} == {2}
+    paired = await text.Score(text_pb2.ScoreRequest(model=SCORES, first_texts=["ab", "c"], second_texts=["ac", "c"]))
+    assert list(paired.scores) == pytest.approx([0.5, 1])
+
+
+async def test_the_second_text_of_a_pair_is_cut_if_wanted(text: Any, router: Any) -> None:
+    request = text_pb2.ScoreRequest(
+        model=SCORES, first_texts=["abc"], second_texts=["a" * 300], truncate_prompt_tokens=9
+    )
+    assert list((await text.Score(request)).scores) == [1]
+    assert len(router.streams[-1].request.token_ids) == 9
+
+
 @pytest.mark.parametrize(
     ("request_", "field", "message"),
     [
@@ -93,13 +112,38 @@ async def test_documents_come_best_first(text: Any) -> None:
         (text_pb2.RerankRequest(model=SCORES, query="a"), "documents", "must have at least one text"),
         (text_pb2.RerankRequest(model=SCORES, query="a", documents=["b"], top_n=0), "top_n", "at least 1"),
         (text_pb2.RerankRequest(model=VECTORS, query="a", documents=["b"]), "model", "offers embeddings"),
+        (text_pb2.ScoreRequest(model=SCORES, first_texts=["a"]), "second_texts", "must have at least one text"),
+        (
+            text_pb2.ScoreRequest(model=SCORES, second_texts=["a"]),
+            "first_texts",
+            "first_texts takes one text, or as many as second_texts",
+        ),
+        (
+            text_pb2.ScoreRequest(model=SCORES, first_texts=["a", "b"], second_texts=["a"] * 3),
+            "first_texts",
+            "first_texts has 2 texts, and second_texts has 3",
+        ),
+        (
+            text_pb2.ScoreRequest(model=SCORES, first_texts=["a"], second_texts=["a", "x" * 300]),
+            "second_texts[1]",
+            "truncate_prompt_tokens",
+        ),
+        (
+            text_pb2.ScoreRequest(model=SCORES, first_texts=["x" * 300], second_texts=["a"]),
+            "first_texts[0]",
+            "shorten it",
+        ),
     ],
 )
 async def test_what_cannot_be_encoded_is_refused_with_its_field(
     text: Any, router: Any, request_: Any, field: str, message: str
 ) -> None:
-    method = text.Embed if isinstance(request_, text_pb2.EmbedRequest) else text.Rerank
-    error = await refusal(method(request_))
+    methods = {
+        text_pb2.EmbedRequest: text.Embed,
+        text_pb2.RerankRequest: text.Rerank,
+        text_pb2.ScoreRequest: text.Score,
+    }
+    error = await refusal(methods[type(request_)](request_))
     assert (error.field, message in error.message) == (field, True), error.message
     assert not router.streams
 
@@ -123,11 +167,16 @@ async def test_a_failure_upstream_is_its_status(text: Any, router: Any) -> None:
     assert error.reason is Reason.QUEUE_FULL
 
 
-async def test_the_client_has_both(gateway: Any) -> None:
-    def ask() -> tuple[list[list[float]], list[tuple[int, float]]]:
+async def test_the_client_has_all(gateway: Any) -> None:
+    def ask() -> tuple[list[list[float]], list[tuple[int, float]], list[float], list[float]]:
         with TextClient(gateway.grpc_address) as client:
-            return client.embed(["a", [5, 6]], model=VECTORS), client.rerank("abc", DOCUMENTS, model=SCORES, top_n=1)
+            vectors = client.embed(["a", [5, 6]], model=VECTORS)
+            best = client.rerank("abc", DOCUMENTS, model=SCORES, top_n=1)
+            one_with_many = client.score("abc", DOCUMENTS[:2], model=SCORES)
+            return vectors, best, one_with_many, client.score(["ab", "c"], ["ac", "c"], model=SCORES)
 
-    vectors, best = await asyncio.to_thread(ask)
+    vectors, best, one_with_many, many = await asyncio.to_thread(ask)
     assert [len(vector) for vector in vectors] == [DIMENSIONS] * 2
     assert best == [(2, pytest.approx(1))]
+    assert one_with_many == pytest.approx([0, 2 / 3])
+    assert many == pytest.approx([0.5, 1])
