@@ -22,13 +22,14 @@ from headrace.gateway.chat.formats import Formats
 from headrace.gateway.chat.generation import Generator
 from headrace.gateway.chat.planning import Chats
 from headrace.gateway.chat.prompts import Prompts
-from headrace.gateway.chat.shadowing import Shadows
+from headrace.gateway.chat.shadowing import ChatCopies, Shadows
 from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import GrpcService, start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.security import Security, SecuritySettings
 from headrace.gateway.encoding.planning import Encodings
 from headrace.gateway.encoding.running import EncodingRunner
+from headrace.gateway.encoding.shadowing import EncodingCopies
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
@@ -135,16 +136,18 @@ def services_behind(
     prompts = Prompts(threads.tokenizing)
     generator = Generator(upstream, metrics)
     chats = Chats(models, prompts, Constraints(threads.translating), formats)
-    shadows = Shadows(models, chats, generator, metrics)
-    chats.on_planned = shadows.offer
+    encodings, runner = Encodings(models, prompts), EncodingRunner(upstream, metrics)
+    shadows = Shadows(models, metrics)
+    chats.on_planned = ChatCopies(shadows, chats, generator).offer
+    encodings.on_planned = EncodingCopies(shadows, encodings, runner).offer
     return Services(
         models,
         chats,
         shadows,
         generator,
         Answering(generator),
-        Encodings(models, prompts),
-        EncodingRunner(upstream, metrics),
+        encodings,
+        runner,
         upstream,
         host,
         metrics,

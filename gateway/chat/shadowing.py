@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 from msgspec import structs
@@ -29,27 +29,28 @@ MAX_RUNNING = 16
 LOWEST_PRIORITY = -(2**31)
 _LOG = logging.getLogger(__name__)
 
+Copy = Callable[[str, Caller], Awaitable[None]]
+"""Runs a copy of a request for this model to its end, on behalf of this caller."""
+
 
 class Shadows:
     """Runs the copies."""
 
-    def __init__(self, models: Models, chats: Chats, generator: Generator, metrics: Metrics) -> None:
+    def __init__(self, models: Models, metrics: Metrics) -> None:
         self._models = models
-        self._chats = chats
-        self._generator = generator
         self._metrics = metrics
         self._running: set[asyncio.Task[None]] = set()
 
-    def offer(self, request: Chat | Completion) -> None:
-        """Copy a request that was planned, if the name that it used has a shadow and its share includes it."""
+    def offer(self, name: str, key: str, copy: Copy) -> None:
+        """Run a copy of a planned request for this name and conversation, if the name has a shadow and its share
+        includes the request."""
         authorization = authorization_var.get()
-        model = self._models.shadow_of(request.model or "", request.prompt_cache_key or "")
-        if not model or (authorization is not None and not authorization.may_use(request.model or "")):
+        model = self._models.shadow_of(name, key)
+        if not model or (authorization is not None and not authorization.may_use(name)):
             return
         if len(self._running) >= MAX_RUNNING:
             self._metrics.shadowed(model, "left_out")
             return
-        copy = structs.replace(request, model=model, priority=LOWEST_PRIORITY)
         task = asyncio.create_task(self._run(copy, model))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -58,15 +59,10 @@ class Shadows:
         """End the copies that run."""
         await end_tasks(*self._running)
 
-    async def _run(self, request: Chat | Completion, model: str) -> None:
+    async def _run(self, copy: Copy, model: str) -> None:
         try:
             await self._models.find(model, loads=False)
-            plans = await self._plans(request)
-            _scope(plans)
-            caller = Caller(f"shadow-{request_id_var.get()}", "", time.monotonic())
-            async with aclosing(self._generator.stream(plans, caller)) as pieces:
-                async for _ in pieces:
-                    pass
+            await copy(model, Caller(f"shadow-{request_id_var.get()}", "", time.monotonic()))
         except StatusError as error:
             _LOG.info("a copy for %s failed: %s", model, error.message)
             self._metrics.shadowed(model, error.reason.name.lower())
@@ -75,6 +71,27 @@ class Shadows:
             self._metrics.shadowed(model, "internal")
         else:
             self._metrics.shadowed(model, "ok")
+
+
+class ChatCopies:
+    """Copies chats and completions."""
+
+    def __init__(self, shadows: Shadows, chats: Chats, generator: Generator) -> None:
+        self._shadows = shadows
+        self._chats = chats
+        self._generator = generator
+
+    def offer(self, request: Chat | Completion) -> None:
+        """Copy a request that was planned, if it has a shadow."""
+
+        async def copy(model: str, caller: Caller) -> None:
+            plans = await self._plans(structs.replace(request, model=model, priority=LOWEST_PRIORITY))
+            _scope(plans)
+            async with aclosing(self._generator.stream(plans, caller)) as pieces:
+                async for _ in pieces:
+                    pass
+
+        self._shadows.offer(request.model or "", request.prompt_cache_key or "", copy)
 
     async def _plans(self, request: Chat | Completion) -> Sequence[Plan]:
         if isinstance(request, Chat):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.gateway.chat.prompts import Prompts
@@ -71,6 +71,8 @@ class Encodings:
     def __init__(self, models: Models, prompts: Prompts) -> None:
         self._models = models
         self._prompts = prompts
+        self.on_planned: Callable[[TextsToEmbed | PairsToScore], None] = lambda request: None
+        """Called with each request for which a plan was made."""
 
     async def plan(self, request: TextsToEmbed) -> EncodingPlan:
         """Check a request for vectors and tokenize its texts. Raises `StatusError`."""
@@ -86,6 +88,7 @@ class Encodings:
             token_ids = next(encoded) if isinstance(text, str) else _checked(text, at, model)
             num_last = len(model.text.tokenizer.special_around[1]) if isinstance(text, str) else 0
             prompts.append(_fitting(token_ids, request.truncate_prompt_tokens, num_last, at, model))
+        self.on_planned(request)
         return EncodingPlan(model, prompts, [0] * len(prompts), request.priority)
 
     async def plan_pairs(self, request: PairsToScore) -> EncodingPlan:
@@ -117,6 +120,7 @@ class Encodings:
                 raise _too_long(f"{name} with its query", len(document_ids) + most - room, most, model, remedy, name)
             prompts.append([*first, *document_ids, *behind])
             num_firsts.append(len(first))
+        self.on_planned(request)
         return EncodingPlan(model, prompts, num_firsts, request.priority)
 
     async def _found(self, name: str, task: Task) -> Model:

@@ -39,8 +39,12 @@ class EncodingRunner:
     async def run(self, plan: EncodingPlan, caller: Caller) -> list[bytes]:
         """The vectors of the prompts, in the same order, as little-endian float32. Raises `StatusError`."""
         if caller.authorization is None:
-            return await self._all(plan, caller, "")
+            return await self._counted(plan, caller, "")
         return await self._paid(plan, caller, caller.authorization)
+
+    async def run_copy(self, plan: EncodingPlan, caller: Caller, tenant: str) -> None:
+        """Run the copy of a request: nobody is charged, and it takes no room of other texts. Raises `StatusError`."""
+        await self._all(plan, caller, tenant)
 
     async def _paid(self, plan: EncodingPlan, caller: Caller, authorization: Authorization) -> list[bytes]:
         """Run a plan, and charge the caller's key for all tokens, or for none if the request fails."""
@@ -49,25 +53,28 @@ class EncodingRunner:
             await authorization.take_tokens(plan.num_tokens)
             num_used = 0
             try:
-                vectors = await self._all(plan, caller, authorization.key.tenant)
+                vectors = await self._counted(plan, caller, authorization.key.tenant)
                 num_used = plan.num_tokens
                 return vectors
             finally:
                 authorization.settle(num_used - plan.num_tokens)
 
+    async def _counted(self, plan: EncodingPlan, caller: Caller, tenant: str) -> list[bytes]:
+        number = len(plan.prompts)
+        if self._num_texts + number > MAX_TEXTS:
+            raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of texts to encode", retry_after_s=1.0)
+        describe_generation(self._request(plan, 0, tenant), number, plan.num_tokens)
+        self._num_texts += number
+        try:
+            return await self._all(plan, caller, tenant)
+        finally:
+            self._num_texts -= number
+
     async def _all(self, plan: EncodingPlan, caller: Caller, tenant: str) -> list[bytes]:
         prompts = plan.prompts
-        if self._num_texts + len(prompts) > MAX_TEXTS:
-            raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of texts to encode", retry_after_s=1.0)
         vectors = [b""] * len(prompts)
         order = iter(sorted(range(len(prompts)), key=lambda number: -len(prompts[number])))
-        first = self._request(plan, 0, tenant)
-        describe_generation(first, len(prompts), plan.num_tokens)
-        self._num_texts += len(prompts)
-        try:
-            await _together([self._some(plan, caller, tenant, order, vectors) for _ in prompts[:MAX_CALLS]])
-        finally:
-            self._num_texts -= len(prompts)
+        await _together([self._some(plan, caller, tenant, order, vectors) for _ in prompts[:MAX_CALLS]])
         return vectors
 
     async def _some(

@@ -39,7 +39,7 @@ class _Embeddings:
         model = await find(self._services.models, request.model)
         texts = [request.input] if isinstance(request.input, str) else request.input
         keep = None if request.truncate is False else -1
-        plan = await self._services.encodings.plan(TextsToEmbed(model.name, texts, keep))
+        plan = await self._services.encodings.plan(TextsToEmbed(model.asked_as, texts, keep))
         check_dimensions(request.dimensions, model.card.dimensions)
         planned_s = time.monotonic()
         vectors = await self._services.encoding_runner.run(plan, exchange.caller)
@@ -57,7 +57,7 @@ class _Embeddings:
         request = decode_body(await exchange.body(), OllamaEmbeddings)
         _check(request)
         model = await find(self._services.models, request.model)
-        plan = await self._services.encodings.plan(TextsToEmbed(model.name, [request.prompt], -1, field="prompt"))
+        plan = await self._services.encodings.plan(TextsToEmbed(model.asked_as, [request.prompt], -1, field="prompt"))
         (vector,) = await self._services.encoding_runner.run(plan, exchange.caller)
         await exchange.respond(encode({"embedding": floats_of(vector)}))
 

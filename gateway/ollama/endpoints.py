@@ -51,7 +51,7 @@ class _Generations:
             return
         with CHAT_NAMES.in_callers_terms():
             effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
-            chat = await self._services.chats.plan(chat_of(request, model.name, effort))
+            chat = await self._services.chats.plan(chat_of(request, model.asked_as, effort))
             answer = OllamaAnswer(
                 model.name,
                 _watch(exchange),
@@ -76,7 +76,7 @@ class _Generations:
     async def _continue(self, exchange: Exchange, request: OllamaGenerate, model: Model) -> None:
         """Continue a prompt without a template."""
         with CHAT_NAMES.in_callers_terms():
-            (plan,) = (await self._services.chats.plan_completion(completion_of(request, model.name))).plans
+            (plan,) = (await self._services.chats.plan_completion(completion_of(request, model.asked_as))).plans
             job = replace(plan.job, sampling=replace(plan.job.sampling, default_max_tokens=None))
             if request.context:
                 job = replace(job, token_ids=[*request.context, *job.token_ids])
@@ -94,7 +94,7 @@ class _Generations:
     async def _prompted(self, exchange: Exchange, request: OllamaGenerate, model: Model) -> None:
         """Answer a prompt through the model's chat template, after the tokens of the given context."""
         effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
-        chat_request, names = prompted_chat_of(request, model.name, effort)
+        chat_request, names = prompted_chat_of(request, model.asked_as, effort)
         with names.in_callers_terms():
             chat = await self._services.chats.plan(chat_request)
             plan = chat.plan

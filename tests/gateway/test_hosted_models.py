@@ -15,7 +15,8 @@ import pytest
 import pytest_asyncio
 
 from headrace.common.aliases import parse_aliases
-from headrace.protos.inference_pb2 import TASK_EMBED
+from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
+from tests.gateway.encoder_model import encode
 from tests.gateway.model_host import FakeHost, serving_host
 
 BOUND_S = 20.0
@@ -269,11 +270,7 @@ async def test_requests_are_split_by_weight_and_copies_go_to_the_shadow(split: S
     assert (asked["a"], asked["b"]) == (models["a"], models["b"])
     copies = [stream.request for stream in split.router.streams if stream.request.model == "c"]
     assert {copy.priority for copy in copies} == {-(2**31)}
-    metrics = (await split.gateway.http.get("/metrics")).text
-    found = {
-        outcome: int(float(count))
-        for outcome, count in re.findall(r'headrace_shadow_requests_total\{model="c",outcome="(\w+)"\} (\S+)', metrics)
-    }
+    found = await shadowed(split)
     assert found["ok"] == len(copies)
     assert 0.4 * number < sum(found.values()) < 0.6 * number
 
@@ -295,6 +292,60 @@ async def test_a_copy_that_fails_harms_nobody(kit: Any, split: System) -> None:
     answers = await asyncio.gather(*(split.chat("gpt", {"x-request-id": f"s{i}"}) for i in range(20)))
     assert {answer.status_code for answer in answers} == {200}
     assert 'outcome="internal"' in (await split.gateway.http.get("/metrics")).text
+
+
+async def shadowed(system: System) -> dict[str, int]:
+    """Outcomes of the copies, once none is running."""
+    metrics = (await system.gateway.http.get("/metrics")).text
+    pattern = r'headrace_shadow_requests_total\{model="c",outcome="(\w+)"\} (\S+)'
+    return {outcome: int(float(count)) for outcome, count in re.findall(pattern, metrics)}
+
+
+@pytest.mark.parametrize(
+    ("path", "task", "body", "num_texts"),
+    [
+        ("/v1/embeddings", TASK_EMBED, {"input": ["one", "two"]}, 2),
+        ("/api/embed", TASK_EMBED, {"input": "one"}, 1),
+        ("/v1/rerank", TASK_RANK, {"query": "one", "documents": ["two", "three", "four"]}, 3),
+        ("/v1/score", TASK_RANK, {"text_1": "one", "text_2": "two"}, 1),
+    ],
+)
+async def test_encoders_have_shadows_too(
+    split: System, path: str, task: Any, body: dict[str, Any], num_texts: int
+) -> None:
+    split.router.script = encode
+    split.router.cards = [split.router.card(name=name, task=task, dimensions=4, eos_token_ids=[]) for name in "abc"]
+    await split.gateway.models.refresh()
+    number = 40
+    asked = (
+        split.gateway.http.post(path, json={"model": "gpt", **body}, headers={"x-request-id": f"u{i}"})
+        for i in range(number)
+    )
+    assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+    sent, found = Counter[str](), dict[str, int]()
+    async with asyncio.timeout(BOUND_S):  # until no copy runs
+        while sum(found.values()) < 0.2 * number or sent["c"] != num_texts * found.get("ok", 0):
+            await asyncio.sleep(0.01)
+            found = await shadowed(split)
+            sent = Counter(stream.request.model for stream in split.router.streams)
+    assert sent["a"] + sent["b"] == number * num_texts
+    assert found.keys() <= {"ok", "left_out"}
+    assert sum(found.values()) < 0.8 * number
+    assert {stream.request.priority for stream in split.router.streams if stream.request.model == "c"} == {-(2**31)}
+
+
+async def test_ollamas_names_are_aliases_too(split: System) -> None:
+    number = 40
+    body = {"model": "gpt:latest", "prompt": "hi", "stream": False, "options": {"num_predict": 4}}
+    asked = (
+        split.gateway.http.post("/api/generate", json=body, headers={"x-request-id": f"v{i}"}) for i in range(number)
+    )
+    answers = await asyncio.gather(*asked)
+    assert {answer.status_code for answer in answers} == {200}, answers[0].text
+    assert {answer.json()["model"] for answer in answers} == {"a", "b"}
+    async with asyncio.timeout(BOUND_S):
+        while not 0.2 * number < sum((await shadowed(split)).values()) < 0.8 * number:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_resumption_stays_with_the_weights_that_began_the_answer(kit: Any, split: System) -> None:

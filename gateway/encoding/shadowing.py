@@ -1,0 +1,32 @@
+"""Copies of texts to encode for another model, whose vectors nobody gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.gateway.access.caller import Caller, authorization_var
+from headrace.gateway.chat.shadowing import LOWEST_PRIORITY, Shadows
+from headrace.gateway.encoding.planning import Encodings, PairsToScore, TextsToEmbed
+from headrace.gateway.encoding.running import EncodingRunner
+
+
+class EncodingCopies:
+    """Copies embeddings, rerank and scores."""
+
+    def __init__(self, shadows: Shadows, encodings: Encodings, runner: EncodingRunner) -> None:
+        self._shadows = shadows
+        self._encodings = encodings
+        self._runner = runner
+
+    def offer(self, request: TextsToEmbed | PairsToScore) -> None:
+        """Copy a request that was planned, if it has a shadow."""
+
+        async def copy(model: str, caller: Caller) -> None:
+            if isinstance(request, TextsToEmbed):
+                plan = await self._encodings.plan(replace(request, model=model, priority=LOWEST_PRIORITY))
+            else:
+                plan = await self._encodings.plan_pairs(replace(request, model=model, priority=LOWEST_PRIORITY))
+            authorization = authorization_var.get()
+            await self._runner.run_copy(plan, caller, authorization.key.tenant if authorization is not None else "")
+
+        self._shadows.offer(request.model, "", copy)
