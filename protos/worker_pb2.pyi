@@ -164,14 +164,16 @@ class GetTokenizerResponse(_message.Message):
     def __init__(self, chunk: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("heartbeat_ms", "min_interval_ms", "watcher_id")
+    __slots__ = ("heartbeat_ms", "min_interval_ms", "watcher_id", "takes_adapter_changes")
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     WATCHER_ID_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ADAPTER_CHANGES_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ms: int
     min_interval_ms: int
     watcher_id: int
-    def __init__(self, heartbeat_ms: _Optional[int] = ..., min_interval_ms: _Optional[int] = ..., watcher_id: _Optional[int] = ...) -> None: ...
+    takes_adapter_changes: bool
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., min_interval_ms: _Optional[int] = ..., watcher_id: _Optional[int] = ..., takes_adapter_changes: bool = ...) -> None: ...
 
 class AdjustWatchRequest(_message.Message):
     __slots__ = ("watcher_id", "min_interval_ms")
@@ -186,7 +188,7 @@ class AdjustWatchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids", "adapters", "adapters_in_memory")
+    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids", "adapters", "adapters_in_memory", "adapter_changes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +198,7 @@ class WatchResponse(_message.Message):
     PLACEMENT_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_CHANGES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     kv_events: KvEvents
@@ -205,7 +208,16 @@ class WatchResponse(_message.Message):
     placement_ids: _containers.RepeatedScalarFieldContainer[int]
     adapters: AdapterList
     adapters_in_memory: AdapterNames
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., watcher_rank: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., adapters_in_memory: _Optional[_Union[AdapterNames, _Mapping]] = ...) -> None: ...
+    adapter_changes: AdapterChanges
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., watcher_rank: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., adapters_in_memory: _Optional[_Union[AdapterNames, _Mapping]] = ..., adapter_changes: _Optional[_Union[AdapterChanges, _Mapping]] = ...) -> None: ...
+
+class AdapterChanges(_message.Message):
+    __slots__ = ("known", "unloaded")
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    UNLOADED_FIELD_NUMBER: _ClassVar[int]
+    known: _containers.RepeatedCompositeFieldContainer[Adapter]
+    unloaded: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, known: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., unloaded: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdapterNames(_message.Message):
     __slots__ = ("names",)

@@ -295,6 +295,7 @@ class WorkerLink:
                     heartbeat_ms=self._heartbeat_ms,
                     min_interval_ms=self._pace.begin(),
                     watcher_id=self.watcher_id,
+                    takes_adapter_changes=True,
                 )
             )
             peer = self._silences.watch(self.address, _LOST_HEARTBEATS * self._heartbeat_ms / 1000)

@@ -10,6 +10,7 @@ class WorkerAdapters:
 
     def __init__(self) -> None:
         self._adapters: dict[str, worker_pb2.Adapter] = {}
+        self._in_memory: set[str] = set()
         self._max_in_memory = 0
 
     def take(self, message: worker_pb2.WatchResponse) -> None:
@@ -17,10 +18,16 @@ class WorkerAdapters:
         if message.HasField("adapters"):
             self._adapters = {adapter.name: adapter for adapter in message.adapters.adapters}
             self._max_in_memory = message.adapters.max_in_memory
+            self._in_memory = {name for name, adapter in self._adapters.items() if adapter.is_in_memory}
+        for name in message.adapter_changes.unloaded:
+            self._adapters.pop(name, None)
+        for adapter in message.adapter_changes.known:
+            self._adapters[adapter.name] = adapter
         if message.HasField("adapters_in_memory"):
-            names = set(message.adapters_in_memory.names)
-            for name, adapter in self._adapters.items():
-                adapter.is_in_memory = name in names
+            before, self._in_memory = self._in_memory, set(message.adapters_in_memory.names)
+            for name in before ^ self._in_memory:
+                if name in self._adapters:
+                    self._adapters[name].is_in_memory = name in self._in_memory
 
     def sha256(self, name: str) -> str:
         """The hash of an adapter's files; empty if the worker does not know it."""

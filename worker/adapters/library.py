@@ -90,12 +90,12 @@ class _Slots:
 
 class AdapterLibrary:
     """Adapters by name, at most as many in memory as `runner.adapters` has slots. The reader writes to that memory. For
-    one event loop; `load_now` may be called before there is one. `on_change` is called when the list has changed, or,
-    with True, what is in memory."""
+    one event loop; `load_now` may be called before there is one. `on_change` is called with the name of an
+    adapter that is new, replaced or unknown now, and with an empty name if others are in memory."""
 
     def __init__(self, runner: Runner, reader: Reader, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert runner.adapters is not None, "the runner has memory for adapters"
-        self.on_change: Callable[[bool], None] = lambda only_in_memory: None
+        self.on_change: Callable[[str], None] = lambda name: None
         self.counters = AdapterCounters()
         self._runner = runner
         self._reader = reader
@@ -120,6 +120,10 @@ class AdapterLibrary:
         return sorted(
             owner.name for owner in self._slots.owners if owner and owner.is_in_memory and not owner.is_unloaded
         )
+
+    def known(self, name: str) -> Adapter | None:
+        """The adapter of this name, if there is one."""
+        return self._adapters.get(name)
 
     def find(self, name: str) -> Adapter:
         """The adapter of this name. StatusError (MODEL_NOT_FOUND)."""
@@ -173,16 +177,16 @@ class AdapterLibrary:
             except StatusError:
                 if self._adapters.get(name) is adapter:
                     self._retire(adapter)
-                self.on_change(False)
+                self.on_change(name)
                 raise
-        self.on_change(False)
+        self.on_change(name)
         log.info("adapter %s of rank %d is known, from %s", name, adapter.rank, path)
         return adapter
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Its running requests continue. StatusError (MODEL_NOT_FOUND)."""
         self._retire(self.find(name))
-        self.on_change(False)
+        self.on_change(name)
         log.info("adapter %s is unloaded", name)
 
     # -- use --------------------------------------------------------------------------------------------------------
@@ -272,7 +276,7 @@ class AdapterLibrary:
             if adapter.is_unloaded and not adapter.num_requests and adapter.slot != NO_SLOT:
                 self._empty(adapter)
             self._wake()
-            self.on_change(True)
+            self.on_change("")
 
     async def _read(self, path: Path) -> Found:
         try:

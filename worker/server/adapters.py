@@ -32,8 +32,8 @@ class AdapterDesk:
         self._model = model
         self._releases: set[asyncio.Task[None]] = set()
         if library is not None:
-            hub.serve_adapters(self.list, library.in_memory, self._counters)
-            library.on_change = lambda only_in_memory: hub.adapters_changed(only_in_memory=only_in_memory)
+            hub.serve_adapters(self.list, self._message, library.in_memory, self._counters)
+            library.on_change = hub.adapters_changed
 
     def find(self, name: str) -> Adapter | None:
         """The adapter that a request names; None if it names none. StatusError (MODEL_NOT_FOUND)."""
@@ -98,6 +98,11 @@ class AdapterDesk:
             return worker_pb2.AdapterList()
         adapters = map(message_of, self._library.adapters())
         return worker_pb2.AdapterList(adapters=adapters, max_in_memory=self._library.num_slots)
+
+    def _message(self, name: str) -> worker_pb2.Adapter | None:
+        assert self._library is not None
+        adapter = self._library.known(name)
+        return None if adapter is None else message_of(adapter)
 
     def _counters(self) -> dict[str, int]:
         assert self._library is not None

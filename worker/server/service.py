@@ -38,8 +38,7 @@ SERVICE_NAMES = (INFERENCE, "headrace.v1.Worker")
 CHUNK_BYTES = 1 << 20
 DEFAULT_HEARTBEAT_S = 0.5
 MIN_HEARTBEAT_S = 0.05
-DRAINING_RETRY_S = 1.0
-STUCK_RETRY_S = 5.0
+DRAINING_RETRY_S, STUCK_RETRY_S = 1.0, 5.0
 PROMPT_LOGPROBS_AT_ONCE = 256
 
 if TYPE_CHECKING:
@@ -347,7 +346,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if heartbeat_s < MIN_HEARTBEAT_S:
             message = f"heartbeat_ms must be 0 or at least {MIN_HEARTBEAT_S * 1000:.0f}, not {request.heartbeat_ms}"
             await abort(context, StatusError(Reason.INVALID_FIELD, message, field="heartbeat_ms"))
-        async for response in self._hub.watch(heartbeat_s, request.min_interval_ms / 1000, request.watcher_id):
+        interval_s, changes = request.min_interval_ms / 1000, request.takes_adapter_changes
+        async for response in self._hub.watch(
+            heartbeat_s, interval_s, request.watcher_id, takes_adapter_changes=changes
+        ):
             yield response
 
     async def AdjustWatch(

@@ -33,9 +33,16 @@ class _Watcher:
     """The unsent changes of one watcher, in order. A hash that was stored and evicted meanwhile is in neither set."""
 
     def __init__(
-        self, findable: dict[int, None], heartbeat_s: float = 0.5, interval_s: float = 0.0, watcher_id: int = 0
+        self,
+        findable: dict[int, None],
+        heartbeat_s: float = 0.5,
+        interval_s: float = 0.0,
+        watcher_id: int = 0,
+        *,
+        takes_adapter_changes: bool = False,
     ) -> None:
         self.watcher_id = watcher_id
+        self.takes_adapter_changes = takes_adapter_changes
         self.heartbeat_s = heartbeat_s
         self.adjust(interval_s)
         self.reset = True
@@ -43,7 +50,9 @@ class _Watcher:
         self.evicted: dict[int, None] = {}
         self.placement_ids: deque[int] = deque(maxlen=MAX_PLACEMENTS)
         self.adapters = self.adapters_in_memory = True
-        """Whether it has to be told of the adapters, and of those in memory."""
+        """Whether it has to be told of all adapters, and of those in memory."""
+        self.changed_adapters: dict[str, None] = {}
+        """Names of other adapters that it has to be told of."""
         self.changed = asyncio.Event()
 
     def adjust(self, interval_s: float) -> None:
@@ -77,6 +86,14 @@ class _Watcher:
             del self.stored[block_hash]
         return events
 
+    def note_adapters(self, name: str) -> None:
+        """The adapter of this name has changed, or with an empty name only what is in memory."""
+        self.adapters_in_memory = True
+        if name and self.takes_adapter_changes:
+            self.changed_adapters[name] = None
+        self.adapters |= bool(name) and not self.takes_adapter_changes
+        self.changed.set()
+
     def take_placements(self) -> list[int]:
         """The placements that arrived since the last message."""
         placement_ids = list(self.placement_ids)
@@ -105,6 +122,7 @@ class WatchHub:
         """Whether the lease in Redis is renewed; None without Redis."""
         self._max_num_seqs = max_num_seqs
         self._adapters: Callable[[], worker_pb2.AdapterList] = worker_pb2.AdapterList
+        self._adapter: Callable[[str], worker_pb2.Adapter | None] = lambda name: None
         self._in_memory: Callable[[], list[str]] = list
         self._adapter_counters: Callable[[], dict[str, int]] = dict
         self.findable: dict[int, None] = {}
@@ -160,29 +178,37 @@ class WatchHub:
     def serve_adapters(
         self,
         adapters: Callable[[], worker_pb2.AdapterList],
+        adapter: Callable[[str], worker_pb2.Adapter | None],
         in_memory: Callable[[], list[str]],
         counters: Callable[[], dict[str, int]],
     ) -> None:
-        """Report these adapters and the names of those in memory, and count loads and evictions of adapters."""
-        self._adapters, self._in_memory, self._adapter_counters = adapters, in_memory, counters
+        """Report these adapters, each by its name, and the names of those in memory; count loads and evictions."""
+        self._adapters, self._adapter = adapters, adapter
+        self._in_memory, self._adapter_counters = in_memory, counters
 
-    def adapters_changed(self, *, only_in_memory: bool) -> None:
-        """The adapters are others, or others of them are in memory."""
+    def adapters_changed(self, name: str) -> None:
+        """The adapter of this name is new, replaced or unknown now; with an empty name, others of them are in
+        memory."""
         self._version += 1
         for watcher in self._watchers:
-            watcher.adapters_in_memory = True
-            watcher.adapters |= not only_in_memory
-            watcher.changed.set()
+            watcher.note_adapters(name)
 
     def _take_adapters(self, watcher: _Watcher) -> dict[str, Any]:
         """The adapter fields of the next message."""
-        has_changed, in_memory = watcher.adapters, watcher.adapters_in_memory
-        watcher.adapters = watcher.adapters_in_memory = False
-        if has_changed:
+        is_whole, in_memory, changed = watcher.adapters, watcher.adapters_in_memory, watcher.changed_adapters
+        watcher.adapters, watcher.adapters_in_memory, watcher.changed_adapters = False, False, {}
+        if is_whole:
             return {"adapters": self._adapters()}
+        fields: dict[str, Any] = {}
+        if changed:
+            found = {name: self._adapter(name) for name in changed}
+            fields["adapter_changes"] = worker_pb2.AdapterChanges(
+                known=[adapter for adapter in found.values() if adapter is not None],
+                unloaded=[name for name, adapter in found.items() if adapter is None],
+            )
         if in_memory:
-            return {"adapters_in_memory": worker_pb2.AdapterNames(names=self._in_memory())}
-        return {}
+            fields["adapters_in_memory"] = worker_pb2.AdapterNames(names=self._in_memory())
+        return fields
 
     def drain(self, draining: bool = True) -> None:
         """Tell all watchers whether new requests are accepted."""
@@ -206,11 +232,18 @@ class WatchHub:
         self.drain()
 
     async def watch(
-        self, heartbeat_s: float, interval_s: float = MIN_INTERVAL_S, watcher_id: int = 0
+        self,
+        heartbeat_s: float,
+        interval_s: float = MIN_INTERVAL_S,
+        watcher_id: int = 0,
+        *,
+        takes_adapter_changes: bool = False,
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Messages for one watcher: the first at once, then after each change and every heartbeat, at least
         `interval_s` apart (between MIN_INTERVAL_S and half a heartbeat). None while the hub is silent."""
-        watcher = _Watcher(self.findable, heartbeat_s, interval_s, watcher_id)
+        watcher = _Watcher(
+            self.findable, heartbeat_s, interval_s, watcher_id, takes_adapter_changes=takes_adapter_changes
+        )
         self._watchers.add(watcher)
         try:
             sequence = 0

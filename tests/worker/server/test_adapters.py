@@ -16,10 +16,12 @@ from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse, SamplingParams
 from headrace.protos.model_identity import identity_of
 from headrace.protos.status import Reason, error_of
+from headrace.router.fleet.worker_adapters import WorkerAdapters
 from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.adapters.reader import AdapterReader
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
 from headrace.worker.server.adapters import AdapterDesk
+from headrace.worker.server.watch import WatchHub
 from tests.worker.adapters.files import LAYERS, LINEARS, write_adapter
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.server.running import FINGERPRINT, MODEL, TOKENIZER, RunningWorker, running_worker, small_engine
@@ -41,6 +43,7 @@ class Worker(RunningWorker):
     """A worker with adapters."""
 
     library: AdapterLibrary
+    desk: AdapterDesk
 
     def call(self, adapter: str, max_tokens: int = 3, **fields: Any) -> Any:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -62,8 +65,14 @@ async def worker() -> AsyncIterator[Worker]:
     memory = Memory()
     assert memory.adapters is not None
     library = AdapterLibrary(memory, AdapterReader(LAYERS, memory.adapters))
-    async with running_worker(small_engine(), adapters=lambda hub: AdapterDesk(library, hub, MODEL)) as running:
-        yield Worker(**vars(running), library=library)
+    desks: list[AdapterDesk] = []
+
+    def desk_of(hub: WatchHub) -> AdapterDesk:
+        desks.append(AdapterDesk(library, hub, MODEL))
+        return desks[0]
+
+    async with running_worker(small_engine(), adapters=desk_of) as running:
+        yield Worker(**vars(running), library=library, desk=desks[0])
     library.check()
     assert all(not adapter.num_requests for adapter in library.adapters()), "a request kept its adapter"
 
@@ -158,3 +167,38 @@ async def test_what_cannot_be_loaded_is_refused_by_its_field(worker: Worker, nam
         await worker.load(name, Path(path) if path else Path())
     error = error_of(caught.value)
     assert (error.reason, error.field) == (Reason.INVALID_FIELD, field)
+
+
+@pytest.mark.parametrize("takes_changes", [True, False])
+async def test_watchers_know_the_adapters_after_each_change(
+    worker: Worker, tmp_path: Path, takes_changes: bool
+) -> None:
+    """A router that takes changes gets each adapter once, and others get whole lists."""
+    paths = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(4)]
+    await worker.load("0", paths[0])
+    request = worker_pb2.WatchRequest(heartbeat_ms=50, watcher_id=5, takes_adapter_changes=takes_changes)
+    watch = worker.worker.Watch(request)
+    seen = WorkerAdapters()
+    seen.take(await watch.read())
+    messages: list[worker_pb2.WatchResponse] = []
+
+    async def agrees() -> None:
+        async with asyncio.timeout(20):
+            while {one.name: one for one in seen.all()} != {one.name: one for one in worker.desk.list().adapters}:
+                messages.append(await watch.read())
+                seen.take(messages[-1])
+
+    await agrees()
+    for number in (1, 2, 3):  # there is room for two in memory
+        await worker.load(str(number), paths[number])
+        await agrees()
+    await worker.load("3", paths[0], in_place=True)
+    await agrees()
+    worker.desk.unload("1")
+    worker.desk.unload("3")
+    await agrees()
+    assert [adapter.name for adapter in seen.all()] == ["0", "2"]
+    assert any(message.HasField("adapters") for message in messages) != takes_changes
+    assert any(message.HasField("adapter_changes") for message in messages) == takes_changes
+    assert all(len(message.adapter_changes.known) <= 1 for message in messages)
+    watch.cancel()
