@@ -75,6 +75,16 @@ class WorkerStub(object):
                 request_serializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksResponse.FromString,
                 _registered_method=True)
+        self.HandOver = channel.unary_stream(
+                '/headrace.v1.Worker/HandOver',
+                request_serializer=headrace_dot_protos_dot_worker__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_worker__pb2.HandOverResponse.FromString,
+                _registered_method=True)
+        self.TakeBlocks = channel.unary_unary(
+                '/headrace.v1.Worker/TakeBlocks',
+                request_serializer=headrace_dot_protos_dot_worker__pb2.TakeBlocksRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_worker__pb2.TakeBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -145,6 +155,24 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandOver(self, request, context):
+        """HandOver is for a router that hands the cached blocks of a draining worker over to others. It streams which blocks there
+        are. The worker does not stop before the router ends the call, or the time for it is over. Once for each drain: later
+        calls get QUEUE_FULL. INVALID_FIELD if the worker does not drain; UNSUPPORTED if it exchanges no blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeBlocks(self, request, context):
+        """TakeBlocks lets the worker fetch blocks from a worker that drains, and returns when they are in its cache or cannot be
+        fetched. MODEL_CHANGED if the layouts differ; UNSUPPORTED if it exchanges no blocks; DRAINING if it drains
+        itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -187,6 +215,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.FetchBlocks,
                     request_deserializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksResponse.SerializeToString,
+            ),
+            'HandOver': grpc.unary_stream_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=headrace_dot_protos_dot_worker__pb2.HandOverRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_worker__pb2.HandOverResponse.SerializeToString,
+            ),
+            'TakeBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeBlocks,
+                    request_deserializer=headrace_dot_protos_dot_worker__pb2.TakeBlocksRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_worker__pb2.TakeBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -406,6 +444,60 @@ class Worker(object):
             '/headrace.v1.Worker/FetchBlocks',
             headrace_dot_protos_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
             headrace_dot_protos_dot_worker__pb2.FetchBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.Worker/HandOver',
+            headrace_dot_protos_dot_worker__pb2.HandOverRequest.SerializeToString,
+            headrace_dot_protos_dot_worker__pb2.HandOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Worker/TakeBlocks',
+            headrace_dot_protos_dot_worker__pb2.TakeBlocksRequest.SerializeToString,
+            headrace_dot_protos_dot_worker__pb2.TakeBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,7 @@ from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.membership import check_target
+from headrace.router.handover import Handovers
 
 log = logging.getLogger(__name__)
 
@@ -328,6 +329,7 @@ class RouterServer:
         self._fleet = fleet
         self._leases = leases
         self._transport = transport
+        self._handovers = Handovers(fleet, metrics)
         self.admission = Admission(fleet, admission)
         self.inference = InferenceService(fleet, self.admission, metrics, forwarding, bounds)
         metrics.observe_requests(self.admission, self)
@@ -363,6 +365,7 @@ class RouterServer:
 
     async def start(self) -> None:
         """Link the fleet and answer calls."""
+        self._handovers.start()
         await self._fleet.start()
         await self._server.start()
         await set_serving(self._health, [ROUTER], True)
@@ -378,6 +381,7 @@ class RouterServer:
         await self._server.stop(grace_s)
         if self._probe is not None:
             await self._probe.stop(None)
+        await self._handovers.close()
         await self._fleet.close()
 
     async def _follow_health(self) -> None:

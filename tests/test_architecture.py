@@ -122,7 +122,14 @@ TIERS = {
         ("serving",),
         ("__main__",),
     ),
-    "router": (("placement",), ("fleet",), ("dispatch",), ("adapter_calls", "explain"), ("service",), ("__main__",)),
+    "router": (
+        ("placement",),
+        ("fleet",),
+        ("dispatch",),
+        ("adapter_calls", "explain", "handover"),
+        ("service",),
+        ("__main__",),
+    ),
     "cli": (("errors", "launch", "gguf"), ("models", "fleet"), ("hosting",), ("serving",), ("main",), ("__main__",)),
 }
 

@@ -183,6 +183,13 @@ SPECULATION = ("auto", "off", "ngram", "draft")
     help="Exchange cached prefixes with other workers of the fleet, where that is faster than computing them.",
 )
 @click.option(
+    "--kv-handover-gb",
+    type=click.FloatRange(0),
+    default=4.0,
+    help="Size of the cached prefixes that are handed over to other workers when this one drains, in GiB; most "
+    "recently used first. 0: none.",
+)
+@click.option(
     "--adapter",
     "adapters",
     multiple=True,

@@ -53,6 +53,7 @@ class WorkerConfig:
     kv_disk_gb: float = 16.0
     kv_disk_key: Path | None = None
     kv_peers: bool = True
+    kv_handover_gb: float = 4.0
     adapters: tuple[tuple[str, Path], ...] = ()
     """Names and directories of LoRA adapters."""
     max_adapters: int = 0

@@ -36,7 +36,7 @@ from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
 from headrace.worker.model.step_limits import StepLimits, step_limits
-from headrace.worker.peers.source import BlockSource
+from headrace.worker.peers.handover import Handover
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
@@ -65,9 +65,9 @@ class LoadedModel:
     adapters: AdapterLibrary | None = None
 
     @property
-    def source(self) -> BlockSource | None:
-        """Sends blocks to other workers; None if it does not."""
-        return self.tiers.source
+    def handover(self) -> Handover | None:
+        """Exchanges blocks with other workers; None if it does not."""
+        return self.tiers.handover
 
     def close(self) -> None:
         """End what the model does beside its thread."""
@@ -76,9 +76,10 @@ class LoadedModel:
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
         """The thread that serves the mailbox. Blocks on the disk and of other workers can be used from now on."""
         self.tiers.start(mailbox.wake)
-        fetching = None
-        if self.tiers.disk is not None or self.tiers.peers is not None:
-            fetching = Fetching(self.engine.scheduler, self.tiers.disk, self.tiers.peers)
+        fetching, tiers = None, self.tiers
+        if tiers.disk is not None or tiers.peers is not None:
+            source = None if tiers.handover is None else tiers.handover.source
+            fetching = Fetching(self.engine.scheduler, tiers.disk, tiers.peers, takeover=tiers.takeover, source=source)
         return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, fetching=fetching)
 
 
@@ -129,8 +130,8 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     )
     region = Region(arena.address, arena.size_bytes)
     tiers = tiers_for(config, runner, kv_layout(runner, fingerprint), pool, kept, disk_key, transport)
-    if tiers.source is not None:
-        card.kv_layout, card.kv_block_bytes = tiers.source.layout, runner.block_bytes
+    if tiers.handover is not None:
+        card.kv_layout, card.kv_block_bytes = tiers.handover.source.layout, runner.block_bytes
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
 
 

@@ -34,6 +34,7 @@ from headrace.worker.kv.host_memory import STALE_AFTER_S, HostMemory, open_memor
 from headrace.worker.loading import LoadedModel, load_model
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import ModelLimits
+from headrace.worker.server.blocks import BlockCalls
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.registration import REDIS_TIMEOUT_S, RedisLease, Registration
 from headrace.worker.server.service import INFERENCE, SERVICE_NAMES, InferenceService, WorkerService
@@ -72,7 +73,8 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size)
     mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish)
     observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
-    health, sessions = add_services(server, config, model, mailbox, hub, observer)
+    blocks = BlockCalls(model.handover, hub)
+    health, sessions = add_services(server, config, model, mailbox, hub, observer, blocks)
     thread = model.make_thread(mailbox, config.max_ttft_s)
     thread.start()
     # Reading the binding and collecting garbage take 0.1 s of a core, so do both before the first request.
@@ -97,8 +99,11 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
         job.cancel()
     hub.stop()
     await set_serving(health, SERVICE_NAMES, False)
+    deadline_s = time.monotonic() + config.drain_timeout_s
+    # Routers hand the blocks of registered workers over.
+    await blocks.wait(config.drain_timeout_s)
     await asyncio.gather(*(registration.close() for registration in registrations))
-    await mailbox.wait_until_empty(config.drain_timeout_s)
+    await mailbox.wait_until_empty(max(0.0, deadline_s - time.monotonic()))
     sessions.end_when_idle()
     await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
     mailbox.stop()
@@ -202,6 +207,7 @@ def add_services(
     mailbox: Mailbox,
     hub: WatchHub,
     observer: RequestObserver,
+    blocks: BlockCalls,
 ) -> tuple[health.aio.HealthServicer, SessionServer]:
     """Register the worker's services. Returns its health service and its sessions."""
     card = model.card
@@ -220,7 +226,7 @@ def add_services(
     inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
-    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub, adapters, model.source)
+    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub, adapters, blocks)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     worker.health = add_introspection(server, SERVICE_NAMES)
     return worker.health, inference.sessions

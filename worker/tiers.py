@@ -14,6 +14,8 @@ from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import GIB
+from headrace.worker.kv.takeover import Takeover
+from headrace.worker.peers.handover import Handover
 from headrace.worker.peers.source import MAX_BLOCK_BYTES, BlockFile, BlockSource
 from headrace.worker.peers.tier import PeerTier
 
@@ -24,16 +26,20 @@ log = logging.getLogger("headrace.worker")
 
 
 class Tiers(NamedTuple):
-    """What a worker has of them. `source` serves its blocks to other workers."""
+    """What a worker has of them. `handover` serves its blocks to other workers, `takeover` takes those of workers that
+    drain."""
 
     disk: DiskTier | None = None
     peers: PeerTier | None = None
-    source: BlockSource | None = None
+    takeover: Takeover | None = None
+    handover: Handover | None = None
 
     def start(self, on_arrival: Callable[[], None]) -> None:
         """Begin to work. Calls `on_arrival` when blocks have come."""
         if self.peers is not None:
             self.peers.on_arrival = on_arrival
+        if self.takeover is not None:
+            self.takeover.wake = on_arrival
         if self.disk is not None:
             self.disk.on_arrival = on_arrival
             self.disk.start()
@@ -76,4 +82,7 @@ def tiers_for(
     if kept is not None and kept.format is not None:
         file = BlockFile(kept.memory.descriptor, kept.format.arena_offset, kept.format.num_blocks)
     peers = PeerTier(layout, contents, runner.block_bytes, transport)
-    return Tiers(disk, peers, BlockSource(layout, pool, contents, runner.block_bytes, file))
+    source = BlockSource(layout, pool, contents, runner.block_bytes, file)
+    takeover = Takeover(pool, peers)
+    most_bytes = int(config.kv_handover_gb * GIB)
+    return Tiers(disk, peers, takeover, Handover(source, takeover, pool, runner.block_bytes, most_bytes))

@@ -79,6 +79,14 @@ class RouterMetrics:
             "Placements that a worker gave back because other routers had given it more work than was believed",
             registry=self.registry,
         )
+        self.handovers = Counter(
+            "headrace_router_handovers",
+            "Draining workers whose cached blocks this router handed over to others",
+            registry=self.registry,
+        )
+        self.blocks_handed_over = Counter(
+            "headrace_router_blocks_handed_over", "Cached KV blocks handed over", registry=self.registry
+        )
         self.decision_seconds = Histogram(
             "headrace_router_decision_seconds",
             "Time of one placement, hashing of the prompt included",

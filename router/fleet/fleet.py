@@ -71,6 +71,7 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         transport: Transport = PLAIN,
     ) -> None:
+        self.on_state: Callable[[WorkerLink], None] = lambda _: None
         self.on_room: Callable[[str], None] = lambda _: None
         """Called with a model's name when one of its workers has room for waiting requests."""
         self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
@@ -394,5 +395,6 @@ class Fleet:
             self._models.remember(link.card)
             self.adapters.joined(link)
             self._on_room(link)
+        self.on_state(link)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -127,6 +127,7 @@ class WorkerLink:
         self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self.load_adapter, self.unload_adapter = self._stub.LoadAdapter, self._stub.UnloadAdapter
+        self.hand_over, self.take_blocks = self._stub.HandOver, self._stub.TakeBlocks
         self.sessions = SessionClient(
             self._channel, plain_grpc=self._plain_grpc, silences=self._silences, peer=self.address
         )

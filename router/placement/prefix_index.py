@@ -205,6 +205,10 @@ class PrefixIndex:
         depths = self.depths(hashes)
         return {worker_id: int(depths[self._holdings[worker_id].slot]) for worker_id in worker_ids}
 
+    def holders(self, block_hash: int) -> int:
+        """The bits of the slots whose workers hold this block."""
+        return self._mask.get(block_hash, 0)
+
     def confirmed_depths(self, hashes: Sequence[int]) -> Depths:
         """As `depths`, without predictions. The blocks of workers with gaps are not counted."""
         predictions, self._predictions = self._predictions, _NO_PREDICTIONS

@@ -1,4 +1,5 @@
-"""Cached prefixes of other workers, with real workers: they are fetched, and tokens equal those of a cold run."""
+"""Cached prefixes of other workers, with real workers: they are fetched, and tokens equal those of a cold run. Prefixes
+of a worker that stops are handed over."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from headrace.common.transport.channels import PLAIN
@@ -23,8 +25,9 @@ SEED = 1
 
 @pytest.fixture(params=["shared memory", "sockets"])
 def peers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """Two workers that keep their KV cache in files in memory, or for themselves."""
+    """Two workers that keep their KV cache in files in memory, or for themselves. They hand nothing over unasked."""
     flags = ["--execution-mode", "accuracy", "--kv-cache-gb", "0.05", "--max-context-tokens", "2048"]
+    flags += ["--kv-handover-gb", "0"]
     if request.param == "shared memory":
         memory = tmp_path / "memory"
         memory.mkdir()
@@ -77,3 +80,59 @@ async def test_a_draining_worker_hands_its_prefixes_over(peers: Fleet) -> None:
             victim.start()
             peers.until_whole(120)
         peers.until_idle()
+
+
+NUM_PREFIXES = 48
+PREFIX_TOKENS = 512
+
+
+async def hit_rate(client: httpx.AsyncClient, base_url: str, prefixes: list[list[int]], rng: random.Random) -> float:
+    """The share of the prefixes' tokens that is cached, a request each, several at a time."""
+    at_once = asyncio.Semaphore(4)
+
+    async def ask(prefix: list[int]) -> int:
+        async with at_once:
+            tail = [rng.randrange(100, 40_000) for _ in range(20)]
+            return (await complete(client, base_url, body(prefix + tail, 4)))[1]
+
+    num_cached = sum(await asyncio.gather(*map(ask, rng.sample(prefixes, len(prefixes)))))
+    return num_cached / (len(prefixes) * PREFIX_TOKENS)
+
+
+async def restart_in_turn(made: Fleet, client: httpx.AsyncClient, rng: random.Random) -> int:
+    """Restart all workers one after another while other prompts are answered. Returns how many were."""
+    is_over, num_answers = asyncio.Event(), 0
+
+    async def ask_others() -> None:
+        nonlocal num_answers
+        while not is_over.is_set():
+            prompt = [rng.randrange(100, 40_000) for _ in range(100)]
+            await complete(client, made.base_url, body(prompt, 16, cache_salt="others"))
+            num_answers += 1
+
+    load = [asyncio.create_task(ask_others()) for _ in range(3)]
+    for worker in made.workers:
+        worker.terminate()
+        assert await asyncio.to_thread(worker.gone) == 0
+        worker.start()
+        await asyncio.to_thread(made.until_whole, 120)
+    is_over.set()
+    await asyncio.gather(*load)
+    return num_answers
+
+
+@pytest.mark.timeout(400)
+async def test_prefixes_survive_the_restart_of_all_workers(tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    prefixes = [[rng.randrange(100, 40_000) for _ in range(PREFIX_TOKENS)] for _ in range(NUM_PREFIXES)]
+    flags = ["--kv-cache-gb", "0.05", "--max-context-tokens", "2048"]
+    with fleet(tmp_path, num_workers=4, worker_flags=flags) as made:
+        async with http_client() as client:
+            await hit_rate(client, made.base_url, prefixes, rng)
+            before = await hit_rate(client, made.base_url, prefixes, rng)
+            assert await restart_in_turn(made, client, rng) > 4
+            taken_over = sum(worker.load.counters.blocks_taken_over for worker in made.list_workers())
+            after = await hit_rate(client, made.base_url, prefixes, rng)
+        print(f"hit rate {before:.3f} before the restarts and {after:.3f} after; {taken_over} blocks taken over")
+        assert after >= 0.9 * before > 0.8
+        made.until_idle()

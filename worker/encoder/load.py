@@ -61,7 +61,7 @@ class LoadedEncoder:
     tokenizer_bundle: bytes
     kv_cache: Region = _NO_REGION
     kept: None = None
-    source: None = None
+    handover: None = None
     adapters: None = None
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.fetch import Fetch, Tier, Wanted
 from headrace.worker.kv.manager import MIN_TOKENS_LEFT
+from headrace.worker.kv.takeover import Takeover
+from headrace.worker.peers.source import BlockSource
 from headrace.worker.peers.tier import PeerTier
 from headrace.worker.request.request import Request, RequestState
 
@@ -42,6 +44,9 @@ class Fetching:
         disk: DiskTier | None,
         peers: PeerTier | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        takeover: Takeover | None = None,
+        source: BlockSource | None = None,
     ) -> None:
         self.disk = disk
         self.peers = peers
@@ -49,6 +54,10 @@ class Fetching:
         self.num_peer_tokens = 0
         self._scheduler = scheduler
         self._clock = clock
+        self._takeover = takeover
+        self._source = source
+        if takeover is not None:
+            takeover.num_spare = self._num_spare
         self._held: dict[Fetch, _Held] = {}
 
     @property
@@ -78,7 +87,7 @@ class Fetching:
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._compute_s(first, end))
         fetch = Fetch(wanted, request.kv_source if tier is self.peers else "", patience_s)
         self._held[fetch] = _Held(request, prefix, self._clock() + patience_s)
-        self._scheduler.num_fetching += 1
+        self._count_running()
         tier.fetch(fetch)
         return True
 
@@ -95,13 +104,17 @@ class Fetching:
     def take_ready(self) -> list[Request]:
         """Make the blocks that came findable. Returns the requests that need not wait any more."""
         ready = []
+        if self._takeover is not None:
+            self._takeover.advance()
         for fetch in self._take_ended():
+            if self._takeover is not None and self._takeover.end(fetch):
+                continue
             held = self._held.pop(fetch)
-            self._scheduler.num_fetching -= 1
             self._import(fetch, held.prefix)
             self._count(fetch, held.request)
             if not fetch.is_given_up:
                 ready.append(held.request)
+        self._count_running()
         now_s = self._clock()
         for fetch, held in self._held.items():
             if now_s > held.deadline_s and not fetch.is_given_up:
@@ -116,7 +129,23 @@ class Fetching:
             found |= {"blocks_written": self.disk.num_written, "blocks_read": self.disk.num_read}
         if self.peers is not None:
             found |= {"blocks_received": self.peers.num_received}
+        if self._source is not None:
+            found |= {"blocks_sent": self._source.num_sent}
+        if self._takeover is not None:
+            found |= {"blocks_taken_over": self._takeover.num_taken}
         return found
+
+    def take_news(self) -> bool:
+        """Whether blocks have changed for which no request waits."""
+        if self._takeover is None or not self._takeover.has_news:
+            return False
+        self._takeover.has_news = False
+        return True
+
+    def _count_running(self) -> None:
+        """Tell the scheduler how many fetches hold blocks."""
+        others = 0 if self._takeover is None else self._takeover.num_running
+        self._scheduler.num_fetching = len(self._held) + others
 
     def _take_ended(self) -> Iterable[Fetch]:
         if self.disk is not None:

@@ -70,7 +70,8 @@ class EngineThread(ServingThread):
                 self._forecast.observe()
             elif self._fetching is not None and self._engine.scheduler.has_requests:
                 time.sleep(_POLL_S)  # the pool waits for blocks that are fetched
-            if has_stepped or commands:
+            has_news = self._fetching is not None and self._fetching.take_news()
+            if has_stepped or commands or has_news:
                 self._report = self._report_if_due(commands_came=bool(commands))
 
     def _apply(self, commands: Sequence[Command]) -> None:

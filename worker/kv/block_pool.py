@@ -122,6 +122,38 @@ class BlockPool:
         content = None if block is None else self._content.get(block)
         return None if block is None or content is None or content.block_hash != block_hash else (block, content)
 
+    def hottest_first(self) -> list[Content]:
+        """The full findable blocks, most recently used first, and each after its predecessor. Any thread may call it;
+        blocks that change meanwhile may be missing."""
+        contents = dict(self._content)
+        recent = [block for block in contents if self._ref_count[block]]
+        block = self.num_blocks
+        for _ in range(self.num_blocks):
+            block = self._previous[block]
+            if block == self.num_blocks:
+                break
+            recent.append(block)
+        by_hash = {content.block_hash: content for content in contents.values() if content.block_hash is not None}
+        found: dict[int, Content] = {}
+        for block in recent:
+            chain, content = [], contents.get(block)
+            while content is not None and content.block_hash is not None and content.block_hash not in found:
+                chain.append(content)
+                content = None if content.is_first else by_hash.get(content.parent_hash)
+            if chain and (chain[-1].is_first or chain[-1].parent_hash in found):
+                found.update((content.block_hash, content) for content in reversed(chain) if content.block_hash)
+        return list(found.values())
+
+    def chain_to(self, block_hash: int) -> list[int]:
+        """The blocks up to the one with this hash, the first one first; empty if it cannot be found."""
+        chain: list[int] = []
+        while (block := self._block_of_hash.get(block_hash)) is not None:
+            chain.append(block)
+            if self._content[block].is_first:
+                break
+            block_hash = self._content[block].parent_hash
+        return chain[::-1]
+
     def find(self, block_hash: int, parent_hash: int, token_bytes: bytes) -> int | None:
         """The block with this hash, parent and content, or None. Comparing the content rules out hash collisions."""
         block = self._block_of_hash.get(block_hash)

@@ -1,14 +1,13 @@
-"""Blocks of prompts that are brought into the pool from elsewhere: from a disk, or from another worker."""
+"""Blocks that are brought into the pool from elsewhere: from a disk, or from another worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
 class Wanted(NamedTuple):
-    """A block to be filled: `block`, which has no other holder."""
+    """A block to be filled: `block`, which has no other holder. `token_bytes` is empty if its tokens are not known."""
 
     block: int
     block_hash: int
@@ -19,11 +18,11 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks of one prompt, filled in order. A tier's thread counts them in `num_read`, and stops at the first block
-    that it cannot fill, or when `is_given_up` is set. `source` is the address of a worker, for fetches from there.
-    After `timeout_s` nobody waits for them any more."""
+    """Blocks that are filled in order. A tier's thread counts them in `num_read`, and stops at the first block that it
+    cannot fill, or when `is_given_up` is set. It adds the tokens where they were not known. `source` is the address of
+    a worker, for fetches from there. After `timeout_s` nobody waits for them any more."""
 
-    wanted: Sequence[Wanted]
+    wanted: list[Wanted]
     source: str = ""
     timeout_s: float = 60.0
     num_read: int = 0

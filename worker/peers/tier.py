@@ -22,7 +22,9 @@ import numpy.typing as npt
 
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import worker_pb2, worker_pb2_grpc
+from headrace.protos.block_hash import next_hash
 from headrace.worker.kv.block_bytes import BlockBytes
+from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.fetch import Fetch, Wanted
 from headrace.worker.peers.source import host_id
 
@@ -143,16 +145,23 @@ class PeerTier:
                 is_filled = self._read(wanted.block, foreign, response.numbers[number])
             else:
                 is_filled = self._fill(wanted.block, response.blocks[number])
-            if not is_filled or not self._is_right(wanted, response.token_bytes[number], checksum):
+            token_bytes = response.token_bytes[number]
+            if not is_filled or not self._is_right(wanted, token_bytes, checksum):
                 log.warning("%s sent a KV block that is not what it should be; the rest is computed", fetch.source)
                 return False
+            fetch.wanted[fetch.num_read] = wanted._replace(token_bytes=token_bytes)
             fetch.num_read += 1
             self.num_received += 1
         return True
 
     def _is_right(self, wanted: Wanted, token_bytes: bytes, checksum: int) -> bool:
         size = self._contents.block_size
-        return token_bytes == wanted.token_bytes and self._contents.checksum(wanted.block, size) == checksum
+        if wanted.token_bytes:
+            is_meant = token_bytes == wanted.token_bytes
+        else:
+            is_whole = len(token_bytes) == TOKEN_BYTES * size
+            is_meant = is_whole and next_hash(wanted.parent_hash, token_bytes) == wanted.block_hash
+        return is_meant and self._contents.checksum(wanted.block, size) == checksum
 
     def _fill(self, block: int, data: bytes) -> bool:
         if len(data) != self._block_bytes:

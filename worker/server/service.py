@@ -17,17 +17,17 @@ from grpc_health.v1 import health
 from headrace.common.transport.introspection import set_serving
 from headrace.common.transport.session_server import SessionServer, handler_of
 from headrace.common.transport.sessions import CallContext
-from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.adapters.library import Adapter
 from headrace.worker.engine.mailbox import Mailbox, OutputStream
 from headrace.worker.grammar.compiler import Grammars
-from headrace.worker.peers.source import BlockSource
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.request.step import RequestOutput
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, already_finished, decode
+from headrace.worker.server.blocks import BlockCalls, BlockServicer
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.watch import WatchHub
 
@@ -265,7 +265,7 @@ def _finished_at_once(
     )
 
 
-class WorkerService(worker_pb2_grpc.WorkerServicer):
+class WorkerService(BlockServicer):
     """Model card, tokenizer, watch and drain."""
 
     def __init__(
@@ -275,9 +275,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         mailbox: Mailbox,
         hub: WatchHub,
         adapters: AdapterDesk | None = None,
-        source: BlockSource | None = None,
+        blocks: BlockCalls | None = None,
     ) -> None:
-        self._source = source
+        super().__init__(blocks or BlockCalls(None, hub))
         self._card = card
         self._adapters = adapters or AdapterDesk(None, hub, card.card.name)
         self._bundle = tokenizer_bundle
@@ -325,19 +325,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         for start in range(0, len(self._bundle), CHUNK_BYTES):
             yield worker_pb2.GetTokenizerResponse(chunk=self._bundle[start : start + CHUNK_BYTES])
 
-    async def FetchBlocks(
-        self, request: worker_pb2.FetchBlocksRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.FetchBlocksResponse]:
-        """See the proto."""
-        try:
-            if self._source is None:
-                raise StatusError(Reason.UNSUPPORTED, "this worker does not exchange KV blocks with others")
-            async with contextlib.aclosing(self._source.send(request)) as responses:
-                async for response in responses:
-                    yield response
-        except StatusError as error:
-            await abort(context, error)
-
     async def Watch(
         self, request: worker_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
@@ -370,6 +357,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if self._hub.is_stopping:
                 await abort(context, StatusError(Reason.DRAINING, "the worker is stopping; start it again instead"))
             self._hub.drain(False)
+            self.blocks.reset()
             self._undone.set()
             await self._tell_health(True)
             log.info("accepting requests again")
@@ -384,11 +372,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.DrainResponse(num_running=self._mailbox.num_open)
 
     async def _drained(self, timeout_s: float | None) -> None:
-        """Wait until no request is left, the drain is undone, or the time is over."""
-        ends = [
-            asyncio.create_task(self._mailbox.wait_until_empty(None)),
-            asyncio.create_task(self._undone.wait()),
-        ]
+        """Wait until no request is left and the blocks are handed over, the drain is undone, or the time is over."""
+
+        async def all_ended() -> None:
+            await asyncio.gather(self._mailbox.wait_until_empty(None), self.blocks.wait(timeout_s))
+
+        ends = [asyncio.create_task(all_ended()), asyncio.create_task(self._undone.wait())]
         try:
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:

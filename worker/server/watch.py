@@ -133,6 +133,11 @@ class WatchHub:
         self._may_speak = asyncio.Event()
         self._may_speak.set()
 
+    @property
+    def num_routers(self) -> int:
+        """Routers that watch."""
+        return len({watcher.watcher_id for watcher in self._watchers if watcher.watcher_id})
+
     def publish(self, report: LoadReport) -> None:
         """Receive the state after a step."""
         self.report = report

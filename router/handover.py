@@ -1,0 +1,143 @@
+"""Hands the cached blocks of a draining worker over to others.
+
+The worker names its blocks, this router distributes those that no other worker has, and the others fetch them in small
+parts, so that each can be stopped soon and none is in the way of requests. If several routers watch the worker, the
+first one that calls does it. What fails costs only the computation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from headrace.common.tasks import end_tasks
+from headrace.protos import worker_pb2
+from headrace.router.dispatch.metrics import RouterMetrics
+from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.link_state import LinkState
+from headrace.router.fleet.links import WorkerLink
+from headrace.router.placement.handover import Handed, distribute, rooms
+
+log = logging.getLogger(__name__)
+
+# Longer than a worker waits for it.
+_MAX_S = 90.0
+# Workers that fetch from the draining one at a time. It serves one more, for requests.
+_MAX_TAKERS = 3
+_BLOCKS_A_CALL = 64
+_CALL_TIMEOUT_S = 30.0
+
+
+class Handovers:
+    """One task for each worker that drains. Call `start` and `close` on one event loop."""
+
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._running: dict[WorkerLink, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Follow the states of the workers from now on."""
+        self._fleet.on_state = self._state_changed
+
+    async def close(self) -> None:
+        """End what runs."""
+        await end_tasks(*self._running.values())
+
+    def _state_changed(self, link: WorkerLink) -> None:
+        if link.state is LinkState.DRAINING and link.card is not None and link.card.kv_layout:
+            if link not in self._running:
+                self._running[link] = asyncio.create_task(self._run(link), name=f"handover of {link.address}")
+        elif link.state is LinkState.UNREACHABLE and link in self._running:
+            self._running[link].cancel()
+
+    async def _run(self, link: WorkerLink) -> None:
+        try:
+            async with asyncio.timeout(_MAX_S):
+                await self._hand_over(link)
+        except grpc.aio.AioRpcError as error:  # another router does it, or the worker is of an earlier version
+            log.info("the blocks of %s are not handed over: %s", link.worker_id, error.details())
+        except TimeoutError:
+            log.warning("the blocks of %s were not handed over in %.0f s", link.worker_id, _MAX_S)
+        except Exception:
+            log.exception("the blocks of %s were not handed over", link.worker_id)
+        finally:
+            del self._running[link]
+
+    async def _hand_over(self, link: WorkerLink) -> None:
+        assert link.card is not None, "checked before"
+        layout = link.card.kv_layout
+        others = [other for other in self._fleet.links() if other.is_ready and other.card is not None]
+        takers = [other for other in others if other.card is not None and other.card.kv_layout == layout]
+        async with _named_blocks(link) as named:
+            blocks = [
+                Handed(block.hash, block.parent_hash, block.is_first, self._holders(block.hash, takers))
+                async for message in named
+                for block in message.blocks
+            ]
+            if not takers:
+                return  # the worker has heard of it, and need not wait
+            num_missing = sum(not block.holders for block in blocks)
+            room = rooms([taker.reported.load for taker in takers], num_missing)
+            parts = await asyncio.to_thread(distribute, blocks, room)
+            at_once = asyncio.Semaphore(_MAX_TAKERS)
+            calls = [self._give(link, taker, part, at_once) for taker, part in zip(takers, parts, strict=True) if part]
+            num_taken = sum(await asyncio.gather(*calls))
+            self._metrics.handovers.inc()
+            self._metrics.blocks_handed_over.inc(num_taken)
+            log.info(
+                "handed %d of %d KV blocks of %s over to %d workers", num_taken, num_missing, link.worker_id, len(calls)
+            )
+
+    def _holders(self, block_hash: int, takers: Sequence[WorkerLink]) -> frozenset[int]:
+        found = self._fleet.index.holders(block_hash)
+        return frozenset(number for number, taker in enumerate(takers) if found >> taker.slot & 1)
+
+    async def _give(
+        self, link: WorkerLink, taker: WorkerLink, part: Sequence[Handed], at_once: asyncio.Semaphore
+    ) -> int:
+        """Let one worker take blocks, until it takes none. Returns how many it took."""
+        assert link.card is not None, "checked before"
+        num_taken = 0
+        async with at_once:
+            for start in range(0, len(part), _BLOCKS_A_CALL):
+                blocks = [
+                    worker_pb2.ChainedBlock(
+                        hash=block.block_hash, parent_hash=block.parent_hash, is_first=block.is_first
+                    )
+                    for block in part[start : start + _BLOCKS_A_CALL]
+                ]
+                request = worker_pb2.TakeBlocksRequest(
+                    kv_layout=link.card.kv_layout, source=link.address, blocks=blocks
+                )
+                try:
+                    response = await taker.take_blocks(request, timeout=_CALL_TIMEOUT_S)
+                except grpc.aio.AioRpcError as error:
+                    log.info("%s takes no blocks of %s: %s", taker.worker_id, link.worker_id, error.details())
+                    break
+                num_taken += response.num_blocks
+                if not response.num_blocks:
+                    break
+        return num_taken
+
+
+@asynccontextmanager
+async def _named_blocks(link: WorkerLink) -> AsyncIterator[AsyncIterator[worker_pb2.HandOverResponse]]:
+    """Context manager: the messages of HandOver. The worker waits until it ends."""
+    call = link.hand_over(worker_pb2.HandOverRequest())
+
+    async def messages() -> AsyncIterator[worker_pb2.HandOverResponse]:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            assert isinstance(message, worker_pb2.HandOverResponse)
+            if not message.blocks:
+                return
+            yield message
+
+    try:
+        yield messages()
+    finally:
+        call.cancel()

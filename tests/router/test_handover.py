@@ -1,0 +1,175 @@
+"""A worker that drains: its blocks are distributed over the others, and they take them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from headrace.protos import worker_pb2
+from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.status import Reason, StatusError, abort
+from headrace.router.placement.candidates import LoadReport
+from headrace.router.placement.handover import Handed, distribute, rooms
+from tests.router.conftest import StartRouter, StartWorker
+from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
+
+
+def chain(start: int, length: int, parent: int = 0, holders: frozenset[int] = frozenset()) -> list[Handed]:
+    """Blocks with the hashes from `start` on, after `parent` if that is not 0."""
+    return [Handed(start + n, start + n - 1 if n else parent, not n and not parent, holders) for n in range(length)]
+
+
+def hashes(part: Sequence[Handed]) -> list[int]:
+    return [block.block_hash for block in part]
+
+
+def test_empty_blocks_are_used_first_and_then_all_lose_the_same_share() -> None:
+    empty = LoadReport(num_blocks=100, num_free_blocks=100)
+    full = LoadReport(num_blocks=100, num_free_blocks=100, num_cached_blocks=100)
+    assert rooms([empty, full], 100) == [100, 0]
+    assert rooms([full, full, full], 100) == [25, 25, 25]
+    assert rooms([LoadReport(num_blocks=100)], 50) == [0]
+
+
+def test_a_chain_stays_together_and_chains_are_spread() -> None:
+    first, second = chain(100, 10), chain(200, 10)
+    parts = distribute([*first, *second], [12, 15])
+    assert [hashes(part) for part in parts] == [hashes(second), hashes(first)]
+
+
+def test_chains_that_part_may_go_different_ways_with_what_is_in_front() -> None:
+    stem = chain(100, 3)
+    branches = [chain(200 + 100 * n, 20, parent=102) for n in range(4)]
+    parts = distribute([*stem, *(block for branch in branches for block in branch)], [100, 100])
+    assert all(hashes(part)[:3] == hashes(stem) for part in parts)
+    assert sorted(len(part) for part in parts) == [43, 43]
+
+
+def test_what_others_have_stays_there() -> None:
+    held = chain(100, 4, holders=frozenset({1}))
+    rest = chain(104, 4, parent=103)
+    parts = distribute([*held, *rest], [10, 10])
+    assert [hashes(part) for part in parts] == [[], hashes(rest)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_handed_over_each_block_comes_after_its_predecessor_and_fits(seed: int) -> None:
+    rng = random.Random(seed)
+    blocks: list[Handed] = []
+    for number in range(1, 300):
+        parent = rng.choice([None, *blocks[-20:]]) if rng.random() < 0.3 else (blocks[-1] if blocks else None)
+        holders = frozenset({2}) if (parent is None or parent.holders) and rng.random() < 0.3 else frozenset[int]()
+        blocks.append(Handed(number, parent.block_hash if parent else 0, parent is None, holders))
+    room = [rng.randrange(0, 150) for _ in range(3)]
+    parts = distribute(blocks, room)
+    for worker, part in enumerate(parts):
+        assert len(part) <= room[worker]
+        there = {block.block_hash for block in blocks if worker in block.holders}
+        for block in part:
+            assert block.is_first or block.parent_hash in there, "a block would come before its predecessor"
+            assert block.block_hash not in there
+            there.add(block.block_hash)
+    if sum(room) > 3 * len(blocks):
+        assert {block.block_hash for part in parts for block in part} >= {b.block_hash for b in blocks if not b.holders}
+
+
+class Exchanging(FakeWorker):
+    """A fake worker that names its blocks when it drains, and notes what it is to take."""
+
+    def __init__(self, name: str, **script: Any) -> None:
+        super().__init__(name, **script)
+        self.card.kv_layout, self.card.kv_block_bytes = "layout", 1000
+        self.named: list[worker_pb2.ChainedBlock] = []
+        self.is_handing_over = False
+        self.num_handovers = 0
+        self.taken: list[worker_pb2.TakeBlocksRequest] = []
+        self.takes_none = False
+
+    async def HandOver(self, request: Any, context: Any) -> Any:
+        if self.num_handovers:
+            await abort(context, StatusError(Reason.QUEUE_FULL, "another router does it", retry_after_s=1.0))
+        self.num_handovers += 1
+        self.is_handing_over = True
+        try:
+            yield worker_pb2.HandOverResponse(blocks=self.named)
+            yield worker_pb2.HandOverResponse()
+            await asyncio.Event().wait()
+        finally:
+            self.is_handing_over = False
+
+    async def TakeBlocks(self, request: worker_pb2.TakeBlocksRequest, context: Any) -> Any:
+        self.taken.append(request)
+        return worker_pb2.TakeBlocksResponse(num_blocks=0 if self.takes_none else len(request.blocks))
+
+    def has(self, tokens: Sequence[int]) -> None:
+        root = root_hash(self.card.fingerprint)
+        found = block_hashes(root, tokens, BLOCK_SIZE)
+        self.report(stored=found)
+        for parent, block_hash in zip([root, *found[:-1]], found, strict=True):
+            self.named.append(worker_pb2.ChainedBlock(hash=block_hash, parent_hash=parent, is_first=parent == root))
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[list[Exchanging]]:
+    made = [Exchanging(name) for name in "abc"]
+    for worker in made:
+        await worker.start()
+    yield made
+    for worker in made:
+        await worker.kill()
+
+
+async def test_the_blocks_of_a_draining_worker_go_to_the_others(
+    start_router: StartRouter, workers: list[Exchanging]
+) -> None:
+    router, (leaving, *others) = await start_router(*workers), workers
+    leaving.has(range(100, 100 + 200 * BLOCK_SIZE))
+    await until(lambda: len(router.fleet.index) == 200)
+    leaving.report(draining=True)
+    await until(lambda: leaving.num_handovers == 1 and not leaving.is_handing_over)
+    (taker,) = [worker for worker in others if worker.taken]
+    assert [block for request in taker.taken for block in request.blocks] == leaving.named
+    assert {(request.source, request.kv_layout) for request in taker.taken} == {(leaving.address, "layout")}
+    assert len(taker.taken) > 2, "in parts"
+    assert router.metrics.handovers._value.get() == 1
+    assert router.metrics.blocks_handed_over._value.get() == 200
+
+
+async def test_a_handover_ends_when_nothing_can_be_taken(start_router: StartRouter, workers: list[Exchanging]) -> None:
+    await start_router(*workers)
+    leaving, *others = workers
+    leaving.has(range(100, 100 + 200 * BLOCK_SIZE))
+    for worker in others:
+        worker.takes_none = True
+    leaving.report(draining=True)
+    await until(lambda: leaving.num_handovers == 1 and not leaving.is_handing_over)
+    assert [len(worker.taken) for worker in others].count(1) == 1
+    for worker in others:
+        worker.report(draining=True)
+        await until(lambda found=worker: found.num_handovers == 1 and not found.is_handing_over)
+    assert not leaving.taken, "there is nobody left who takes requests"
+
+
+async def test_one_of_several_routers_hands_over(start_router: StartRouter, workers: list[Exchanging]) -> None:
+    router, (leaving, *others) = await start_router(*workers), workers
+    second = await start_router(leaving, *others)
+    leaving.has(range(100, 100 + 10 * BLOCK_SIZE))
+    await until(lambda: len(router.fleet.index) == len(second.fleet.index) == 10)
+    leaving.report(draining=True)
+    await until(lambda: not leaving.is_handing_over and sum(len(worker.taken) for worker in others) == 1)
+    assert leaving.num_handovers == 1
+
+
+async def test_a_worker_without_handover_drains_as_before(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    worker.card.kv_layout = "layout"
+    router = await start_router(worker)
+    worker.report(draining=True)
+    await until(lambda: router.fleet.num_ready == 0)
+    worker.report(draining=False)
+    await router.until_ready(1)
+    await router.generate(list(range(100, 120)))

@@ -1,0 +1,127 @@
+"""Blocks that a draining worker hands over to this one. No request waits for them.
+
+The router names the blocks, each after its predecessor. They take the place of blocks that no running request can need.
+Their tokens are not known before they come: a block's hash follows from the hash before it and its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.fetch import Fetch, Tier, Wanted
+
+
+class ChainedBlock(NamedTuple):
+    """A block of another worker, and the one before it."""
+
+    block_hash: int
+    parent_hash: int
+    is_first: bool
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """Blocks that the worker at address `source` has. `ended` gets the number of blocks that came."""
+
+    source: str
+    blocks: Sequence[ChainedBlock]
+    timeout_s: float
+    ended: Future[int] = field(default_factory=Future)
+
+
+class _Running(NamedTuple):
+    """An offer whose blocks are fetched, and the blocks in front of them, which are held until then."""
+
+    offer: Offer
+    held: list[int]
+
+
+class Takeover:
+    """Fetches what is offered with `tier`. Only `offer` and `refresh` are for other threads than the engine's."""
+
+    def __init__(self, pool: BlockPool, tier: Tier, wake: Callable[[], None] = lambda: None) -> None:
+        self.wake = wake
+        """Makes the engine thread call `advance`."""
+        self.num_spare: Callable[[], int] = lambda: 0
+        """Number of blocks that no running request needs."""
+        self.num_taken = 0
+        self.has_news = False
+        """Whether there is something to report. Reset by its reader."""
+        self._pool = pool
+        self._tier = tier
+        self._offers: deque[Offer] = deque()
+        self._running: dict[Fetch, _Running] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Offers whose blocks are fetched now."""
+        return len(self._running)
+
+    def offer(self, offer: Offer) -> None:
+        """Queue an offer. Any thread may call it."""
+        self._offers.append(offer)
+        self.wake()
+
+    def refresh(self) -> None:
+        """Have the engine report. Any thread may call it."""
+        self.has_news = True
+        self.wake()
+
+    def advance(self) -> None:
+        """Begin to fetch what was offered."""
+        while self._offers:
+            self._begin(self._offers.popleft())
+
+    def end(self, fetch: Fetch) -> bool:
+        """Make the blocks of an ended fetch findable. Returns False if the fetch is of somebody else."""
+        running = self._running.pop(fetch, None)
+        if running is None:
+            return False
+        pool = self._pool
+        came: list[int] = []
+        unused = [wanted.block for wanted in fetch.wanted[fetch.num_read :]]
+        for block, block_hash, parent_hash, token_bytes, is_first in fetch.wanted[: fetch.num_read]:
+            found = None
+            if is_first or pool.is_findable(parent_hash):
+                found = pool.make_findable(block, block_hash, parent_hash, token_bytes, is_first=is_first)
+            (came if found == block else unused).append(block)
+        pool.release(unused)
+        pool.release(reversed([*running.held, *came]))
+        self.num_taken += len(came)
+        self.has_news = True
+        running.offer.ended.set_result(len(came))
+        return True
+
+    def _begin(self, offer: Offer) -> None:
+        pool = self._pool
+        missing: dict[int, ChainedBlock] = {}
+        held: dict[int, None] = {}
+        for block in offer.blocks:
+            if pool.is_findable(block.block_hash) or block.block_hash in missing:
+                continue
+            if not block.is_first and block.parent_hash not in missing:
+                chain = pool.chain_to(block.parent_hash)
+                if not chain:
+                    continue
+                # Otherwise these might be evicted to make room for the others.
+                held.update(dict.fromkeys(chain))
+            missing[block.block_hash] = block
+        pool.hold(held)
+        wanted = list(missing.values())[: self.num_spare()]
+        if not wanted:
+            pool.release(reversed(held))
+            offer.ended.set_result(0)
+            return
+        blocks = pool.take(len(wanted))
+        fetch = Fetch(
+            [Wanted(block, *chained[:2], b"", chained.is_first) for block, chained in zip(blocks, wanted, strict=True)],
+            offer.source,
+            offer.timeout_s,
+        )
+        self._running[fetch] = _Running(offer, list(held))
+        self._tier.fetch(fetch)

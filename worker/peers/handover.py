@@ -1,0 +1,121 @@
+"""The calls with which workers exchange KV blocks: what requests need, and what a draining worker hands over.
+
+A router hands the blocks over. It calls HandOver of the worker that drains, which names its blocks, most recently used
+first. The router distributes them and calls TakeBlocks of others, which fetch them. It ends HandOver when all is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import TypeAlias
+
+from headrace.protos import worker_pb2
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
+from headrace.worker.peers.source import BlockSource
+
+log = logging.getLogger(__name__)
+
+_Named: TypeAlias = AsyncGenerator[worker_pb2.HandOverResponse, None]
+
+# A router hears within this time that the worker drains. After that the worker does not wait for it.
+BEGIN_S = 0.5
+# The longest time that a worker waits until its blocks are handed over.
+MAX_HANDOVER_S = 60.0
+# Blocks of one TakeBlocks must come within this time.
+_TAKE_TIMEOUT_S = 10.0
+_BLOCKS_A_MESSAGE = 4096
+_LOOK_S = 0.02
+
+
+class Handover:
+    """Hands the blocks of a draining worker over, and takes those of others. At most `max_bytes` are handed over.
+
+    `is_busy` tells whether the worker has running requests: then it takes blocks for half of the time at most.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        takeover: Takeover,
+        pool: BlockPool,
+        block_bytes: int,
+        max_bytes: int,
+    ) -> None:
+        self.source = source
+        self.is_busy: Callable[[], bool] = lambda: False
+        self._takeover = takeover
+        self._pool = pool
+        self._most = max_bytes // block_bytes
+        self._begun = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    def reset(self) -> None:
+        """The worker takes requests again; the next drain hands over again."""
+        self._begun.clear()
+        self._ended.clear()
+
+    async def name_blocks(self, *, draining: bool) -> _Named:
+        """The messages of HandOver. Raises StatusError."""
+        if not draining:
+            problem = "this worker does not drain; hand its blocks over when it does"
+            raise StatusError(Reason.INVALID_FIELD, problem)
+        if self._begun.is_set():
+            raise StatusError(Reason.QUEUE_FULL, "another router hands the blocks over", retry_after_s=BEGIN_S)
+        self._begun.set()
+        num_before = self.source.num_sent
+        try:
+            named = (await asyncio.to_thread(self._pool.hottest_first))[: self._most]
+            for start in range(0, len(named), _BLOCKS_A_MESSAGE):
+                yield worker_pb2.HandOverResponse(
+                    blocks=[
+                        worker_pb2.ChainedBlock(
+                            hash=content.block_hash, parent_hash=content.parent_hash, is_first=content.is_first
+                        )
+                        for content in named[start : start + _BLOCKS_A_MESSAGE]
+                    ]
+                )
+            yield worker_pb2.HandOverResponse()  # that was all
+            await self._ended.wait()
+        finally:
+            log.info("%d KV blocks were handed over to other workers", self.source.num_sent - num_before)
+            self._ended.set()
+            self._takeover.refresh()
+
+    async def wait(self, num_routers: Callable[[], int], timeout_s: float | None) -> None:
+        """Wait until the blocks are handed over, at most `timeout_s`. Does not wait without routers or blocks."""
+        if not self._most or not self._pool.num_cached_blocks:
+            return
+        most_s = MAX_HANDOVER_S if timeout_s is None else min(timeout_s, MAX_HANDOVER_S)
+        try:
+            async with asyncio.timeout(most_s):
+                async with asyncio.timeout(BEGIN_S):
+                    while not self._begun.is_set():
+                        if not num_routers():
+                            return
+                        await asyncio.sleep(_LOOK_S)
+                await self._ended.wait()
+        except TimeoutError:
+            self._begun.set()  # too late now
+            self._ended.set()
+
+    async def take(self, request: worker_pb2.TakeBlocksRequest) -> int:
+        """Fetch blocks from a draining worker. Returns how many came. Raises StatusError."""
+        if request.kv_layout != self.source.layout:
+            problem = "the KV blocks of this worker have another layout than the source's"
+            raise StatusError(Reason.MODEL_CHANGED, problem, field="kv_layout")
+        if not request.source:
+            problem = "source is empty; give the gRPC target of the worker that has the blocks"
+            raise StatusError(Reason.INVALID_FIELD, problem, field="source")
+        blocks = [ChainedBlock(block.hash, block.parent_hash, block.is_first) for block in request.blocks]
+        offer = Offer(request.source, blocks, _TAKE_TIMEOUT_S)
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        self._takeover.offer(offer)
+        num_taken = await asyncio.shield(asyncio.wrap_future(offer.ended))  # the engine ends it
+        if self.is_busy():
+            await asyncio.sleep(loop.time() - start_s)
+        return num_taken
