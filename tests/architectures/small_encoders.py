@@ -2,7 +2,8 @@
 
 Runs in the environment of `export.py`; nothing is downloaded.
 
-OUTDIR/NAME/               the model as optimum-intel writes it, in float32, with the files of sentence-transformers
+OUTDIR/NAME/               the model in float32, as optimum-intel writes it or OpenVINO converts it, with the files of
+                           sentence-transformers
 OUTDIR/NAME/reference.npz
     tokens   i64 [all lengths]           the texts, one after the other
     lengths  i64 [NUM_TEXTS]
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import openvino
 import torch
 import transformers
 from optimum.exporters.openvino import export_from_model
@@ -39,11 +41,13 @@ _COMMON = {
 
 
 class Encoder(NamedTuple):
-    """A model type of transformers, values of its configuration, and its pooling in sentence-transformers."""
+    """A model type of transformers, values of its configuration, and its pooling in sentence-transformers. Without
+    `is_known`, optimum-intel cannot export it, and OpenVINO converts it."""
 
     model_type: str
     pooling: str
     config: dict[str, Any]
+    is_known: bool = True
 
 
 ENCODERS = {
@@ -52,6 +56,13 @@ ENCODERS = {
         "xlm-roberta", "cls_token", {"num_hidden_layers": 2, "pad_token_id": 1, "type_vocab_size": 1}
     ),
     "qwen3": Encoder("qwen3", "lasttoken", {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32}),
+    # Every third layer attends to all tokens, the others to 16 on each side.
+    "modernbert": Encoder(
+        "modernbert",
+        "cls_token",
+        {"num_hidden_layers": 4, "local_attention": 32, "reference_compile": False},
+        is_known=False,
+    ),
 }
 
 
@@ -78,13 +89,24 @@ def vector_of(model: Any, tokens: np.ndarray, pooling: str) -> np.ndarray:
     return (pooled / pooled.norm()).numpy()
 
 
+def convert(model: Any, directory: Path) -> None:
+    """Convert a model with OpenVINO, as docs/how-to/embeddings.md does."""
+    inputs = {name: torch.ones(1, 4, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    converted = openvino.convert_model(model, example_input=inputs)
+    openvino.save_model(converted, directory / "openvino_model.xml", compress_to_fp16=False)
+    model.config.save_pretrained(directory)
+
+
 def export(name: str, directory: Path) -> None:
     """Write one model and its reference."""
     encoder = ENCODERS[name]
     model = model_of(encoder)
     part = directory.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
-    export_from_model(model, output=part, task="feature-extraction", stateful=False)
+    if encoder.is_known:
+        export_from_model(model, output=part, task="feature-extraction", stateful=False)
+    else:
+        convert(model, part)
     stages = ("Transformer", "Pooling", "Normalize")
     modules = [
         {"idx": number, "path": f"{number}_{kind}" if number else "", "type": f"sentence_transformers.models.{kind}"}

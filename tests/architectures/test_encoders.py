@@ -1,4 +1,4 @@
-"""Encoders of several architectures, as optimum-intel exports them, give the vectors of transformers."""
+"""Encoders of several architectures, exported or converted, give the vectors of transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from tests.architectures.exports import PYTHON, exported_small_encoders
 
-NAMES = ["bert", "xlm-roberta", "qwen3"]
+NAMES = ["bert", "xlm-roberta", "qwen3", "modernbert"]
 VOCABULARY = 512
 pytestmark = [
     pytest.mark.e2e,

@@ -47,7 +47,7 @@ class EncoderRunner:
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model = read_encoder(core, model_dir, files)
         self._output, self.dimensions = _output_of(model, files)
-        self._inputs = {port.any_name: port.element_type.to_dtype() for port in model.inputs}
+        self._inputs = {_name_of(port): port.element_type.to_dtype() for port in model.inputs}
         properties = {
             "NUM_STREAMS": str(self.num_streams),
             "INFERENCE_NUM_THREADS": threads,
@@ -115,7 +115,7 @@ def read_encoder(core: ov.Core, model_dir: Path, files: EncoderFiles) -> ov.Mode
         raise ConfigurationError(
             f"{model_dir / NETWORK} (or its .bin) is corrupt or incomplete: {reason_of(error)}; pull the model again"
         ) from error
-    names = [port.any_name for port in model.inputs]
+    names = [_name_of(port) for port in model.inputs]
     unknown = [name for name in names if name not in _KNOWN_INPUTS]
     if unknown or "input_ids" not in names:
         raise ConfigurationError(
@@ -124,6 +124,12 @@ def read_encoder(core: ov.Core, model_dir: Path, files: EncoderFiles) -> ov.Mode
         )
     _output_of(model, files)
     return model
+
+
+def _name_of(port: ov.Output) -> str:
+    """The name of an input. OpenVINO's own converter gives some a second one, a number."""
+    known = port.get_names().intersection(_KNOWN_INPUTS)
+    return known.pop() if known else str(port.any_name)
 
 
 def _output_of(model: ov.Model, files: EncoderFiles) -> tuple[int, int]:
