@@ -30,6 +30,7 @@ from headrace.cli.models.progress import say
 from headrace.cli.models.requirements import GIB, kv_cache_gib, worker_bytes
 from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.model_files.config import config_in
 
 _CONTEXTS = (8192, 32768)
 _CATALOGUE_TITLES = ("name", "source", "licence", "size", "context", "memory 8k", "32k", "tools", "checked")
@@ -77,7 +78,7 @@ def cached_model(name: str) -> CachedModel:
         source,
         sum(path.stat().st_size for path in _files(directory)),
         _size(directory / "openvino_model.bin"),
-        _config(directory / "config.json"),
+        config_in(directory / "config.json"),
         _problem(directory),
     )
 
@@ -88,14 +89,6 @@ def _files(directory: Path) -> Iterator[Path]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _problem(directory: Path) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import click
 import httpx
@@ -44,6 +43,7 @@ from headrace.cli.models.requirements import Requirements, check_disk, check_wei
 from headrace.cli.models.selection import HubChoice, HubListing, choose_files
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.model_files.config import config_in
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
@@ -275,17 +275,8 @@ def _requirements(
     configs = [file for file in choice.files if file.path == "config.json"]
     found = download_files(client, reference, listing, configs, downloads_directory())
     weights = sum(file.num_bytes or 0 for file in choice.files if file.path == "openvino_model.bin")
-    shape = shape_of(_read_config(found["config.json"])) if found else None
+    shape = shape_of(config_in(found["config.json"])) if found else None
     return Requirements(choice.num_bytes, present, weights, False, shape)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Parse a config.json. Empty if it is invalid: the check of the whole directory reports that later."""
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError:
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _convert(name: str, gguf: Path, directory: Path) -> None:

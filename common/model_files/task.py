@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from headrace.common.model_files.config import config_in
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED, Task
 
 HIDDEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
@@ -27,7 +27,7 @@ def task_of(model_dir: Path) -> Task:
     names = network.names
     if names.intersection(HIDDEN_OUTPUTS):
         return TASK_EMBED
-    classes = _config(model_dir / "config.json").get("architectures")
+    classes = config_in(model_dir / "config.json").get("architectures")
     is_classifier = isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes)
     return TASK_RANK if SCORES_OUTPUT in names and is_classifier else TASK_UNSPECIFIED
 
@@ -57,12 +57,3 @@ def _network(model_dir: Path) -> _Network | None:
         has_state = content.find(b'type="ReadValue"') >= 0
         names = {name.decode() for found in set(_NAMES.findall(content)) for name in found.split(b",")}
     return _Network(names, has_state or bool(names & {"beam_idx", "past_key_values.0.key"}))
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """The content of a config.json; empty if it is none."""
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
