@@ -21,6 +21,8 @@ class SimulatedDrafts:
     """Drafts for a simulated worker. Each token is right with probability `acceptance`. A step of the smaller model
     costs what `cost` says; None costs nothing, as looking up earlier text does. Prompts cost it nothing."""
 
+    source = Source.DRAFT
+
     def __init__(
         self, acceptance: float, cost: StepCost | None, right_token: Callable[[Request], int], seed: int = 0
     ) -> None:

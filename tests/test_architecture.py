@@ -63,6 +63,10 @@ ONLY_IN = {
         "common/model_files/vocabulary.py",
         "worker/check.py",
         "worker/encoder/runner.py",
+        "worker/heads/eagle_graph.py",
+        "worker/heads/eagle_runner.py",
+        "worker/heads/features.py",
+        "worker/heads/states.py",
         "worker/model/adapted_linears.py",
         "worker/model/adapter_graph.py",
         "worker/model/adapter_memory.py",
@@ -115,6 +119,7 @@ TIERS = {
         ("host", "request"),
         ("kv", "sampling"),
         ("model", "peers"),
+        ("heads",),
         ("speculation",),
         ("engine", "adapters"),
         ("encoder", "tiers"),
@@ -182,6 +187,7 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_and_pro
                 "redis_link.py": {"redis"},
                 "vocabulary.py": {"numpy", "openvino", "openvino_tokenizers"},
                 "gguf_files.py": {"numpy", "gguf"},
+                "safetensors.py": {"numpy"},
             }.get(path.name, set())
             assert top in sys.stdlib_module_names or top in allowed, f"{path.name} imports {name}"
 

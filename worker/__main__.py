@@ -26,7 +26,8 @@ from headrace.worker.serving import serve
 
 DRAIN_TIMEOUT_S = 2.0
 DEFAULT_MAX_ADAPTERS = 16
-SPECULATION = ("auto", "off", "ngram", "draft")
+SPECULATION = ("auto", "off", "ngram", "draft", "eagle3")
+_NEED_DRAFT_MODEL = {"draft": "a smaller model", "eagle3": "heads in the format of EAGLE-3"}
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True})
@@ -87,14 +88,16 @@ SPECULATION = ("auto", "off", "ngram", "draft")
     type=click.Choice(SPECULATION),
     help="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: propose what "
     "followed the same tokens earlier in prompt or answer, always. auto: as ngram, as many tokens as make this worker "
-    "faster. draft: as auto, and also what --draft-model continues with. All propose a request's prediction and what "
-    "its grammar forces.  [default: draft with --draft-model, else auto; off on CPUs with AMX, unless --execution-mode "
+    "faster. draft: as auto, and also what --draft-model continues with. eagle3: the same with heads in the format of "
+    "EAGLE-3. All propose a request's prediction and what its grammar forces.  [default: draft or eagle3 with "
+    "--draft-model, else auto; off on CPUs with AMX, unless --execution-mode "
     "is accuracy]",
 )
 @click.option(
     "--draft-model",
     type=click.Path(path_type=Path),
-    help="Directory of a smaller model with the same tokenizer, which proposes tokens.",
+    help="Directory of a smaller model with the same tokenizer, or of heads in the format of EAGLE-3 for this model, "
+    "which proposes tokens.",
 )
 @click.option(
     "--max-num-seqs",
@@ -272,9 +275,10 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
 
 def check_speculation(speculation: str | None, draft_model: Path | None) -> None:
     """ConfigurationError if there is a draft model that is not used, or none where one is needed."""
-    if speculation == "draft" and draft_model is None:
-        raise ConfigurationError("--speculation draft needs a smaller model; name its directory with --draft-model")
-    if speculation not in (None, "draft") and draft_model is not None:
+    if speculation in _NEED_DRAFT_MODEL and draft_model is None:
+        needed = _NEED_DRAFT_MODEL[speculation]
+        raise ConfigurationError(f"--speculation {speculation} needs {needed}; name the directory with --draft-model")
+    if speculation not in (None, *_NEED_DRAFT_MODEL) and draft_model is not None:
         raise ConfigurationError(f"--speculation {speculation} does not use --draft-model; leave out one of them")
 
 

@@ -30,7 +30,7 @@ class WorkerConfig:
     decode_graph: bool | None = None
     speculation: str | None = None
     draft_model: Path | None = None
-    """Directory of a smaller model that proposes tokens."""
+    """Directory of a smaller model, or of heads, that proposes tokens."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_mixed_tokens: int | None = None

@@ -40,10 +40,17 @@ from headrace.worker.peers.handover import Handover
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
-from headrace.worker.speculation.load import load_draft
+from headrace.worker.speculation.load import (
+    kind_of_drafts,
+    load_draft,
+    read_heads,
+    speculation_for,
+    weights_of_draft,
+)
 from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
 
 if TYPE_CHECKING:
+    from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
 
 log = logging.getLogger("headrace.worker")
@@ -98,8 +105,9 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
     longest = config.max_context_tokens or model_dir.max_context_tokens
     speculation = speculation_for(config, with_amx=has_amx())
-    runner = compile_model(config, threads, longest, kept, speculates=speculation != "off")
-    draft_runner = draft_runner_for(config, runner, threads)
+    heads = read_heads(config.draft_model, speculation)
+    runner = compile_model(config, threads, longest, kept, speculates=speculation != "off", heads=heads)
+    draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
     num_blocks, arena = allocate_cache(config, runner, kept, draft_runner)
     log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     limits = step_limits(
@@ -110,7 +118,9 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     touching = threading.Thread(target=runner.touch, name="touch")
     touching.start()
     sampler = sampler_for(runner, threads)
-    draft = None if draft_runner is None else Draft(draft_runner, sampler_for(draft_runner, threads))
+    draft = None
+    if draft_runner is not None:
+        draft = Draft(draft_runner, sampler_for(draft_runner, threads), kind=kind_of_drafts(heads))
     journal = kept.journal if kept is not None else None
     engine = engine_for(
         config, runner, sampler, num_blocks, limits, journal=journal, speculation=speculation, draft=draft
@@ -135,14 +145,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
 
 
-def draft_runner_for(config: WorkerConfig, runner: OpenVINOModelRunner, threads: int) -> OpenVINOModelRunner | None:
-    """The runner of the flags' draft model; None without one. ConfigurationError if it does not fit `runner`."""
-    if config.draft_model is None:
-        return None
-    return load_draft(config.draft_model, runner, config.model_dir, threads=threads)
-
-
-def sampler_for(runner: OpenVINOModelRunner, threads: int) -> BatchSampler:
+def sampler_for(runner: OpenVINOModelRunner | EagleRunner, threads: int) -> BatchSampler:
     """A sampler for the model's vocabulary."""
     # Importing OpenVINO takes long, so a wrong directory is refused before.
     from headrace.worker.sampling.row_sums import reducer_for
@@ -196,11 +199,18 @@ def check_memory(config: WorkerConfig, kept_bytes: int = 0) -> None:
 
 
 def _weights_of(config: WorkerConfig) -> list[Path]:
-    return [path / WEIGHTS for path in (config.model_dir, config.draft_model) if path is not None]
+    of_draft = [] if config.draft_model is None else weights_of_draft(config.draft_model)
+    return [config.model_dir / WEIGHTS, *of_draft]
 
 
 def compile_model(
-    config: WorkerConfig, threads: int, max_context_tokens: int, kept: KeptCache | None, *, speculates: bool
+    config: WorkerConfig,
+    threads: int,
+    max_context_tokens: int,
+    kept: KeptCache | None,
+    *,
+    speculates: bool,
+    heads: EagleHeads | None = None,
 ) -> OpenVINOModelRunner:
     """Read and compile the model for contexts of up to `max_context_tokens`. It gets a second graph for small decode
     steps if that pays on this CPU."""
@@ -222,11 +232,15 @@ def compile_model(
         max_context_tokens=max_context_tokens,
         max_adapters=config.max_adapters,
         speculates=speculates,
+        states=None if heads is None else heads.reader,
     )
 
 
 def allocate_cache(
-    config: WorkerConfig, runner: OpenVINOModelRunner, kept: KeptCache | None, draft: OpenVINOModelRunner | None
+    config: WorkerConfig,
+    runner: OpenVINOModelRunner,
+    kept: KeptCache | None,
+    draft: OpenVINOModelRunner | EagleRunner | None,
 ) -> tuple[int, KVArena]:
     """Allocate the KV cache, and the part of the draft model in its blocks. Returns the number of blocks, and the
     memory of the former."""
@@ -278,16 +292,6 @@ def num_blocks_for(config: WorkerConfig, block_bytes: int, kept_bytes: int = 0, 
             "ask for more with --kv-cache-gb, or free memory"
         )
     return num_blocks
-
-
-def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
-    """How much to speculate: as the flags say, else "auto". On CPUs with AMX it is "off" in performance mode, because
-    there the bits of a decode step depend on its size, and the size on when drafts pay."""
-    if config.speculation is not None:
-        return config.speculation
-    if config.draft_model is not None:
-        return "draft"
-    return "off" if config.execution_mode == "performance" and with_amx else "auto"
 
 
 def engine_for(

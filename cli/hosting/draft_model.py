@@ -1,4 +1,4 @@
-"""The option --draft-model: a smaller model that proposes tokens."""
+"""The option --draft-model: a smaller model, or heads, that propose tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.models.model_cache import cached_names, check_model_directory, is_model_name, model_directory
+from headrace.common.model_files.heads import heads_kind, heads_weights
 
 
 def find_draft_model(model: str) -> Path:
-    """The directory of a model in the cache, or of the directory `model`. CommandError if there is none."""
+    """The directory of a model in the cache, or of the directory `model`. CommandError if there is none, or if it
+    lacks files."""
     path = Path(model).expanduser()
     if is_model_name(model) and model_directory(model).exists():
         path = model_directory(model)
@@ -21,7 +23,10 @@ def find_draft_model(model: str) -> Path:
             f"--draft-model {model!r} is neither a directory nor a model in the cache, which has {known}; get it with "
             "headrace pull"
         )
-    check_model_directory(path)
+    if heads_kind(path) is None:
+        check_model_directory(path)
+    elif not heads_weights(path):
+        raise CommandError(f"the heads in {path} have no model.safetensors; copy it there")
     return path.absolute()
 
 
@@ -33,5 +38,6 @@ draft_model_option = click.option(
     "--draft-model",
     metavar="NAME_OR_DIR",
     callback=_found,
-    help="Smaller model with the same tokenizer, in the cache or in a directory, that proposes tokens.",
+    help="Smaller model with the same tokenizer, in the cache or in a directory, or directory of EAGLE-3 heads for "
+    "this model, that proposes tokens.",
 )

@@ -14,6 +14,7 @@ from headrace.cli.serving.placement import WorkerPlace, place_workers, share_cor
 from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Topology
 from headrace.common.host_memory import GIB
+from headrace.common.model_files.heads import heads_kind, heads_weights
 from headrace.common.model_files.task import task_of
 
 
@@ -95,11 +96,10 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
     num_workers = len(plan.places)
     given_gb = plan.kv_cache_gb or sizing.kv_cache_gb or kv_cache_gb(budget_bytes, plan.kv_share, num_workers)
     each_gb = 0.0 if task_of(plan.directory) else given_gb
-    weight_bytes = sum(
-        (directory / "openvino_model.bin").stat().st_size
-        for directory in (plan.directory, sizing.draft_model)
-        if directory is not None
-    )
+    files = [directory / "openvino_model.bin" for directory in (plan.directory, sizing.draft_model) if directory]
+    if sizing.draft_model is not None and heads_kind(sizing.draft_model) is not None:
+        files[1:] = heads_weights(sizing.draft_model)
+    weight_bytes = sum(file.stat().st_size for file in files)
     has_adapters = bool(sizing.has_adapters or plan.adapters or plan.max_adapters)
     base_bytes = weights_in_worker(weight_bytes, has_amx=sizing.has_amx, has_adapters=has_adapters)
     cache_bytes = int(each_gb * GIB)

@@ -22,3 +22,11 @@ def test_a_draft_model_is_a_cached_name_or_a_directory(tmp_path: Path, monkeypat
     assert [find_draft_model("small"), find_draft_model(str(other))] == [cached, other] == checked
     with pytest.raises(CommandError, match=r"'absent' is neither .* headrace pull"):
         find_draft_model("absent")
+
+
+def test_heads_need_no_files_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    with pytest.raises(CommandError, match=r"the heads in .* have no model.safetensors"):
+        find_draft_model(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert find_draft_model(str(tmp_path)) == tmp_path

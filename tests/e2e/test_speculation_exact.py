@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,44 @@ import openvino as ov
 import pytest
 
 from headrace.cli.models.model_cache import model_directory
+from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.grammar.compiler import Grammars
 from headrace.worker.grammar.constraint import Constraint, ConstraintSource
 from headrace.worker.grammar.vocabulary import read_vocabulary
+from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
+from headrace.worker.heads.features import FeatureStore
+from headrace.worker.heads.states import states_before
+from headrace.worker.loading import load_model
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
+from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.speculation.draft_model import DraftModel
+from headrace.worker.speculation.eagle import EagleModel
+from headrace.worker.speculation.proposer import Source
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
 from tests.worker.conftest import CHEAP_STEPS, KnownCosts
+from tests.worker.heads.files import eagle_config, eagle_tensors, write_heads
 
 pytestmark = pytest.mark.e2e
 SOAK = os.environ.get("HEADRACE_SOAK") == "1"
 NUM_BLOCKS = 900
 MAX_TOKENS = 40
+PROMPT_TOKENS = 66
 NUM_PROMPTS = 500 if SOAK else 8
 SCHEMA = (
     '{"type":"object","properties":{"first_name":{"type":"string","maxLength":12},"age":{"type":"integer"}},'
     '"required":["first_name","age"],"additionalProperties":false}'
 )
 KINDS = ("plain", "schema", "penalties")
-PROPOSERS = ("ngram", "draft")
+PROPOSERS = ("ngram", "draft", "eagle3")
 # The controller then asks the smaller model for drafts in every step.
 FREE_STEPS = KnownCosts(1e-6, 1e-8)
 
@@ -52,11 +66,55 @@ def directory() -> Path:
     return model_directory(MODEL) if SOAK else small
 
 
+class SeenHeads:
+    """Random heads that compute all their steps. Most of their logits are then replaced by the right token, if `right`
+    has the answers to requests by their ids."""
+
+    def __init__(self, runner: EagleRunner) -> None:
+        self.right: dict[str, Sequence[int]] = {}
+        self.vocab_size, self.block_size = runner.vocab_size, runner.block_size
+        self._runner = runner
+        self._sampled: Sequence[Request] = ()
+        self._random = np.random.default_rng(0)
+
+    @property
+    def store(self) -> FeatureStore:
+        return self._runner.store
+
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        self._sampled = batch.sampled
+        self._runner.bind(batch, keeps_logits=keeps_logits)
+
+    def run(self) -> Logits:
+        values = self._runner.run().values
+        for row, request in zip(values, self._sampled, strict=True):
+            place = request.num_tokens + 1 - PROMPT_TOKENS
+            answer = self.right.get(request.request_id, ())
+            if place < len(answer) and self._random.random() < 0.8:
+                row[answer[place]] = 1e6
+        return Logits(values)
+
+
 @pytest.fixture(scope="module")
-def runner(directory: Path) -> OpenVINOModelRunner:
-    runner = OpenVINOModelRunner(directory, threads=2, kv_precision="u8", execution_mode="accuracy")
+def heads(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> EagleHeads:
+    config = eagle_config()
+    return EagleHeads.read(write_heads(tmp_path_factory.mktemp("heads"), config, eagle_tensors(config)))
+
+
+@pytest.fixture(scope="module")
+def runner(directory: Path, heads: EagleHeads) -> OpenVINOModelRunner:
+    runner = OpenVINOModelRunner(
+        directory, threads=2, kv_precision="u8", execution_mode="accuracy", states=heads.reader
+    )
     runner.allocate(NUM_BLOCKS)
     return runner
+
+
+@pytest.fixture(scope="module")
+def seen_heads(directory: Path, heads: EagleHeads) -> SeenHeads:
+    runner = heads.compile(directory, 2)
+    runner.allocate(NUM_BLOCKS)
+    return SeenHeads(runner)
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +143,23 @@ def prompts(directory: Path) -> list[list[int]]:
     return [[*token_ids[at : at + 60].tolist(), *token_ids[at : at + 6].tolist()] for at in starts.tolist()]
 
 
+@pytest.fixture(scope="module")
+def known_answers() -> dict[Any, list[tuple[Any, ...]]]:
+    """Answers without drafts that were computed before."""
+    return {}
+
+
 def answers(
     runner: OpenVINOModelRunner,
     prompts: Sequence[Sequence[int]],
     batch: int,
     speculation: str,
-    smaller: OpenVINOModelRunner | None = None,
+    draft: Draft | None = None,
     **sampling: Any,
 ) -> tuple[list[tuple[Any, ...]], list[Request]]:
     """Tokens and log-probabilities of each prompt, with this many prompts at a time."""
     limits = StepLimits(batch, 1024, 1024, is_exact=True)
     sampler = BatchSampler()
-    draft = Draft(smaller, BatchSampler(), FREE_STEPS) if smaller is not None and speculation == "draft" else None
     engine = build_engine(
         runner, sampler, NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, speculation=speculation, draft=draft
     )
@@ -152,8 +215,10 @@ def assert_alike(found: Sequence[tuple[Any, ...]], expected: Sequence[tuple[Any,
 def test_answers_are_bit_for_bit_those_without(
     runner: OpenVINOModelRunner,
     smaller: OpenVINOModelRunner,
+    seen_heads: SeenHeads,
     prompts: list[list[int]],
     constraint: Constraint,
+    known_answers: dict[Any, list[tuple[Any, ...]]],
     kind: str,
     temperature: float,
     batch: int,
@@ -165,17 +230,111 @@ def test_answers_are_bit_for_bit_those_without(
         "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "num_logprobs": 1},
     }[kind]
     chosen = prompts if batch > 1 or SOAK else prompts[:3]
-    without, _ = answers(runner, chosen, batch, "off", temperature=temperature, **sampling)
-    with_drafts, requests = answers(runner, chosen, batch, proposer, smaller, temperature=temperature, **sampling)
+    key = kind, temperature, batch
+    if key not in known_answers:
+        known_answers[key] = answers(runner, chosen, batch, "off", temperature=temperature, **sampling)[0]
+    without = known_answers[key]
+    draft = {
+        "ngram": None,
+        "draft": Draft(smaller, BatchSampler(), FREE_STEPS, DraftModel),
+        "eagle3": Draft(seen_heads, BatchSampler(), FREE_STEPS, EagleModel),
+    }[proposer]
+    seen_heads.right = {str(number): token_ids for number, (token_ids, *_) in enumerate(without)}
+    with_drafts, requests = answers(runner, chosen, batch, proposer, draft, temperature=temperature, **sampling)
     assert with_drafts == without
     num_drafted, num_accepted = (sum(values) for values in zip(*map(_draft_tokens, requests), strict=True))
     print(f"{kind} at {temperature}, {batch} together, {proposer}: {num_accepted} of {num_drafted} accepted")
     assert num_drafted > 0
     if proposer == "draft" and not SOAK:
         assert num_accepted > 0.5 * num_drafted, "the same model in another precision is nearly always right"
+    elif proposer == "eagle3":
+        assert num_accepted > 0.3 * num_drafted, "the right token is proposed in most rows"
     elif proposer == "draft" or kind != "penalties":
         assert num_accepted > 0
 
 
 def _draft_tokens(request: Request) -> tuple[int, int]:
     return request.num_drafted, request.num_accepted
+
+
+def test_neither_heads_nor_their_outputs_of_the_model_change_a_bit_of_answers(
+    directory: Path, runner: OpenVINOModelRunner, seen_heads: SeenHeads, prompts: list[list[int]]
+) -> None:
+    plain = OpenVINOModelRunner(directory, threads=2, kv_precision="u8", execution_mode="accuracy")
+    plain.allocate(NUM_BLOCKS)
+    expected, _ = answers(plain, prompts[:8], 4, "off", num_logprobs=1)
+    seen_heads.right = {}
+    draft = Draft(seen_heads, BatchSampler(), FREE_STEPS, EagleModel)
+    found, requests = answers(runner, prompts[:8], 4, "eagle3", draft, num_logprobs=1)
+    assert found == expected
+    assert all(request.num_drafted > 0 for request in requests)
+
+
+def test_features_are_the_mixed_hidden_states_before_the_named_layers(
+    directory: Path, runner: OpenVINOModelRunner, heads: EagleHeads, prompts: list[list[int]]
+) -> None:
+    """The states before a layer are the sums that the exporter named after the layer before. With them as features, the
+    compiled heads compute what numpy does."""
+    graph = read_paged(ov.Core(), directory).graph
+    for layer in (1, 2):
+        assert states_before(graph, layer).get_node().get_friendly_name().endswith(f"add1.layer{layer - 1}")
+    prompt = prompts[0]
+    engine = build_engine(runner, BatchSampler(), NUM_BLOCKS, StepLimits(1, 1024, 1024, is_exact=True))
+    request = Request("0", prompt, SamplingParams(2, 0, temperature=0.0), 1)
+    engine.scheduler.add(request)
+    engine.step()
+    store = heads.reader.store
+    assert store is not None
+    table, slots = np.array(request.block_table, np.int32), np.arange(len(prompt))
+    features = store.read(table[slots // store.block_size], slots % store.block_size)
+    states = _hidden_states(directory, prompt)
+    wanted = np.concatenate(states, -1) @ heads.files.vector("fc.weight").T
+    np.testing.assert_allclose(features, wanted, rtol=2**-7, atol=0.02 * np.abs(wanted).max())
+
+
+def _hidden_states(directory: Path, prompt: Sequence[int]) -> list[Any]:
+    """The hidden states of a prompt before each layer, from the graph as it was exported."""
+    model = ov.Core().read_model(directory / "openvino_model.xml")
+    nodes = {node.get_friendly_name(): node for node in model.get_ops()}
+    names = ["model.layers.self_attn.add1.layer0", "model.layers.self_attn.add1.layer1"]
+    embedding = next(
+        port.get_node()
+        for node in nodes.values()
+        if node.get_type_name() == "Power"
+        for port in [node.input_value(0)]
+        if port.get_node().get_type_name() == "Gather"
+    )
+    model.add_outputs([embedding.output(0), *(nodes[name].output(0) for name in names)])
+    compiled = ov.Core().compile_model(model, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"})
+    count = len(prompt)
+    inputs = {
+        "input_ids": np.array([prompt]),
+        "attention_mask": np.ones((1, count), np.int64),
+        "position_ids": np.arange(count)[None],
+        "beam_idx": np.zeros(1, np.int32),
+    }
+    found = compiled.create_infer_request().infer(inputs)
+    return [found[index][0] for index in range(1, 4)]
+
+
+def test_a_worker_loads_heads_and_refuses_those_of_another_model(directory: Path, tmp_path: Path) -> None:
+    config = eagle_config()
+    path = write_heads(tmp_path / "heads", config, eagle_tensors(config))
+    worker = WorkerConfig(directory, "m", "w", "localhost:1", "localhost:1", threads=2, draft_model=path)
+    worker = replace(worker, kv_cache_bytes=64 << 20, huge_pages=False)
+    model = load_model(worker)
+    speculation = model.engine.scheduler.speculation
+    assert speculation is not None
+    assert speculation.model_drafts is not None
+    assert speculation.model_drafts.source is Source.EAGLE3
+    request = Request("0", list(range(100, 160)), SamplingParams(24, 0, temperature=0.0), 1)
+    model.engine.scheduler.add(request)
+    while model.engine.scheduler.has_requests:
+        model.engine.step()
+    assert request.num_generated_tokens == 24
+    assert speculation.counters["eagle3_tokens_drafted"] > 0
+    model.close()
+    other = eagle_config(target_hidden_size=600)
+    write_heads(path, other, eagle_tensors(other))
+    with pytest.raises(ConfigurationError, match="hidden states of size 600, and this model's have 576"):
+        load_model(worker)

@@ -12,18 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headrace.common.model_files.safetensors import SafetensorsError, floats, tensors_of
 from headrace.worker.adapters.files import AdapterError, AdapterFiles, check, scaled
 from headrace.worker.model.adapter_memory import BfloatArray, FloatArray, Linear, LowRank, name_from_layer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_HEADER_BYTES = 8
-_MAX_HEADER_BYTES = 64 << 20
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-}
 _KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
 # Fields of the configuration that change what an adapter computes, and are not supported when they are set.
 _UNSUPPORTED = {
@@ -142,25 +135,8 @@ def _matching(pattern: Mapping[str, Any], module: str, default: float) -> Any:
 
 def _tensors(raw: bytes, path: Path) -> dict[str, FloatArray | BfloatArray]:
     """The tensors of a safetensors file. AdapterError if it is damaged."""
-    damaged = AdapterError(f"{path} is no whole safetensors file; copy it again")
-    length = int.from_bytes(raw[:_HEADER_BYTES], "little")
-    start = _HEADER_BYTES + length
-    if len(raw) < _HEADER_BYTES or length > _MAX_HEADER_BYTES or start > len(raw):
-        raise damaged
     try:
-        header = json.loads(raw[_HEADER_BYTES:start])
-        found = {}
-        for key, entry in header.items():
-            if key == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            if entry["dtype"] not in _DTYPES:
-                raise AdapterError(f"{path} has {key} in {entry['dtype']}; F32, F16 and BF16 are supported")
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if not 0 <= begin <= end <= len(raw) - start or end - begin != math.prod(shape) * dtype.itemsize:
-                raise damaged
-            values = np.frombuffer(raw, dtype, math.prod(shape), start + begin).reshape(shape)
-            found[key] = values if values.dtype == np.uint16 else values.astype(np.float32, copy=False)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise damaged from None
-    return found
+        found = tensors_of(raw, path)
+    except SafetensorsError as error:
+        raise AdapterError(str(error)) from None
+    return {key: values if values.dtype == np.uint16 else floats(values) for key, values in found.items()}

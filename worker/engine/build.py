@@ -28,6 +28,7 @@ class Draft(NamedTuple):
     sampler: DraftSampler
     step_costs: StepCosts | None = None
     """What is known of its steps so far."""
+    kind: type[DraftModel] = DraftModel
 
 
 class LearnedDraftTimes:
@@ -76,8 +77,8 @@ def build_engine(
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks. See `build_scheduler`.
 
-    `speculation` is "off", "auto" (as many draft tokens as pay), "ngram" (drafts of a fixed length) or "draft" (as
-    "auto", with a smaller model, which is `draft`).
+    `speculation` is "off", "auto" (as many draft tokens as pay), "ngram" (drafts of a fixed length), or "draft" or
+    "eagle3" (as "auto", with a smaller model or heads, which are `draft`).
     """
     scheduler = build_scheduler(
         num_blocks,
@@ -99,7 +100,7 @@ def build_engine(
         )
         if draft is not None:
             times = LearnedDraftTimes(draft.step_costs or StepCosts(), limits.max_num_batched_tokens)
-            model = DraftModel(draft.runner, draft.sampler, scheduler.kv_cache, times, runner.vocab_size)
+            model = draft.kind(draft.runner, draft.sampler, scheduler.kv_cache, times, runner.vocab_size)
             scheduler.speculation.model_drafts = ModelDrafts(model, sampler)
     return Engine(scheduler, runner, sampler)
 

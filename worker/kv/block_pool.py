@@ -26,7 +26,7 @@ are both O(1). Slot `num_blocks` is the sentinel:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -91,6 +91,8 @@ class BlockPool:
         self.journal = journal
         self.on_eviction: Callable[[int, Content], None] | None = None
         """Called before a cached block is reused and loses its content."""
+        self.on_take: Callable[[Sequence[int]], None] | None = None
+        """Called with blocks that are about to get other content."""
         self._num_unreferenced = num_blocks
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._next = array("i", [*range(1, num_blocks + 1), 0])
@@ -194,6 +196,8 @@ class BlockPool:
         self._num_unreferenced -= count
         if self.journal is not None and taken:
             self.journal.grow(max(taken))
+        if self.on_take is not None:
+            self.on_take(taken)
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:

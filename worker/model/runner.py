@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,18 @@ _UNQUANTISED = {"bf16", "f32"}
 _DECODE_PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
+class StateReader(Protocol):
+    """Reads hidden states of the model's steps."""
+
+    def add_outputs(self, model: ov.Model) -> None:
+        """Add outputs to a graph of the model that is about to be compiled. Raises ConfigurationError."""
+        ...
+
+    def read(self, batch: Batch, request: ov.InferRequest) -> None:
+        """Read the outputs of the step that was just computed."""
+        ...
+
+
 class OpenVINOModelRunner:
     """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `num_kv_heads`, `vocab_size` and
     `kv_precision` are read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences
@@ -54,8 +66,10 @@ class OpenVINOModelRunner:
 
     Decode steps have at least `least_decode` tokens and sampled rows: two in accuracy mode and with `speculates`,
     because other kernels compute a single one. A token then does not depend on how many others its step has, in
-    performance mode only on some CPUs (docs/decisions/0048).
+    performance mode only on some CPUs (docs/decisions/0048). `states` reads hidden states of every step.
     """
+
+    _batch: Batch | None = None
 
     def __init__(
         self,
@@ -68,6 +82,7 @@ class OpenVINOModelRunner:
         max_context_tokens: int | None = None,
         max_adapters: int = 0,
         speculates: bool = False,
+        states: StateReader | None = None,
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
@@ -81,10 +96,11 @@ class OpenVINOModelRunner:
         is_bfloat16 = core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
         self.exact_rows = exact_rows(core, model, asked.properties)
-        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
+        self._states = states
+        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states)
         self._graphs = {Graph.MAIN: main}
         if of_decode is not None:
-            decode = _Graph(core, of_decode, asked, is_bfloat16=False, properties=_DECODE_PRECISION)
+            decode = _Graph(core, of_decode, asked, is_bfloat16=False, states=states, properties=_DECODE_PRECISION)
             self._graphs[Graph.SMALL_DECODE] = decode
         self.adapters: AdapterMemory | None = None
         """The weights of adapters. May be replaced between two calls of `bind`, by any thread."""
@@ -174,6 +190,7 @@ class OpenVINOModelRunner:
         if keeps_logits:
             graph.slots.rotate()
         slot = self._slot = graph.slots[0]
+        self._batch = batch
         for name in STEP_INPUTS:
             slot.inputs.set(name, getattr(batch, name))
         if batch.adapter_slots is not None:
@@ -190,7 +207,7 @@ class OpenVINOModelRunner:
                 "the linear layers of this model's graph have names that no adapter uses, so it can have no adapters; "
                 "export the model again with optimum-intel, or serve it without adapters"
             )
-        self._graphs[Graph.ADAPTERS] = _Graph(core, model, asked, is_bfloat16=is_bfloat16)
+        self._graphs[Graph.ADAPTERS] = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=self._states)
         self.adapters = AdapterMemory(groups, max_adapters, RANK_STEP, is_bfloat16=is_bfloat16)
 
     def _bind_adapters(self, slot: _Slot, adapter_slots: npt.NDArray[np.int32]) -> None:
@@ -212,6 +229,8 @@ class OpenVINOModelRunner:
         start_s = time.perf_counter()
         head.run()
         self.infer_s = time.perf_counter() - start_s
+        if self._states is not None and self._batch is not None:
+            self._states.read(self._batch, self._slot.request)
         return head.logits()
 
 
@@ -246,9 +265,12 @@ class _Graph:
         asked: _Asked,
         *,
         is_bfloat16: bool,
+        states: StateReader | None,
         properties: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         has_runs = replace_head(model, is_bfloat16=is_bfloat16)
+        if states is not None:
+            states.add_outputs(model)
         compiled = _compile(core, model, asked, properties)
         self.caches = [port for port in compiled.inputs if "_cache." in port.any_name]
         logits = compiled.output("logits")

@@ -11,6 +11,7 @@ _PRIORS = {
     Source.PREDICTION: (0.7, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9),
     Source.GRAMMAR: (0.9,) * (len(LEVELS) + 1),
     Source.DRAFT: (0.6,),
+    Source.EAGLE3: (0.6,),
 }
 # A prior counts as so many observed tokens.
 _PRIOR_TOKENS = 8.0

@@ -19,7 +19,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 from headrace.worker.grammar.constraint import Constraint
@@ -31,6 +31,7 @@ from headrace.worker.request.step import Sampled, Scheduled
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import Plan
 from headrace.worker.speculation.controller import StepLine, rounded_size
+from headrace.worker.speculation.proposer import Source
 
 # A request that is further behind is caught up with before it gets drafts.
 MAX_BEHIND = 16
@@ -84,20 +85,28 @@ class DraftTimes(Protocol):
 
 
 @dataclass(slots=True)
-class _Progress:
+class Progress:
     """What the smaller model has of a request: `tokens` that it has computed, in the blocks of `table`. The first
-    `num_agreed` are the request's, and the first `num_marked` blocks are noted with their hashes."""
+    `num_agreed` are the request's, and the first `num_marked` blocks are noted with their hashes. It has nothing of the
+    blocks before `start`."""
 
     tokens: array[int] = field(default_factory=lambda: array("I"))
     table: array[int] = field(default_factory=lambda: array("i"))
     num_agreed: int = 0
     num_marked: int = 0
     num_preemptions: int = 0
+    start: int = 0
+    is_stuck: bool = False
+    """Whether it cannot continue the request now."""
 
 
 class DraftModel:
     """The smaller model, for the requests of one scheduler. `runner` has allocated as many blocks as the pool has, and
     one for padding. `vocab_size` is the target's. Used by the engine thread only."""
+
+    source: ClassVar[Source] = Source.DRAFT
+    _lag: ClassVar[int] = 0
+    """How many places further on a token is in the request than in the smaller model's sequence."""
 
     def __init__(
         self, runner: DraftRunner, sampler: DraftSampler, kv_cache: KVCacheManager, times: DraftTimes, vocab_size: int
@@ -109,7 +118,7 @@ class DraftModel:
         self._runner, self._sampler, self._kv_cache = runner, sampler, kv_cache
         self._vocab_size = vocab_size
         self._contents: list[int | None] = [None] * kv_cache.pool.num_blocks
-        self._progress: WeakKeyDictionary[Request, _Progress] = WeakKeyDictionary()
+        self._progress: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
         self._samplings: WeakKeyDictionary[Request, SamplingParams | None] = WeakKeyDictionary()
         self._size = 0
 
@@ -130,7 +139,7 @@ class DraftModel:
         if num_tokens > 0:
             shadow = self._shadow(request, progress, None)
             self._forget(request, len(progress.tokens), len(progress.tokens) + num_tokens)
-            self._run(build_batch([Scheduled(shadow, num_tokens)], self._runner.block_size), padding=0)
+            self._run(build_batch([Scheduled(self._view(shadow), num_tokens)], self._runner.block_size), padding=0)
             progress.tokens.extend(request.token_ids[len(progress.tokens) : len(progress.tokens) + num_tokens])
             progress.table = request.block_table[:]
 
@@ -153,7 +162,7 @@ class DraftModel:
             ]
         for (request, *_), shadow in zip(asked, shadows, strict=True):
             progress = self._progress[request]
-            progress.tokens = shadow.token_ids[: shadow.num_computed_tokens]
+            progress.tokens = shadow.token_ids[: self._num_kept(request, shadow)]
             progress.table = request.block_table[:]
         return found
 
@@ -165,7 +174,9 @@ class DraftModel:
         for count in (*num_tokens, *num_tokens):
             request = Request("warm-up", [0] * (min(count, most) + 1), SamplingParams(1, 0, temperature=0.0), 0)
             request.block_table = blocks
-            self._run(build_batch([Scheduled(request, min(count, most))], self._runner.block_size), padding=0)
+            request.num_computed_tokens = self._lag
+            num_new = request.num_tokens - 1 - self._lag
+            self._run(build_batch([Scheduled(self._view(request), num_new)], self._runner.block_size), padding=0)
             for _ in range(num_steps):
                 request.num_computed_tokens = request.num_tokens - 1
                 self._step([request])
@@ -181,7 +192,7 @@ class DraftModel:
 
     def _step(self, shadows: Sequence[Request]) -> Sequence[Sampled]:
         """Compute all missing tokens of some requests, and sample the next."""
-        scheduled = [Scheduled(shadow, shadow.num_uncomputed_tokens) for shadow in shadows]
+        scheduled = [Scheduled(self._view(shadow), shadow.num_uncomputed_tokens) for shadow in shadows]
         num_tokens = sum(count for _, count in scheduled)
         # Another number of tokens than before costs a change (docs/decisions/0025), a few more tokens cost little.
         if not num_tokens <= self._size <= max(2, 2 * num_tokens):
@@ -212,22 +223,23 @@ class DraftModel:
         self.times.observe(sequences, padding, 1000 * seconds)
         return logits
 
-    def _follow(self, request: Request) -> _Progress:
+    def _follow(self, request: Request) -> Progress:
         """Find how much of the request the smaller model has, after the request's tokens or blocks have changed."""
         progress = self._progress.get(request)
         if progress is None or progress.num_preemptions != request.num_preemptions:
-            progress = self._progress[request] = _Progress(num_preemptions=request.num_preemptions)
+            progress = self._progress[request] = Progress(num_preemptions=request.num_preemptions)
         size, table, tokens = self._runner.block_size, request.block_table, request.token_ids
         agreed, most = progress.num_agreed, min(len(progress.tokens), len(tokens) - 1)
         while agreed < most and progress.tokens[agreed] == tokens[agreed]:
             agreed += 1
+        agreed = 0 if agreed <= self._lag else agreed
         num_blocks = -(-agreed // size)
         if progress.table[:num_blocks] != table[:num_blocks]:
             first = next(
                 place for place, (left, right) in enumerate(zip(progress.table, table, strict=False)) if left != right
             )
             agreed, progress.num_marked = min(agreed, first * size), min(progress.num_marked, first)
-        for index in range(progress.num_marked, agreed // size):
+        for index in range(progress.num_marked, agreed // size) if progress.start == 0 else ():
             self._contents[table[index]] = self._kv_cache.hash_of(request, index)
         while agreed % size == 0 and agreed + size < len(tokens) and agreed // size < len(table):
             index = agreed // size
@@ -245,7 +257,7 @@ class DraftModel:
         for index in range(start // size, -(-end // size)):
             self._contents[request.block_table[index]] = None
 
-    def _shadow(self, request: Request, progress: _Progress, constraint: Constraint | None) -> Request:
+    def _shadow(self, request: Request, progress: Progress, constraint: Constraint | None) -> Request:
         """The request as the smaller model sees it. Every proposal has a new one, because samplers remember the tokens
         of requests, and tokens of drafts may be taken back."""
         sampling = self._samplings[request]
@@ -259,6 +271,14 @@ class DraftModel:
         shadow.block_table = request.block_table
         shadow.num_computed_tokens = len(progress.tokens)
         return shadow
+
+    def _view(self, shadow: Request) -> Request:
+        """The request's tokens and blocks as the smaller model's sequence has them."""
+        return shadow
+
+    def _num_kept(self, request: Request, shadow: Request) -> int:
+        """How many tokens of a proposal's shadow the smaller model need not compute again if they are accepted."""
+        return shadow.num_computed_tokens
 
     def _sampling_of(self, request: Request) -> SamplingParams | None:
         """The request's parameters for the smaller model, which may know fewer tokens; None if it cannot serve it."""

@@ -1,4 +1,4 @@
-"""Loads the smaller model of --draft-model."""
+"""Loads the smaller model, or the heads, of --draft-model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.worker.config import ConfigurationError
-from headrace.worker.model.directory import read_model_dir
+from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
+from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.model.directory import WEIGHTS, read_model_dir
+from headrace.worker.speculation.draft_model import DraftModel
+from headrace.worker.speculation.eagle import EagleModel
 
 if TYPE_CHECKING:
+    from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
 
 log = logging.getLogger(__name__)
@@ -20,13 +24,55 @@ _VOCABULARY = ("openvino_tokenizer.bin", "openvino_detokenizer.bin")
 _FLAG = "--draft-model"
 
 
-def load_draft(draft_dir: Path, target: OpenVINOModelRunner, target_dir: Path, *, threads: int) -> OpenVINOModelRunner:
-    """Compile the smaller model for drafts of the model in `target_dir`. ConfigurationError if it cannot be loaded, or
-    if its tokens are not the target's."""
+def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
+    """How much to speculate: as the flags say, else by what --draft-model names, else "auto". On CPUs with AMX it is
+    "off" in performance mode, because there the bits of a decode step depend on its size, and the size on when drafts
+    pay."""
+    if config.speculation is not None:
+        return config.speculation
+    if config.draft_model is not None:
+        kind = heads_kind(config.draft_model)
+        return "draft" if kind is None else kind.value
+    return "off" if config.execution_mode == "performance" and with_amx else "auto"
+
+
+def read_heads(draft_dir: Path | None, speculation: str) -> EagleHeads | None:
+    """The heads in a directory, for this kind of speculation; None if it needs none. They are read before the target is
+    compiled, because its graph computes what they read. ConfigurationError."""
+    if draft_dir is None or speculation not in {kind.value for kind in HeadsKind}:
+        return None
+    from headrace.worker.heads.eagle_runner import EagleHeads
+
     try:
-        read_model_dir(draft_dir)
-        _check_tokenizers(draft_dir, target_dir)
-        runner = _compile(draft_dir, threads)
+        return EagleHeads.read(draft_dir)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{_FLAG}: {error}") from error
+
+
+def kind_of_drafts(heads: EagleHeads | None) -> type[DraftModel]:
+    """What drafts with the loaded runner."""
+    return DraftModel if heads is None else EagleModel
+
+
+def weights_of_draft(draft_dir: Path) -> list[Path]:
+    """The files with the weights of a smaller model or of heads."""
+    return heads_weights(draft_dir) or [draft_dir / WEIGHTS]
+
+
+def load_draft(
+    draft_dir: Path | None,
+    target: OpenVINOModelRunner,
+    target_dir: Path,
+    heads: EagleHeads | None = None,
+    *,
+    threads: int,
+) -> OpenVINOModelRunner | EagleRunner | None:
+    """Compile the smaller model, or the heads, for drafts of the model in `target_dir`; None without a directory.
+    ConfigurationError if it cannot be loaded, or if its tokens are not the target's."""
+    if draft_dir is None:
+        return None
+    try:
+        runner = _load(draft_dir, target_dir, threads) if heads is None else heads.compile(target_dir, threads)
     except ConfigurationError as error:
         raise ConfigurationError(f"{_FLAG}: {error}") from error
     if runner.block_size != target.block_size:
@@ -36,6 +82,15 @@ def load_draft(draft_dir: Path, target: OpenVINOModelRunner, target_dir: Path, *
         )
     log.info("drafts come from %s, which takes %.1f KiB of each KV block", draft_dir, runner.block_bytes / 1024)
     return runner
+
+
+def _load(draft_dir: Path, target_dir: Path, threads: int) -> OpenVINOModelRunner:
+    kind = heads_kind(draft_dir)
+    if kind is not None:
+        raise ConfigurationError(f"{draft_dir} has heads, not a model; say --speculation {kind.value}")
+    read_model_dir(draft_dir)
+    _check_tokenizers(draft_dir, target_dir)
+    return _compile(draft_dir, threads)
 
 
 def _compile(draft_dir: Path, threads: int) -> OpenVINOModelRunner:

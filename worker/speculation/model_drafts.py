@@ -12,7 +12,7 @@ from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import MAX_BEHIND, DraftModel
-from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
+from headrace.worker.speculation.proposer import NO_DRAFT, Draft
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class ModelDrafts:
     """The drafts of a smaller model. A failure of it ends no request: they continue without drafts."""
 
     def __init__(self, model: DraftModel, grammars: Branches) -> None:
+        self.source = model.source
         self._model, self._grammars = model, grammars
         self._barred: WeakSet[Request] = WeakSet()
         self._num_failures = 0
@@ -63,14 +64,14 @@ class ModelDrafts:
 
         A draft is dropped if there are no blocks for it, or if the smaller model has yet to catch up with the request.
         It does so a piece at a time, so that no step takes twice as long."""
-        done = [NO_DRAFT if draft.source is Source.DRAFT else draft for draft in drafts]
+        done = [NO_DRAFT if draft.source is self.source else draft for draft in drafts]
         asked: list[tuple[int, int, Constraint | None]] = []
         behind: tuple[Request, int] | None = None
         failing = streams
         try:
             for place, (request, draft) in enumerate(zip(streams, drafts, strict=True)):
                 count = len(draft.token_ids)
-                if draft.source is not Source.DRAFT or not count:
+                if draft.source is not self.source or not count:
                     continue
                 if self._model.num_behind(request) > MAX_BEHIND:
                     behind = behind or (request, count)

@@ -18,6 +18,12 @@ class Source(enum.Enum):
     """The only text that the request's grammar allows."""
     DRAFT = "draft"
     """What a smaller model continues with."""
+    EAGLE3 = "eagle3"
+    """What heads that read the model's hidden states continue with."""
+
+
+MODELLED = frozenset({Source.DRAFT, Source.EAGLE3})
+"""Sources whose tokens have to be computed."""
 
 
 class Draft(NamedTuple):

@@ -20,7 +20,7 @@ from headrace.worker.request.request import Request
 from headrace.worker.speculation.acceptance_rate import AcceptanceRate
 from headrace.worker.speculation.controller import SizeCorrections, StepLine, best_counts
 from headrace.worker.speculation.history import History
-from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
+from headrace.worker.speculation.proposer import MODELLED, NO_DRAFT, Draft, Source
 
 # The longest draft, and its length without a controller.
 MAX_DRAFT, FIXED_DRAFT = 15, 7
@@ -50,6 +50,8 @@ class GrammarDrafts(Protocol):
 
 class SmallerModel(Protocol):
     """A model that proposes tokens; see `headrace.worker.speculation.model_drafts.ModelDrafts`."""
+
+    source: Source
 
     def can_serve(self, request: Request) -> bool:
         """Whether it may draft for the request."""
@@ -159,10 +161,10 @@ class Speculation:
     def _age_unused(self, streams: Sequence[Request], drafts: Sequence[Draft]) -> None:
         """Trust a little less what is known of drafts of the smaller model that were possible and not chosen."""
         for request, draft in zip(streams, drafts, strict=True):
-            if draft.source is Source.DRAFT and not draft.token_ids:
-                self._rate.age(Source.DRAFT)
+            if draft.source in MODELLED and not draft.token_ids:
+                self._rate.age(draft.source)
                 if request in self._rates:
-                    self._rates[request].age(Source.DRAFT)
+                    self._rates[request].age(draft.source)
 
     def _is_skipped(self) -> bool:
         self._num_skipped += 1
@@ -187,7 +189,7 @@ class Speculation:
             draft = draft._replace(token_ids=draft.token_ids[:num_valid])
         if self.model_drafts is None or not self.model_drafts.can_serve(request):
             return draft
-        of_model = Draft(range(min(most, MAX_MODEL_DRAFT)), Source.DRAFT)
+        of_model = Draft(range(min(most, MAX_MODEL_DRAFT)), self.model_drafts.source)
         is_better = draft.token_ids and self._chance(request, draft) + _FREE >= self._chance(request, of_model)
         return draft if is_better else of_model
 
@@ -221,7 +223,7 @@ class Speculation:
             return _fixed_counts(drafts, most - num_streams)
         if line is None:
             return [0] * num_streams
-        is_modelled = [draft.source is Source.DRAFT for draft in drafts]
+        is_modelled = [draft.source in MODELLED for draft in drafts]
         modelled = [request.num_computed_tokens for request, is_one in zip(streams, is_modelled, strict=True) if is_one]
         return best_counts(
             [self._chance(request, draft) for request, draft in zip(streams, drafts, strict=True)],

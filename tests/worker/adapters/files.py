@@ -19,7 +19,7 @@ LINEARS = [
 ]
 # Queries of five heads of size 4.
 LAYERS = Layers(LINEARS, 1)
-_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32"}
+_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32", "int64": "I64", "bool": "BOOL"}
 
 
 def safetensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:

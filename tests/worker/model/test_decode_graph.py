@@ -10,9 +10,9 @@ import pytest
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_meter import StepSize
-from headrace.worker.loading import speculation_for
 from headrace.worker.model.batch import Graph
 from headrace.worker.model.decode_graph import wants_decode_graph
+from headrace.worker.speculation.load import speculation_for
 from tests.worker.conftest import make_engine
 
 WEIGHTS = 1000

@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.worker.__main__ import check_speculation
-from headrace.worker.config import ConfigurationError
+from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.heads import eagle_runner
+from headrace.worker.heads.eagle_runner import EagleHeads
+from headrace.worker.model.paging import PagedModel
 from headrace.worker.speculation import load
-from headrace.worker.speculation.load import load_draft
+from headrace.worker.speculation.draft_model import DraftModel
+from headrace.worker.speculation.eagle import EagleModel
+from headrace.worker.speculation.load import kind_of_drafts, load_draft, read_heads, speculation_for, weights_of_draft
+from tests.worker.heads.files import eagle_config, eagle_tensors, write_heads
+from tests.worker.heads.test_eagle_graph import target_with
 
 
 class Compiled:
@@ -37,7 +45,10 @@ def test_a_draft_model_has_the_tokens_of_the_target(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(load, "read_model_dir", lambda path: None)
     monkeypatch.setattr(load, "_compile", lambda path, threads: Compiled(32))
     runner: Any = Compiled(32)
-    assert load_draft(same, runner, target, threads=1).block_size == 32
+    found = load_draft(same, runner, target, threads=1)
+    assert found is not None
+    assert found.block_size == 32
+    assert load_draft(None, runner, target, threads=1) is None
     with pytest.raises(ConfigurationError, match="--draft-model: the tokenizer of .*other is not that of .*target"):
         load_draft(other, runner, target, threads=1)
     with pytest.raises(
@@ -47,10 +58,57 @@ def test_a_draft_model_has_the_tokens_of_the_target(tmp_path: Path, monkeypatch:
 
 
 def test_flags_that_contradict_each_other_are_refused() -> None:
-    for speculation, draft_model in ((None, None), (None, Path("x")), ("draft", Path("x")), ("auto", None)):
+    given: tuple[tuple[str | None, Path | None], ...] = (
+        (None, None),
+        (None, Path("x")),
+        ("draft", Path("x")),
+        ("eagle3", Path("x")),
+        ("auto", None),
+    )
+    for speculation, draft_model in given:
         check_speculation(speculation, draft_model)
-    with pytest.raises(ConfigurationError, match="--speculation draft needs .* --draft-model"):
-        check_speculation("draft", None)
+    for needing in ("draft", "eagle3"):
+        with pytest.raises(ConfigurationError, match=f"--speculation {needing} needs .* --draft-model"):
+            check_speculation(needing, None)
     for speculation in ("auto", "ngram", "off"):
         with pytest.raises(ConfigurationError, match=f"--speculation {speculation} does not use --draft-model"):
             check_speculation(speculation, Path("x"))
+
+
+def test_heads_are_known_by_their_files(tmp_path: Path) -> None:
+    path = write_heads(tmp_path / "heads", eagle_config(), eagle_tensors(eagle_config()))
+    config = WorkerConfig(tmp_path, "m", "w", "localhost:1", "localhost:1", draft_model=path)
+    assert speculation_for(config, with_amx=True) == "eagle3"
+    heads = read_heads(path, "eagle3")
+    assert heads is not None
+    assert heads.files.shape.num_kv_heads == 3
+    assert kind_of_drafts(heads) is EagleModel
+    assert weights_of_draft(path) == [path / "model.safetensors"]
+    assert read_heads(tmp_path, "draft") is None
+    assert kind_of_drafts(None) is DraftModel
+    assert weights_of_draft(tmp_path) == [tmp_path / "openvino_model.bin"]
+    runner: Any = Compiled(32)
+    with pytest.raises(ConfigurationError, match="--draft-model: .* has heads, not a model; say --speculation eagle3"):
+        load_draft(path, runner, tmp_path, threads=1)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match="--draft-model: there is no model.safetensors"):
+        read_heads(path, "eagle3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"vocab_size": 49_153}, "for a vocabulary of 49153 tokens, and this model has 49152"),
+        ({"hidden_size": 612}, "embeddings .* have another size than 612"),
+    ],
+)
+def test_heads_of_another_model_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], problem: str
+) -> None:
+    config = eagle_config(**changes)
+    path = write_heads(tmp_path / "heads", config, eagle_tensors(config))
+    graph = target_with(np.zeros((49_152, 576), np.float32), num_logits=49_152)
+    monkeypatch.setattr(eagle_runner, "read_paged", lambda core, path: PagedModel(graph, depends_on_context=False))
+    runner: Any = Compiled(32)
+    with pytest.raises(ConfigurationError, match=f"--draft-model: .*{problem}"):
+        load_draft(path, runner, tmp_path, EagleHeads.read(path), threads=1)

@@ -1,0 +1,33 @@
+"""Directories with heads: additions to a model that propose tokens."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+
+HEADS_CONFIG = "config.json"
+
+
+class HeadsKind(enum.Enum):
+    """The published formats of heads."""
+
+    EAGLE3 = "eagle3"
+
+
+def heads_kind(directory: Path) -> HeadsKind | None:
+    """The format of the heads in a directory, by its config.json; None if it has none."""
+    try:
+        config = json.loads((directory / HEADS_CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    names = config.get("architectures")
+    texts = [str(name).lower() for name in (*(names if isinstance(names, list) else ()), config.get("model_type"))]
+    return HeadsKind.EAGLE3 if any("eagle3" in text for text in texts) else None
+
+
+def heads_weights(directory: Path) -> list[Path]:
+    """The files with the weights of heads."""
+    return sorted(directory.glob("*.safetensors"))

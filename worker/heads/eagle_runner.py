@@ -1,0 +1,152 @@
+"""Computes steps of EAGLE-3 heads with OpenVINO."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.heads.eagle_files import EagleFiles, read_eagle
+from headrace.worker.heads.eagle_graph import build_eagle
+from headrace.worker.heads.features import FeatureReader, FeatureStore
+from headrace.worker.heads.states import embeddings_of, width_of
+from headrace.worker.kv.arena import KVArena
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.head import InputTensors
+from headrace.worker.model.paging import STEP_INPUTS, read_paged
+from headrace.worker.sampling.logits import Logits
+
+_LOWEST = np.float32(-3e38)
+_FEATURE_BYTES = 2
+
+
+class EagleHeads(NamedTuple):
+    """Heads that are read, and what makes the target's graph compute their features."""
+
+    files: EagleFiles
+    reader: FeatureReader
+
+    @classmethod
+    def read(cls, path: Path) -> EagleHeads:
+        """Read the heads in a directory. ConfigurationError."""
+        files = read_eagle(path)
+        return cls(files, FeatureReader(files))
+
+    def compile(self, target_dir: Path, threads: int) -> EagleRunner:
+        """Compile them for the model in `target_dir`. ConfigurationError if they do not fit it."""
+        return EagleRunner(self.files, target_dir, self.reader, threads=threads)
+
+
+class EagleRunner:
+    """Compiled heads. Slot t of a sequence has token t + 1 and the features of token t. Logits are over the target's
+    vocabulary; tokens that the heads do not know have the lowest number.
+
+    A step reads the features of its tokens from the store. After it, the heads' own state is in the store as the
+    features of the next token, for proposals that continue a proposal. The target overwrites it when it verifies them.
+    """
+
+    def __init__(self, files: EagleFiles, target_dir: Path, reader: FeatureReader, *, threads: int) -> None:
+        """Compile `files` for the model in `target_dir`, whose features `reader` keeps. ConfigurationError if the heads
+        do not fit the model."""
+        core = ov.Core()
+        target = read_paged(core, target_dir).graph
+        _check_embeddings(files, target)
+        properties = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": "1",
+            "INFERENCE_NUM_THREADS": threads,
+            "KV_CACHE_PRECISION": ov.Type.u8,
+            "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
+        }
+        compiled = core.compile_model(build_eagle(files, target), "CPU", properties)
+        self._request = compiled.create_infer_request()
+        self._inputs = InputTensors(self._request)
+        self._caches = [port for port in compiled.inputs if "_cache." in port.any_name]
+        self._cache_views: list[npt.NDArray[np.uint8]] = []
+        self._token_ids, self._reader = files.token_ids, reader
+        self._batch: Batch | None = None
+        self._width = files.shape.size
+        self.vocab_size = files.shape.vocab_size
+        self.block_size = _dims(self._caches[0])[1]
+        self._kv_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in self._caches)
+        self.block_bytes = self._kv_bytes + self.block_size * self._width * _FEATURE_BYTES
+        self.infer_s = 0.0
+
+    def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> None:
+        """Make the heads' part of `num_blocks` blocks, and of one for padding: keys and values, and features."""
+        self._reader.store = FeatureStore(num_blocks, self.block_size, self._width)
+        num_blocks += 1
+        try:
+            arena = KVArena(num_blocks * self._kv_bytes, len(self._caches), huge_pages=huge_pages)
+        except (OSError, OverflowError) as error:
+            raise ConfigurationError(
+                f"no memory for the heads' part of {num_blocks} KV blocks; ask for less with --kv-cache-gb"
+            ) from error
+        for port in self._caches:
+            piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
+            self._request.set_tensor(
+                port.any_name, ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
+            )
+            self._cache_views.append(piece)  # it owns the memory
+
+    @property
+    def store(self) -> FeatureStore:
+        """The features of the target's tokens."""
+        assert self._reader.store is not None, "nothing is allocated yet"
+        return self._reader.store
+
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """Set the inputs of the next step. Logits are copies, so `keeps_logits` changes nothing."""
+        self._batch = batch
+        for name in STEP_INPUTS:
+            self._inputs.set(name, getattr(batch, name))
+        self._inputs.set("features", self.store.read(*self.store.places(batch)))
+        self._inputs.set("rows", batch.sampled_tokens_indices)
+
+    def run(self) -> Logits:
+        """Compute the step. Returns logits `[rows, vocab_size]`."""
+        assert self._batch is not None
+        start_s = time.perf_counter()
+        self._request.infer()
+        self.infer_s = time.perf_counter() - start_s
+        rows = len(self._batch.sampled)
+        values = np.full((rows, self.vocab_size), _LOWEST, np.float32)
+        if rows:
+            values[:, self._token_ids] = self._request.get_tensor("logits").data.reshape(rows, -1)
+            self._continue(self._batch, self._request.get_tensor("states").data.reshape(rows, -1))
+        return Logits(values)
+
+    def _continue(self, batch: Batch, states: npt.NDArray[np.float32]) -> None:
+        """Make the states of rows the features of the tokens after them, as far as there are blocks."""
+        positions = batch.position_ids[batch.sampled_tokens_indices].tolist()
+        for request, position, state in zip(batch.sampled, positions, states, strict=True):
+            index, offset = divmod(position + 1, self.block_size)
+            if index < len(request.block_table):
+                self.store.set(request.block_table[index], offset, state)
+
+
+def _check_embeddings(files: EagleFiles, target: ov.Model) -> None:
+    """ConfigurationError if the target's vocabulary is not that of the heads, or its embeddings have another size."""
+    shape, path = files.shape, files.path
+    vocabulary = int(target.get_results()[0].get_output_partial_shape(0)[-1].get_length())
+    if vocabulary != shape.vocab_size:
+        raise ConfigurationError(
+            f"the heads in {path} are for a vocabulary of {shape.vocab_size} tokens, and this model has {vocabulary}; "
+            "name heads that were trained for this model"
+        )
+    if "embed_tokens.weight" not in files.weights and width_of(embeddings_of(target)) != shape.size:
+        raise ConfigurationError(
+            f"the heads in {path} have no embeddings of their own, and this model's have another size than "
+            f"{shape.size}; name heads that were trained for this model"
+        )
+
+
+def _dims(port: ov.Output) -> list[int]:
+    """Dimensions of a cache input after the number of blocks."""
+    return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]

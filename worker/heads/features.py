@@ -1,0 +1,121 @@
+"""The features of the target's tokens: mixed hidden states of three layers, which EAGLE-3 heads read.
+
+The target's graph computes them for every token of a step. They are kept for each token of each KV block, so the heads
+can read them later, and a prefix hit finds them too. Blocks that another process has computed have none.
+
+    block           0               1               2
+    target's KV     [t0 t1 t2 t3]   [t4 t5 t6 t7]   [t8 ..      ]
+    features        [f0 f1 f2 f3]   [f4 f5 f6 f7]   [f8 ..      ]      num_filled: 4 4 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+from openvino import opset13
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.heads.eagle_files import EagleFiles, layers_to_read
+from headrace.worker.heads.eagle_graph import product
+from headrace.worker.heads.states import attentions_of, states_before, width_of
+from headrace.worker.model.batch import Batch
+
+FloatArray = npt.NDArray[np.float32]
+_OUTPUT = "features"
+
+
+class FeatureStore:
+    """The features of `num_blocks` blocks, and of one for padding, in bfloat16."""
+
+    def __init__(self, num_blocks: int, block_size: int, width: int) -> None:
+        # The kernel gives pages when they are written to.
+        self._values = np.zeros((num_blocks + 1, block_size, width), np.uint16)
+        self.num_filled = [0] * (num_blocks + 1)
+        """How many tokens of each block have features, from its first on."""
+        self.block_size = block_size
+
+    def write(self, batch: Batch, features: FloatArray) -> None:
+        """Keep the features `[tokens, width]` of a step of the target, after copying its `copies`."""
+        for source, destination in batch.copies:
+            self._values[destination] = self._values[source]
+            self.num_filled[destination] = self.num_filled[source]
+        blocks, offsets = self.places(batch)
+        self._values[blocks, offsets] = _rounded(features)
+        size, filled = self.block_size, self.num_filled
+        tables, firsts = batch.block_indices.tolist(), batch.block_indices_begins.tolist()
+        counts = np.diff(batch.subsequence_begins).tolist()
+        for past, count, first in zip(batch.past_lens.tolist(), counts, firsts, strict=False):
+            end = past + count
+            for index in range(past // size, -(-end // size)):
+                block, start = tables[first + index], max(0, past - index * size)
+                if start <= filled[block]:
+                    filled[block] = min(size, end - index * size)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These blocks are about to get other content."""
+        for block in blocks:
+            self.num_filled[block] = 0
+
+    def read(self, blocks: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> FloatArray:
+        """The features of these tokens, `[tokens, width]`."""
+        wide: npt.NDArray[np.uint32] = np.left_shift(self._values[blocks, offsets].astype(np.uint32), 16)
+        return wide.view(np.float32)
+
+    def set(self, block: int, offset: int, features: FloatArray) -> None:
+        """Replace the features of a token that the target has not computed yet."""
+        self._values[block, offset] = _rounded(features)
+
+    def places(self, batch: Batch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The block of each token of a step, and its place in the block."""
+        indices, offsets = np.divmod(batch.position_ids, self.block_size)
+        firsts = np.repeat(batch.block_indices_begins[:-1], np.diff(batch.subsequence_begins))
+        return batch.block_indices[firsts + indices], offsets
+
+    def first_usable(self, table: Sequence[int], start: int, end: int) -> int:
+        """The index of the first block from which on tokens up to `end` have features without a gap; tokens before
+        `start` need none. The index is beyond the block of `end - 1` if that one has a gap."""
+        size, filled = self.block_size, self.num_filled
+        for index in range((end - 1) // size, start // size - 1, -1):
+            if filled[table[index]] < min(size, end - index * size):
+                return index + 1
+        return start // size
+
+
+class FeatureReader:
+    """Makes the target's graph compute features, and keeps them. See `headrace.worker.model.runner.StateReader`."""
+
+    def __init__(self, files: EagleFiles) -> None:
+        self._files = files
+        self.store: FeatureStore | None = None
+        """Set once the number of blocks is known."""
+
+    def add_outputs(self, model: ov.Model) -> None:
+        """Add an output `features` [tokens, size]. ConfigurationError if the heads do not fit the model."""
+        shape, path = self._files.shape, self._files.path
+        layers = layers_to_read(shape, len(attentions_of(model)))
+        states = [states_before(model, layer) for layer in layers]
+        width = width_of(states[0])
+        if width != shape.target_size:
+            raise ConfigurationError(
+                f"the heads in {path} are for a model with hidden states of size {shape.target_size}, and this model's "
+                f"have {width}; name heads that were trained for this model"
+            )
+        flat = [opset13.reshape(each, opset13.constant(np.array([-1, width])), False) for each in states]
+        mixed = product(opset13.concat(flat, -1), self._files.weights["fc.weight"])
+        mixed.get_tensor().set_names({_OUTPUT})
+        model.add_results([opset13.result(mixed)])
+
+    def read(self, batch: Batch, request: ov.InferRequest) -> None:
+        """Keep the features of the step that was just computed."""
+        if self.store is not None:
+            self.store.write(batch, request.get_tensor(_OUTPUT).data)
+
+
+def _rounded(values: FloatArray) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bfloat16."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded: npt.NDArray[np.uint16] = ((bits + np.uint32(0x8000)) >> 16).astype(np.uint16)
+    return rounded

@@ -1,0 +1,108 @@
+"""Finds hidden states in a model's graph with PagedAttention.
+
+The states before a layer are what its projections read after a normalisation, and what the layer's result is added to.
+They are found from the layer's attention backwards, so names in the graph do not matter.
+"""
+
+from __future__ import annotations
+
+import openvino as ov
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.fused_projections import is_constant, projection
+
+_QUERY = 0
+_ELEMENTWISE = {"Convert", "Multiply", "Add", "Subtract", "Divide", "Reshape"}
+
+
+def attentions_of(model: ov.Model) -> list[ov.Node]:
+    """The attention of each layer, in order."""
+    return [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+
+
+def states_before(model: ov.Model, layer: int) -> ov.Output:
+    """The hidden states of all tokens before a layer, `[tokens, 1, size]` or `[tokens, size]`. ConfigurationError if
+    the graph has an unknown form."""
+    attentions = attentions_of(model)
+    if not 0 <= layer < len(attentions):
+        raise ConfigurationError(
+            f"the heads read the hidden states before layer {layer}, and the model has {len(attentions)} layers; they "
+            "are made for another model"
+        )
+    if layer == 0:
+        return embeddings_of(model)
+    product = projection(attentions[layer].input_value(_QUERY))
+    found = None if product is None else _sum_before(product)
+    if found is None:
+        raise _unknown_form(f"the hidden states before layer {layer}")
+    return found
+
+
+def embeddings_of(model: ov.Model) -> ov.Output:
+    """The embeddings of all tokens, which the first layer reads."""
+    tokens = model.input("input_ids")
+    found = _table_reads(tokens)
+    if found is None:
+        raise _unknown_form("the embeddings of tokens")
+    output = found
+    while len(users := _users(output)) == 1 and users[0].get_type_name() in _ELEMENTWISE:
+        output = users[0].output(0)
+    return output
+
+
+def width_of(states: ov.Output) -> int:
+    """The size of hidden states."""
+    return int(states.get_partial_shape()[-1].get_length())
+
+
+def _sum_before(product: ov.Node) -> ov.Output | None:
+    """The nearest sum of two values of each token that a product is computed from: the residual connection."""
+    width, seen, waiting = width_of(product.input_value(0)), set(), [product.input_value(0).get_node()]
+    while waiting:
+        node = waiting.pop(0)
+        if node.get_friendly_name() in seen:
+            continue
+        seen.add(node.get_friendly_name())
+        values = node.input_values()
+        if node.get_type_name() == "Add" and not any(is_constant(value) for value in values):
+            last = node.output(0).get_partial_shape()[-1]
+            if last.is_static and last.get_length() == width:
+                return node.output(0)
+        if node.get_type_name() == "MatMul":
+            return None
+        waiting += [value.get_node() for value in values if not is_constant(value)]
+    return None
+
+
+def _table_reads(tokens: ov.Output) -> ov.Output | None:
+    """What is read from a constant table by token ids. Where scales are in a table of their own, the first node that
+    both are in."""
+    waiting = [port.get_node() for port in tokens.get_target_inputs()]
+    seen: set[str] = set()
+    while waiting:
+        node = waiting.pop(0)
+        if node.get_friendly_name() in seen:
+            continue
+        seen.add(node.get_friendly_name())
+        if node.get_type_name() == "Gather" and is_constant(node.input_value(0)):
+            return node.output(0)
+        if node.get_type_name() in {"Convert", "Unsqueeze", "Reshape"}:
+            waiting += _users(node.output(0))
+    return None
+
+
+def _users(output: ov.Output) -> list[ov.Node]:
+    """The nodes that use a value, except those that only look at its shape."""
+    users = {}
+    for port in output.get_target_inputs():
+        node = port.get_node()
+        if node.get_type_name() != "ShapeOf":
+            users[node.get_friendly_name()] = node
+    return list(users.values())
+
+
+def _unknown_form(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} were not found in the model's graph, so heads cannot read them; serve the model without them, or "
+        "export it again with optimum-intel"
+    )
