@@ -202,7 +202,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[ExplainedWorker, _Mapping]]] = ..., worker_id: _Optional[str] = ..., reason: _Optional[_Union[PlacementReason, str]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainedWorker(_message.Message):
-    __slots__ = ("worker_id", "address", "state", "detail", "num_cached_tokens", "cost", "num_transferred_tokens")
+    __slots__ = ("worker_id", "address", "state", "detail", "num_cached_tokens", "cost", "num_transferred_tokens", "num_disk_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class ExplainedWorker(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     state: WorkerState
@@ -217,7 +218,8 @@ class ExplainedWorker(_message.Message):
     num_cached_tokens: int
     cost: CostTerms
     num_transferred_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ..., num_transferred_tokens: _Optional[int] = ...) -> None: ...
+    num_disk_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ..., num_transferred_tokens: _Optional[int] = ..., num_disk_tokens: _Optional[int] = ...) -> None: ...
 
 class CostTerms(_message.Message):
     __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms", "adapter_ms", "transfer_ms")

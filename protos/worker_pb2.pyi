@@ -224,7 +224,7 @@ class AdjustWatchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids", "adapters", "adapters_in_memory", "adapter_changes")
+    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids", "adapters", "adapters_in_memory", "adapter_changes", "disk_events")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,7 @@ class WatchResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    DISK_EVENTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     kv_events: KvEvents
@@ -245,7 +246,8 @@ class WatchResponse(_message.Message):
     adapters: AdapterList
     adapters_in_memory: AdapterNames
     adapter_changes: AdapterChanges
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., watcher_rank: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., adapters_in_memory: _Optional[_Union[AdapterNames, _Mapping]] = ..., adapter_changes: _Optional[_Union[AdapterChanges, _Mapping]] = ...) -> None: ...
+    disk_events: KvEvents
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., watcher_rank: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., adapters_in_memory: _Optional[_Union[AdapterNames, _Mapping]] = ..., adapter_changes: _Optional[_Union[AdapterChanges, _Mapping]] = ..., disk_events: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
 
 class AdapterChanges(_message.Message):
     __slots__ = ("known", "unloaded")
@@ -282,7 +284,7 @@ class KvEvents(_message.Message):
     def __init__(self, reset: bool = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s")
+    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s", "disk_bytes_per_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +306,7 @@ class Load(_message.Message):
     NUM_DISK_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_uncached_tokens: int
@@ -325,7 +328,8 @@ class Load(_message.Message):
     num_disk_slots: int
     num_disk_blocks: int
     transfer_bytes_per_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ...) -> None: ...
+    disk_bytes_per_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Binding(_message.Message):
     __slots__ = ("cpus_allowed", "memory_policy", "memory", "kv_huge_bytes")

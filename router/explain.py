@@ -62,6 +62,7 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
         if link.address in costs:
             worker.num_cached_tokens = described[link.address].num_cached_tokens
             worker.num_transferred_tokens = described[link.address].num_moved_tokens
+            worker.num_disk_tokens = described[link.address].num_disk_tokens
             worker.cost.CopyFrom(_terms(costs[link.address]))
     return response
 

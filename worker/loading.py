@@ -140,8 +140,9 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     )
     region = Region(arena.address, arena.size_bytes)
     tiers = tiers_for(config, runner, kv_layout(runner, fingerprint), pool, kept, disk_key, transport)
+    card.kv_block_bytes = runner.block_bytes
     if tiers.handover is not None:
-        card.kv_layout, card.kv_block_bytes = tiers.handover.source.layout, runner.block_bytes
+        card.kv_layout = tiers.handover.source.layout
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
 
 

@@ -84,6 +84,7 @@ def rows_of(explained: router_pb2.ExplainResponse) -> list[list[str]]:
         row = [f"{mark}{worker.worker_id}", _STATES.get(worker.state, "unknown")]
         if worker.HasField("cost"):
             fetched = f", {worker.num_transferred_tokens} fetched" if worker.num_transferred_tokens else ""
+            fetched += f", {worker.num_disk_tokens} from disk" if worker.num_disk_tokens else ""
             row.append(f"{worker.num_cached_tokens} of {explained.num_prompt_tokens}{fetched}")
             row += [f"{getattr(worker.cost, f'{term}_ms'):.1f}" for term in _TERMS]
         else:

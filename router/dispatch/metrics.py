@@ -121,6 +121,7 @@ class RouterMetrics:
         self._gauge("index_entries", "Pairs of block hash and worker", lambda: len(index))
         self._gauge("index_entries_max", "Maximum of the entries", lambda: index.max_entries)
         self._gauge("index_entries_dropped", "Entries given up for lack of room", lambda: index.num_dropped)
+        self._gauge("index_disk_entries", "Pairs of worker and hash of a block on its disk", lambda: len(index.disk))
         self._gauge("index_predicted_blocks", "Blocks predicted on placement", lambda: index.num_predicted)
         self._gauge("index_predicted_blocks_max", "Maximum of the predicted blocks", lambda: index.max_predicted)
         self._gauge("sessions", "Sessions whose worker is remembered", lambda: fleet.num_sessions)

@@ -16,10 +16,7 @@ from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.placement.candidates import Candidates, CandidateTable, Places
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
-from headrace.router.placement.transfers import Transfers
-
-# Fewer blocks are not fetched from another worker.
-_LEAST_MOVED = 2
+from headrace.router.placement.transfers import LEAST_MOVED, BlockFacts, Transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,27 +89,20 @@ class Members:
         cached_blocks: Depths,
         leaving: Iterable[WorkerLink],
     ) -> Transfers | None:
-        """What these workers, which have `cached_blocks` themselves, could fetch from one another and from workers that
-        are `leaving`. None if nothing."""
+        """What these workers, which have `cached_blocks` in memory, could fetch from their disks, from one another and
+        from workers that are `leaving`. None if nothing."""
         others = [link for link in leaving if link.card is not None]
-        if not others and (len(self) < 2 or cached_blocks.max() < cached_blocks.min() + _LEAST_MOVED):
+        has_peers = others or (len(self) > 1 and cached_blocks.max() >= cached_blocks.min() + LEAST_MOVED)
+        if not has_peers and not len(index.disk):
             return None
-        tokens, bytes_per_token, sources = np.zeros(len(self)), np.zeros(len(self)), np.zeros(len(self), np.intp)
-        addresses: list[str] = []
+        found = Transfers.none(len(self))
         for card, numbers in self.chains:
             outside = [link for link in others if link.card is not None and link.card.kv_layout == card.kv_layout]
-            if not card.kv_layout or len(numbers) + len(outside) < 2:
-                continue
             slots = np.concatenate((self.slots[numbers], np.array([link.slot for link in outside], np.intp)))
-            depths = index.confirmed_depths(hashes(card))[slots]
-            best = int(depths.argmax())
-            fetching = numbers[cached_blocks[numbers] + _LEAST_MOVED <= depths[best]]
-            tokens[fetching] = depths[best] * card.block_size
-            bytes_per_token[fetching] = card.kv_block_bytes / card.block_size
-            sources[fetching] = len(addresses)
-            is_member = best < len(numbers)
-            addresses.append(self.worker_ids[numbers[best]] if is_member else outside[best - len(numbers)].address)
-        return Transfers(tokens, bytes_per_token, sources, addresses) if tokens.any() else None
+            addresses = [*(self.worker_ids[number] for number in numbers), *(link.address for link in outside)]
+            block = BlockFacts(card.block_size, card.kv_block_bytes, bool(card.kv_layout) and bool(has_peers))
+            found.add(index, hashes(card), cached_blocks, numbers, slots, addresses, block)
+        return found if found.tokens.any() or found.disk_tokens.any() else None
 
 
 NOBODY = Members.of([])

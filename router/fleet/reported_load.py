@@ -52,6 +52,7 @@ class ReportedLoad:
             arrived_tokens=load.arrived_tokens,
             arrived_blocks=load.arrived_blocks,
             transfer_bytes_per_s=_rate(load.transfer_bytes_per_s),
+            disk_bytes_per_s=_rate(load.disk_bytes_per_s),
         )
 
     def age_ms(self, now_s: float) -> int:

@@ -41,8 +41,9 @@ OWN_SHARE = 0.1
     BOOKED_TOKENS,
     BOOKED_BLOCKS,
     TRANSFER_BYTES_PER_S,
-) = range(15)
-_NUM_COLUMNS = 15
+    DISK_BYTES_PER_S,
+) = range(16)
+_NUM_COLUMNS = 16
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False):
@@ -63,6 +64,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     arrived_tokens: int = 0
     arrived_blocks: int = 0
     transfer_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
 
     def has_room(self, num_booked: int) -> bool:
         """Whether the worker takes another request, with `num_booked` requests that this report does not show: into
@@ -156,6 +158,7 @@ class CandidateTable:
             candidate.num_booked_tokens,
             candidate.num_booked_blocks,
             load.transfer_bytes_per_s,
+            load.disk_bytes_per_s,
         )
 
     def at(self, slots: Places) -> Values:

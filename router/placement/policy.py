@@ -10,7 +10,7 @@ All costs are in milliseconds of expected time, so that a cached prefix, a queue
             + eviction_ms   cached blocks that must be evicted, times the probability that they are needed again
             + pressure_ms   missing blocks: another request is preempted and computed again
             + adapter_ms    time to read the request's LoRA adapter into memory
-            + transfer_ms   time to fetch cached blocks from another worker, where that saves computation
+            + transfer_ms   time to fetch cached blocks from the disk or another worker, where that saves computation
 
 The trade-off between cache affinity and balance is made for each request; there is no global switch. A worker with
 unknown rates is assumed to be as fast as the best of the others, because it must get requests before its rates can be
@@ -114,11 +114,12 @@ _ADAPTER, _TRANSFER, _TOTAL = 6, 7, 8
 
 class Weighed(msgspec.Struct, frozen=True, gc=False):
     """The cost of a request at a worker, and the number of its prompt tokens that are cached there when it is computed.
-    The worker fetches the last `num_moved_tokens` of these from another one."""
+    The worker fetches the last `num_moved_tokens` of these from another one, or `num_disk_tokens` from its disk."""
 
     worker_id: str
     num_cached_tokens: int
     num_moved_tokens: int
+    num_disk_tokens: int
     cost: CostTerms
 
 
@@ -199,8 +200,10 @@ def place(
 def _described(candidates: Candidates, held_tokens: Values, moved: Moved | None, terms: Values, number: int) -> Weighed:
     """A candidate by its number."""
     num_moved = 0 if moved is None else int(moved.tokens[number])
+    num_on_disk = num_moved if moved is not None and moved.is_on_disk[number] else 0
     cost = CostTerms(*terms[:, number].tolist())
-    return Weighed(candidates.worker_ids[number], int(held_tokens[number]), num_moved, cost)
+    names = candidates.worker_ids
+    return Weighed(names[number], int(held_tokens[number]), num_moved - num_on_disk, num_on_disk, cost)
 
 
 def _belief(

@@ -36,6 +36,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from headrace.router.placement.disk_index import DiskIndex
 from headrace.router.placement.predictions import Predictions, Run
 
 Depths: TypeAlias = npt.NDArray[np.intp]
@@ -78,6 +79,7 @@ class PrefixIndex:
     def __init__(self, max_entries: int, max_predicted: int, prediction_ttl_s: float) -> None:
         assert max_entries > 0, "the index needs room"
         self.max_entries = max_entries
+        self.disk = DiskIndex(max_entries)
         self._num_entries = 0
         self._num_dropped = 0
         self._mask: dict[int, int] = {}
@@ -137,6 +139,7 @@ class PrefixIndex:
             self.reset(worker_id)
             holding = self._holdings.pop(worker_id)
             self._holding_of_slot[holding.slot] = None
+            self.disk.reset(holding.slot)
             self._giver = None
 
     def reset(self, worker_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Cached blocks that a worker could fetch from another one instead of computing them. Pure."""
+"""Cached blocks that a worker could fetch instead of computing them: from its disk or from another worker. Pure."""
 
 from __future__ import annotations
 
@@ -6,42 +6,111 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from headrace.router.placement.candidates import TRANSFER_BYTES_PER_S, Places, Values
+from headrace.router.placement.candidates import DISK_BYTES_PER_S, TRANSFER_BYTES_PER_S, Places, Values
+from headrace.router.placement.prefix_index import PrefixIndex
 
 # The time until the first block arrives.
 SETUP_MS = 5.0
 # The assumed speed of workers that have not fetched yet.
 DEFAULT_BYTES_PER_S = 0.5e9
+# Fewer blocks are not fetched from another worker.
+LEAST_MOVED = 2
 # Fetching has to be cheaper than computing by this factor, as at the workers.
 _WORTH = 0.8
 
 
 class Transfers(NamedTuple):
     """For each candidate: the prompt tokens that are cached at the best other worker, 0 if there is none, the bytes of
-    one of them, and the number of that worker in `addresses`."""
+    one of them, and the number of that worker in `addresses`. `disk_tokens` are those that are in its own memory or
+    behind that on its disk, 0 if none is on the disk."""
 
     tokens: Values
     bytes_per_token: Values
     sources: Places
     addresses: Sequence[str]
+    disk_tokens: Values
+
+    @classmethod
+    def none(cls, num_candidates: int) -> Transfers:
+        """Nothing to fetch. The arrays can be written, and `addresses` is a list."""
+        nothing = np.zeros(num_candidates)
+        return cls(nothing, nothing.copy(), np.zeros(num_candidates, np.intp), [], nothing.copy())
+
+    def add(
+        self,
+        index: PrefixIndex,
+        hashes: Sequence[int],
+        cached_blocks: Places,
+        numbers: Places,
+        slots: Places,
+        addresses: Sequence[str],
+        block: BlockFacts,
+    ) -> None:
+        """Add what the candidates `numbers` could fetch of a prompt with these block hashes. They have the first of
+        `slots`, with the addresses of all; the others have the rest. `cached_blocks` is of all candidates."""
+        self.bytes_per_token[numbers] = block.num_bytes / block.num_tokens
+        ends = index.disk.extend(hashes, slots[: len(numbers)], cached_blocks[numbers])
+        if ends is not None:
+            self.disk_tokens[numbers] = np.where(ends > cached_blocks[numbers], ends * block.num_tokens, 0)
+        if not block.is_exchanged or len(slots) < 2:
+            return
+        depths = index.confirmed_depths(hashes)[slots]
+        best = int(depths.argmax())
+        fetching = numbers[cached_blocks[numbers] + LEAST_MOVED <= depths[best]]
+        self.tokens[fetching] = depths[best] * block.num_tokens
+        self.sources[fetching] = len(self.addresses)
+        assert isinstance(self.addresses, list), "of `none`"
+        self.addresses.append(addresses[best])
+
+
+class BlockFacts(NamedTuple):
+    """The tokens and bytes of a block, and whether workers exchange blocks."""
+
+    num_tokens: int
+    num_bytes: int
+    is_exchanged: bool
 
 
 class Moved(NamedTuple):
-    """For each candidate: the tokens that it should fetch, and the time for them in milliseconds."""
+    """For each candidate: the tokens that it should fetch, the time for them in milliseconds, and whether they are on
+    its disk, and not at another worker."""
 
     tokens: Values
     ms: Values
+    is_on_disk: npt.NDArray[np.bool_]
 
 
 def worth_moving(
     transfers: Transfers, values: Values, cached_tokens: Values, ms_per_computed: Values, most_tokens: int
 ) -> Moved:
     """What to fetch at each candidate, which has `cached_tokens` itself and computes a token in `ms_per_computed`. A
-    prompt needs at most `most_tokens`. `values` are the candidates' columns."""
-    tokens = np.maximum(np.minimum(transfers.tokens, most_tokens) - cached_tokens, 0.0)
-    bytes_per_s = values[TRANSFER_BYTES_PER_S]
+    prompt needs at most `most_tokens`. `values` are the candidates' columns. Of a disk and another worker it is what
+    saves more time."""
+    from_peers, peers_ms, peers_saved_ms = _weighed(
+        transfers.tokens, values[TRANSFER_BYTES_PER_S], SETUP_MS, transfers, cached_tokens, ms_per_computed, most_tokens
+    )
+    from_disk, disk_ms, disk_saved_ms = _weighed(
+        transfers.disk_tokens, values[DISK_BYTES_PER_S], 0.0, transfers, cached_tokens, ms_per_computed, most_tokens
+    )
+    is_on_disk = (disk_saved_ms >= peers_saved_ms) & (from_disk > 0.0)
+    return Moved(np.where(is_on_disk, from_disk, from_peers), np.where(is_on_disk, disk_ms, peers_ms), is_on_disk)
+
+
+def _weighed(
+    found: Values,
+    bytes_per_s: Values,
+    setup_ms: float,
+    transfers: Transfers,
+    cached_tokens: Values,
+    ms_per_computed: Values,
+    most_tokens: int,
+) -> tuple[Values, Values, Values]:
+    """The tokens to fetch, the time for them, and what it saves, where it saves anything; otherwise zeros."""
+    tokens = np.maximum(np.minimum(found, most_tokens) - cached_tokens, 0.0)
     bytes_per_ms = np.where(bytes_per_s > 0.0, bytes_per_s, DEFAULT_BYTES_PER_S) / 1000.0
-    took_ms = SETUP_MS + tokens * transfers.bytes_per_token / bytes_per_ms
-    is_worth = took_ms < _WORTH * tokens * ms_per_computed
-    return Moved(np.where(is_worth, tokens, 0.0), np.where(is_worth, took_ms, 0.0))
+    took_ms = setup_ms + tokens * transfers.bytes_per_token / bytes_per_ms
+    saved_ms = _WORTH * tokens * ms_per_computed - took_ms
+    is_worth = (tokens > 0.0) & (saved_ms > 0.0)
+    return np.where(is_worth, tokens, 0.0), np.where(is_worth, took_ms, 0.0), np.where(is_worth, saved_ms, 0.0)

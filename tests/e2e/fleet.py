@@ -262,6 +262,13 @@ class Fleet:
                 return []
         return list(answer.workers)
 
+    def num_disk_tokens(self, prompt: list[int], router_index: int = 0) -> int:
+        """Tokens of a prompt that some worker would read from its disk, as a router explains it."""
+        with self._transport.blocking_channel(self.router_addresses[router_index]) as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            explained = stub.Explain(router_pb2.ExplainRequest(token_ids=prompt), timeout=5)
+        return max(worker.num_disk_tokens for worker in explained.workers)
+
     def num_ready(self, router_index: int = 0) -> int:
         """Workers that take requests of this router."""
         return sum(worker.state == router_pb2.WORKER_STATE_READY for worker in self.list_workers(router_index))

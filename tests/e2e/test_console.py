@@ -173,7 +173,15 @@ def test_the_fleet_is_shown_and_follows_the_death_of_a_worker_under_an_answer(pa
     page.click("#tab-fleet")
     page.until("return document.querySelector('.worker[data-state=ready]') !== null")
     shown = page.text(".fleet-page")
-    for expected in ("Tokens per second", "Time to first token", "worker-0", "smollm2-135m", "KV blocks", "connected"):
+    for expected in (
+        "Tokens per second",
+        "Time to first token",
+        "worker-0",
+        "smollm2-135m",
+        "KV blocks",
+        "from others",
+        "connected",
+    ):
         assert expected in shown
     page.until("return document.querySelector('.worker-figures dd').textContent.startsWith('1 of')")
     os.kill(served.process_of("worker-0")["pid"], signal.SIGKILL)

@@ -51,6 +51,8 @@ async def test_prompts_that_left_memory_come_back_from_the_disk(on_disk: Fleet) 
         assert counter(on_disk, "blocks_written") > 0
         assert counter(on_disk, "blocks_read") > 0
         assert num_cached > 0
+        on_disk.until_idle()
+        until(lambda: any(map(on_disk.num_disk_tokens, prompts)), "the router knows what is on the disk")
         # Deaths while blocks are written and read; the other worker continues.
         for number in range(3):
             tasks = [asyncio.create_task(complete(client, on_disk.base_url, body(prompt, 8))) for prompt in prompts]

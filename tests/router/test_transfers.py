@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace.protos import inference_pb2, router_pb2
+from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.router.fleet.link_state import LinkState
 from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
+from headrace.router.placement.disk_index import DiskIndex
 from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place
 from headrace.router.placement.prefix_index import PrefixIndex
 from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S, SETUP_MS, Transfers
@@ -32,11 +35,12 @@ BUSY = LoadReport(
 )
 
 
-def placed(first: LoadReport, second: LoadReport, ms_per_token: float) -> Placement:
-    """A prompt of 321 tokens, of which the first worker has 160."""
+def placed(first: LoadReport, second: LoadReport, ms_per_token: float, on_disk: float = 0.0) -> Placement:
+    """A prompt of 321 tokens, of which the first worker has 160, and the second one `on_disk` on its disk."""
     candidates = Candidates.of([Candidate("a", first, 16), Candidate("b", second, 16)])
     bytes_per_token = ms_per_token * DEFAULT_BYTES_PER_S / 1000
-    transfers = Transfers(np.array([160.0, 160.0]), np.array([bytes_per_token] * 2), np.array([0, 0]), ["a"])
+    each = np.array([bytes_per_token] * 2)
+    transfers = Transfers(np.array([160.0, 160.0]), each, np.array([0, 0]), ["a"], np.array([0.0, on_disk]))
     facts = RequestFacts(num_prompt_tokens=321, max_new_tokens=16)
     found = place(facts, candidates, [10, 0], 0.0, random.Random(0), num_described=2, transfers=transfers)
     assert found is not None
@@ -68,6 +72,50 @@ def test_what_takes_as_long_as_computing_is_computed() -> None:
     assert found.costs["b"].prefill_ms == pytest.approx(321.0)
 
 
+@pytest.mark.parametrize(("speed", "num_moved", "num_on_disk"), [(1.0, 0, 160), (0.5, 160, 0), (0.001, 160, 0)])
+def test_of_disk_and_peer_the_faster_one_gives_the_blocks(speed: float, num_moved: int, num_on_disk: int) -> None:
+    second = msgspec.structs.replace(IDLE, disk_bytes_per_s=speed * DEFAULT_BYTES_PER_S)
+    found = placed(BUSY, second, 0.1, on_disk=160.0)
+    (weighed,) = [weighed for weighed in found.weighed if weighed.worker_id == "b"]
+    assert (weighed.num_moved_tokens, weighed.num_disk_tokens) == (num_moved, num_on_disk)
+    assert found.source == ("" if num_on_disk else "a")
+    assert weighed.num_cached_tokens == 160
+    assert weighed.cost.transfer_ms == pytest.approx(16.0 if num_on_disk else SETUP_MS + 16.0)
+
+
+def test_more_on_the_disk_is_better_than_less_at_a_peer() -> None:
+    found = placed(BUSY, IDLE, 0.1, on_disk=320.0)
+    assert (found.worker_id, found.predicted_cached_tokens, found.num_moved_tokens, found.source) == ("b", 320, 0, "")
+
+
+def test_a_disk_continues_where_the_memory_ends() -> None:
+    index = DiskIndex(100)
+    hashes = list(range(10, 20))
+    slots, depths = np.array([0, 1, 3]), np.array([2, 0, 4])
+    assert index.extend(hashes, slots, depths) is None
+    index.apply(0, [12, 13, 14, 16], [])
+    index.apply(3, [11, 12], [])
+    found = index.extend(hashes, slots, depths)
+    assert found is not None
+    assert found.tolist() == [5, 0, 4]
+    index.apply(0, [15], [13])
+    assert index.extend(hashes, slots, depths).tolist() == [3, 0, 4]  # type: ignore[union-attr]
+    assert len(index) == 6
+    index.reset(0)
+    assert len(index) == 2
+    assert index.extend(hashes, slots, depths) is None
+
+
+def test_the_index_of_disks_is_bounded() -> None:
+    index = DiskIndex(5)
+    index.apply(0, range(3), [])
+    index.apply(1, range(10), [])
+    assert len(index) == 5
+    index.apply(0, [], range(3))
+    index.apply(1, range(20, 30), [])
+    assert len(index) == 5
+
+
 def test_predicted_blocks_are_not_there_to_be_fetched_yet() -> None:
     index = PrefixIndex(1000, 1000, 10.0)
     slot = index.add_worker("a")
@@ -77,6 +125,10 @@ def test_predicted_blocks_are_not_there_to_be_fetched_yet() -> None:
     assert index.confirmed_depths([1, 2, 3, 4])[slot] == 2
     assert index.confirmed_depths([])[slot] == 0
     assert index.depths([1, 2, 3, 4])[slot] == 4, "predictions are back"
+
+
+def prompt_hashes(worker: FakeWorker, prompt: list[int]) -> list[int]:
+    return block_hashes(root_hash(worker.card.fingerprint), prompt, BLOCK_SIZE)
 
 
 async def two_workers(
@@ -138,6 +190,29 @@ async def test_callers_cannot_name_a_source(start_router: StartRouter, start_wor
     router = await start_router(worker)
     await router.generate(PROMPT, kv_source="evil:1", kv_source_tokens=100)
     assert (request_of(worker).kv_source, request_of(worker).kv_source_tokens) == ("", 0)
+
+
+async def test_what_is_on_a_disk_counts_at_its_worker(start_router: StartRouter, start_worker: StartWorker) -> None:
+    with_disk, without = await start_worker("with"), await start_worker("without")
+    for worker in (with_disk, without):
+        worker.card.kv_block_bytes = 1000
+        worker.load.disk_bytes_per_s = 1e9
+    with_disk.on_disk = prompt_hashes(with_disk, PROMPT)[10:]
+    router = await start_router(with_disk, without)
+    with_disk.report(stored=prompt_hashes(with_disk, PROMPT)[:10])
+    await until(lambda: len(router.fleet.index) == 10)
+    assert len(router.fleet.index.disk) == 40
+    told = await router.router.Explain(router_pb2.ExplainRequest(token_ids=PROMPT))
+    assert told.worker_id == "with"
+    assert (told.workers[0].num_cached_tokens, told.workers[0].num_disk_tokens) == (50 * BLOCK_SIZE, 40 * BLOCK_SIZE)
+    assert told.workers[0].cost.transfer_ms > 0.0
+    assert told.workers[0].num_transferred_tokens == told.workers[1].num_disk_tokens == 0
+    await router.generate(PROMPT)
+    assert request_of(with_disk).belief.num_cached_tokens == 50 * BLOCK_SIZE
+    await with_disk.kill()
+    with_disk.on_disk = []
+    await with_disk.restart()
+    await until(lambda: len(router.fleet.index.disk) == 0)
 
 
 async def test_a_worker_that_learned_to_be_slow_computes(start_router: StartRouter, start_worker: StartWorker) -> None:

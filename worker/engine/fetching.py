@@ -137,10 +137,11 @@ class Fetching:
 
     def take_news(self) -> bool:
         """Whether blocks have changed for which no request waits."""
-        if self._takeover is None or not self._takeover.has_news:
-            return False
-        self._takeover.has_news = False
-        return True
+        has_news = False
+        for tier in (self._takeover, self.disk):
+            if tier is not None and tier.has_news:
+                tier.has_news, has_news = False, True
+        return has_news
 
     def _count_running(self) -> None:
         """Tell the scheduler how many fetches hold blocks."""

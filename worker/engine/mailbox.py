@@ -45,6 +45,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     num_disk_slots: int = 0
     num_disk_blocks: int = 0
     transfer_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
+    disk_changes: dict[int, bool] = {}
+    """Hashes that came to the disk (True) or left it."""
 
 
 class Command(NamedTuple):

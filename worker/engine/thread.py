@@ -57,7 +57,7 @@ class EngineThread(ServingThread):
 
     def serve(self) -> None:
         """Step until stopped. With nothing to compute, wait for a command."""
-        self._mailbox.deliver((), report_of(self._engine.scheduler, self._engine.stats))
+        self._mailbox.deliver((), self._report_now())
         while (commands := self._receive()) is not None:
             self._apply(commands)
             if self._fetching is not None:
@@ -141,6 +141,8 @@ class EngineThread(ServingThread):
             num_disk_slots=0 if disk is None else disk.num_slots,
             num_disk_blocks=0 if disk is None else disk.num_blocks,
             transfer_bytes_per_s=0.0 if peers is None else peers.bytes_per_s,
+            disk_bytes_per_s=0.0 if disk is None else disk.bytes_per_s,
+            disk_changes={} if disk is None else disk.take_changes(),
         )
 
 

@@ -20,6 +20,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -86,6 +87,9 @@ class DiskStore:
         self._entries: npt.NDArray[Any] = np.frombuffer(mapped, _ENTRY)
         self._seen: npt.NDArray[np.uint64] = np.zeros(self.num_slots, np.uint64)
         self._slot_of: dict[int, int] = {}
+        self._changes: dict[int, bool] = {}
+        self._changing = threading.Lock()
+        self._known: dict[int, int] = {}  # with a key: the name of each block whose hash is known -> hash
         self.refresh()
 
     @property
@@ -95,7 +99,18 @@ class DiskStore:
 
     def has(self, block_hash: int) -> bool:
         """Whether the block was in the index at this process's last refresh."""
-        return self._name_of(block_hash) in self._slot_of
+        name = self._name_of(block_hash)
+        if name not in self._slot_of:
+            return False
+        self._learn(name, block_hash)
+        return True
+
+    def take_changes(self) -> dict[int, bool]:
+        """The hashes that have come to the disk (True) or left it since the last call, as far as this process knows.
+        With a key it knows only blocks that it has written or looked for. Any thread may call it."""
+        with self._changing:
+            changes, self._changes = self._changes, {}
+        return changes
 
     def touch(self, block_hash: int) -> None:
         """The block was in use until now. Among blocks of the same second, one that is touched later is worth more."""
@@ -116,10 +131,7 @@ class DiskStore:
         now = self._entries["hash"].copy()
         for slot in np.flatnonzero(now != self._seen).tolist():
             before, after = int(self._seen[slot]), int(now[slot])
-            if self._slot_of.get(before) == slot:
-                del self._slot_of[before]
-            if after:
-                self._slot_of[after] = slot
+            self._replace(slot, before, after)
         self._seen = now
 
     def write(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
@@ -140,6 +152,7 @@ class DiskStore:
             if name not in self._slot_of:
                 self._entries["found"][slot] = 0
                 self._enter(slot, name)
+                self._learn(name, block_hash)
         return True
 
     def read(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
@@ -194,11 +207,32 @@ class DiskStore:
 
     def _enter(self, slot: int, name: int) -> None:
         before = int(self._seen[slot])
+        self._entries["hash"][slot] = self._seen[slot] = name
+        self._replace(slot, before, name)
+
+    def _replace(self, slot: int, before: int, after: int) -> None:
+        """The slot has another block now; 0 is none."""
         if self._slot_of.get(before) == slot:
             del self._slot_of[before]
-        self._entries["hash"][slot] = self._seen[slot] = name
-        if name:
-            self._slot_of[name] = slot
+            self._note(before, is_there=False)
+        if after:
+            self._slot_of[after] = slot
+            self._note(after, is_there=True)
+
+    def _note(self, name: int, *, is_there: bool) -> None:
+        block_hash = name if self._cipher is None else self._known.get(name, 0)
+        if self._cipher is not None and not is_there:
+            self._known.pop(name, None)
+        if block_hash:
+            with self._changing:
+                self._changes[block_hash] = is_there
+
+    def _learn(self, name: int, block_hash: int) -> None:
+        """The hash of a block on an encrypted disk is known now."""
+        if self._cipher is not None and name not in self._known:
+            self._known[name] = block_hash
+            with self._changing:
+                self._changes[block_hash] = True
 
     def _stamp(self, slot: int) -> None:
         self._order = (self._order + 1) & 0xFFFF

@@ -41,6 +41,8 @@ class DiskTier(threading.Thread):
     def __init__(self, store: DiskStore, contents: BlockBytes, block_bytes: int) -> None:
         super().__init__(name="kv-disk", daemon=True)
         self.on_arrival: Callable[[], None] = lambda: None
+        self.has_news = False
+        """Whether a report is due because all queued blocks are written. Reset by its reader."""
         self.num_written = 0
         self.num_not_written = 0
         self.num_read = 0
@@ -84,6 +86,15 @@ class DiskTier(threading.Thread):
     def num_blocks(self) -> int:
         """Number of blocks on the disk."""
         return self._store.num_blocks
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Learned speed of reading."""
+        return self._block_bytes / self.read_s
+
+    def take_changes(self) -> dict[int, bool]:
+        """Engine thread: as of `DiskStore.take_changes`."""
+        return self._store.take_changes()
 
     def has(self, block_hash: int) -> bool:
         """Engine thread: whether the block was on the disk at the last refresh of the index."""
@@ -178,6 +189,8 @@ class DiskTier(threading.Thread):
             if self._num_unflushed >= _WRITES_A_FLUSH or not self._spills:
                 self._store.flush()
                 self._num_unflushed = 0
+                self.has_news = not self._spills
+                self.on_arrival()
         except OSError as error:
             log.warning("KV blocks cannot be written to disk: %s; retrying in %.0f s", error, _PAUSE_AFTER_FAILURE_S)
             self.num_not_written += len(self._spills)

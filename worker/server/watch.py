@@ -25,8 +25,35 @@ from headrace.worker.server.arrivals import Arrivals, is_contradicted
 MIN_INTERVAL_S = 0.02
 # Hashes in one message. At 8 bytes each this is well below the limit of a message.
 MAX_HASHES = 65536
+# Those of the disk beside them.
+MAX_DISK_HASHES = 16384
 # Placements that are kept for a slow watcher. Routers learn of older ones by their first tokens.
 MAX_PLACEMENTS = 65536
+
+
+class _DiskChanges:
+    """The unsent changes of what is on the disk: hash -> whether it is there."""
+
+    def __init__(self, on_disk: dict[int, None]) -> None:
+        self._is_new = True
+        self._changes = dict.fromkeys(on_disk, True)
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def note(self, changes: dict[int, bool]) -> None:
+        self._changes.update(changes)
+
+    def take(self) -> worker_pb2.KvEvents | None:
+        """The next at most MAX_DISK_HASHES changes; None if there are none."""
+        if not self._changes:
+            return None
+        hashes = list(self._changes)[:MAX_DISK_HASHES]
+        events = worker_pb2.KvEvents(reset=self._is_new)
+        self._is_new = False
+        for block_hash in hashes:
+            (events.stored if self._changes.pop(block_hash) else events.evicted).append(block_hash)
+        return events
 
 
 class _Watcher:
@@ -40,6 +67,7 @@ class _Watcher:
         watcher_id: int = 0,
         *,
         takes_adapter_changes: bool = False,
+        on_disk: dict[int, None] = {},  # noqa: B006  it is only read
     ) -> None:
         self.watcher_id = watcher_id
         self.takes_adapter_changes = takes_adapter_changes
@@ -48,6 +76,7 @@ class _Watcher:
         self.reset = True
         self.stored = findable.copy()
         self.evicted: dict[int, None] = {}
+        self.disk = _DiskChanges(on_disk)
         self.placement_ids: deque[int] = deque(maxlen=MAX_PLACEMENTS)
         self.adapters = self.adapters_in_memory = True
         """Whether it has to be told of all adapters, and of those in memory."""
@@ -70,6 +99,7 @@ class _Watcher:
                 del self.evicted[block_hash]
             else:
                 self.stored[block_hash] = None
+        self.disk.note(report.disk_changes)
         self.changed.set()
 
     def take_events(self) -> worker_pb2.KvEvents | None:
@@ -127,6 +157,8 @@ class WatchHub:
         self._adapter_counters: Callable[[], dict[str, int]] = dict
         self.findable: dict[int, None] = {}
         """The findable hashes, in the order in which they came."""
+        self.on_disk: dict[int, None] = {}
+        """The hashes that are known to be on the disk."""
         self._watchers: set[_Watcher] = set()
         self.silent_because: str | None = None
         """Why nothing is sent to watchers at the moment; None if it is."""
@@ -147,6 +179,11 @@ class WatchHub:
         for block_hash in report.evicted:
             self.findable.pop(block_hash, None)
         self.findable.update(dict.fromkeys(report.stored))
+        for block_hash, is_there in report.disk_changes.items():
+            if is_there:
+                self.on_disk[block_hash] = None
+            else:
+                self.on_disk.pop(block_hash, None)
         for watcher in self._watchers:
             watcher.note(report)
 
@@ -247,7 +284,12 @@ class WatchHub:
         """Messages for one watcher: the first at once, then after each change and every heartbeat, at least
         `interval_s` apart (between MIN_INTERVAL_S and half a heartbeat). None while the hub is silent."""
         watcher = _Watcher(
-            self.findable, heartbeat_s, interval_s, watcher_id, takes_adapter_changes=takes_adapter_changes
+            self.findable,
+            heartbeat_s,
+            interval_s,
+            watcher_id,
+            takes_adapter_changes=takes_adapter_changes,
+            on_disk=self.on_disk,
         )
         self._watchers.add(watcher)
         try:
@@ -260,6 +302,7 @@ class WatchHub:
                     epoch=self.epoch,
                     sequence=sequence,
                     kv_events=watcher.take_events(),
+                    disk_events=watcher.disk.take(),
                     load=self.load(),
                     placement_ids=watcher.take_placements(),
                     num_watchers=len(others) + 1,
@@ -267,7 +310,7 @@ class WatchHub:
                     **self._take_adapters(watcher),
                 )
                 sequence += 1
-                if watcher.stored or watcher.evicted:
+                if watcher.stored or watcher.evicted or watcher.disk:
                     continue
                 await asyncio.sleep(watcher.interval_s)
                 with contextlib.suppress(TimeoutError):
@@ -308,6 +351,7 @@ class WatchHub:
             num_disk_slots=report.num_disk_slots,
             num_disk_blocks=report.num_disk_blocks,
             transfer_bytes_per_s=report.transfer_bytes_per_s,
+            disk_bytes_per_s=report.disk_bytes_per_s,
         )
 
 

@@ -85,6 +85,9 @@ export function figuresOf(message) {
     const drafted = accepted + (details.rejected_prediction_tokens ?? 0);
     if (drafted) figures.push([`${accepted} of ${drafted}`, "draft tokens accepted"]);
     figures.push([`${cached} of ${usage.prompt_tokens}`, "prompt tokens cached"]);
+    const { disk = 0, peers = 0 } = usage.prompt_tokens_details?.cached_tokens_by_tier ?? {};
+    if (disk) figures.push([String(disk), "of these from the disk"]);
+    if (peers) figures.push([String(peers), "of these from other workers"]);
   }
   return figures;
 }

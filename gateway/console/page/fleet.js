@@ -52,6 +52,9 @@ export class History {
   }
 }
 
+/** Where prompt tokens come from, fastest first. */
+const TIERS = [["memory", "in memory"], ["disk", "from disk"], ["peers", "from others"], ["computed", "computed"]];
+
 /** The blocks of a worker: held by requests, reusable, and empty. What is held can mostly be found too. */
 export function blocksOf(load) {
   const used = load.num_blocks - load.num_free_blocks;
@@ -72,6 +75,11 @@ export function grouped(workers) {
   return inOrder(hosts).map(([host, nodes]) => [host, inOrder(nodes)]);
 }
 
+/** The prompt tokens of a worker since its start: found in memory, read from the disk, fetched from others, and computed. */
+export function tiersOf({ prompt_tokens_cached: cached, prompt_tokens_computed: computed, prompt_tokens_from_disk: disk, prompt_tokens_from_peers: peers }) {
+  return { memory: Math.max(0, cached - disk - peers), disk, peers, computed };
+}
+
 class WorkerCard {
   constructor(id) {
     this.rates = [];
@@ -85,6 +93,8 @@ class WorkerCard {
     this.bar = h("div", { class: "blocks", role: "img" }, this.used, this.reusable);
     this.legend = {};
     const key = (name, label) => h("li", { class: name }, (this.legend[name] = h("b")), ` ${label}`);
+    this.tiers = Object.fromEntries(TIERS.map(([name]) => [name, h("i", { class: name })]));
+    this.tierBar = h("div", { class: "blocks tiers", role: "img" }, Object.values(this.tiers));
     this.spark = sparkline();
     this.figures = {};
     const figure = (name, label, about) => h("div", { title: about }, h("dt", null, label), (this.figures[name] = h("dd", null, "–")));
@@ -94,6 +104,9 @@ class WorkerCard {
       h("p", { class: "caption" }, "KV blocks"),
       this.bar,
       h("ul", { class: "block-key" }, key("used", "in use"), key("reusable", "reusable"), key("unused", "free")),
+      h("p", { class: "caption" }, "Prompt tokens"),
+      this.tierBar,
+      h("ul", { class: "block-key" }, TIERS.map(([name, label]) => key(name, label))),
       h(
         "dl",
         { class: "worker-figures" },
@@ -127,12 +140,22 @@ class WorkerCard {
     say(this.legend.reusable, whole(reusable));
     say(this.legend.unused, whole(empty));
     this.bar.setAttribute("aria-label", `KV blocks: ${used} in use, ${reusable} reusable, ${empty} free, of ${total}`);
+    this.#drawTiers(tiersOf(load.counters));
     const { prompt_tokens_cached: cached, prompt_tokens_computed: computed } = load.counters;
     say(this.figures.running, `${load.num_running} of ${load.max_num_seqs}`);
     say(this.figures.waiting, String(load.num_waiting));
     say(this.figures.hits, cached + computed ? percent(cached / (cached + computed)) : "–");
     say(this.figures.prefill, load.prefill_tokens_per_s ? `${compact(load.prefill_tokens_per_s)} /s` : "–");
     say(this.figures.step, load.decode_step_ms ? `${load.decode_step_ms.toFixed(load.decode_step_ms < 10 ? 1 : 0)} ms` : "–");
+  }
+
+  #drawTiers(tiers) {
+    const all = Object.values(tiers).reduce((a, b) => a + b, 0);
+    for (const [name] of TIERS) {
+      this.tiers[name].style.width = `${all ? (tiers[name] / all) * 100 : 0}%`;
+      say(this.legend[name], compact(tiers[name]));
+    }
+    this.tierBar.setAttribute("aria-label", `Prompt tokens: ${TIERS.map(([name, label]) => `${tiers[name]} ${label}`).join(", ")}`);
   }
 
   #rate(total, nowMs) {

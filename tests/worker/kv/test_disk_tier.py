@@ -84,6 +84,33 @@ def test_another_process_finds_what_was_written(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
+@pytest.mark.parametrize("key", [None, KEY])
+def test_routers_hear_what_has_come_and_gone(tmp_path: Path, key: bytes | None) -> None:
+    first, second = store_in(tmp_path, 2, key), store_in(tmp_path, 2, key)
+    names = {number: content(number)[0] for number in range(4)}
+    write(first, 0)
+    write(first, 1)
+    assert first.take_changes() == {names[0]: True, names[1]: True}
+    assert first.take_changes() == {}
+    second.refresh()
+    seen = second.take_changes()
+    if key is None:
+        assert seen == {names[0]: True, names[1]: True}
+    else:
+        assert seen == {}, "only the hash that is looked for is known"
+        assert second.has(names[0] or 0)
+        assert second.take_changes() == {names[0]: True}
+    write(second, 2)
+    changes = second.take_changes()
+    assert changes[names[2]] is True
+    assert list(changes.values()).count(False) == (1 if key is None or names[0] in changes else 0)
+    first.refresh()
+    assert (False in first.take_changes().values()) is True
+    third = store_in(tmp_path, 2, key)
+    known = set(third.take_changes())
+    assert known == (set() if key else {block_hash for block_hash in names.values() if third.has(block_hash or 0)})
+
+
 def test_the_least_used_and_oldest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_000_000.0
     monkeypatch.setattr(time, "time", lambda: now)

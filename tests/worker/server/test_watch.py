@@ -78,6 +78,28 @@ def test_after_each_hash_of_each_message_what_was_told_is_closed_under_prefixes(
         assert mirror.known == set(hub.findable)
 
 
+async def test_watchers_hear_of_the_disk_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MAX_DISK_HASHES", 3)
+    hub = WatchHub(1, 4, 4)
+    hub.publish(LoadReport(disk_changes=dict.fromkeys(range(5), True), disk_bytes_per_s=7.0))
+    messages = hub.watch(10.0)
+    known: set[int] = set()
+    for number in range(2):
+        message = await anext(messages)
+        assert message.disk_events.reset is (number == 0)
+        known |= set(message.disk_events.stored)
+    assert known == set(range(5))
+    assert message.load.disk_bytes_per_s == 7.0
+    hub.publish(LoadReport(disk_changes={9: True, 0: False}))
+    hub.publish(LoadReport(disk_changes={9: False}))
+    message = await anext(messages)
+    assert (set(message.disk_events.evicted), list(message.disk_events.stored)) == ({0, 9}, [])
+    hub.publish(LoadReport())
+    assert not (await anext(messages)).HasField("disk_events")
+    await messages.aclose()
+    assert set(hub.on_disk) == {1, 2, 3, 4}
+
+
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Notes the times for which anything sleeps, in seconds, instead of sleeping."""
