@@ -18,6 +18,7 @@ import pytest
 
 from headrace.protos import worker_pb2, worker_pb2_grpc
 from headrace.protos.status import StatusError, abort
+from headrace.worker.engine import fetching
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.kv.arena import KVArena, arena_bytes
@@ -148,8 +149,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def peers(tmp_path: Path) -> Iterator[tuple[Peer, Peer]]:
-    """A peer that has computed PROMPT, and another one with a cache of another size."""
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Peer, Peer]]:
+    """A peer that has computed PROMPT, and another one with a cache of another size. They wait for each other as long
+    as a busy machine may take."""
+    monkeypatch.setattr(fetching, "_LEAST_PATIENCE_S", BOUND_S)
     first, second = Peer(tmp_path, "first"), Peer(tmp_path, "second", NUM_BLOCKS + 7)
     first.ask(PROMPT)
     yield first, second
@@ -311,7 +314,8 @@ def test_right_bytes_of_other_tokens_are_not_taken(tmp_path: Path, peers: tuple[
 def test_a_peer_that_stalls_costs_the_computation(
     tmp_path: Path, peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.worker.engine.fetching._PATIENCE", 0.0)
+    monkeypatch.setattr(fetching, "_PATIENCE", 0.0)
+    monkeypatch.setattr(fetching, "_LEAST_PATIENCE_S", 0.25)
     stalling = Server(f"unix:{tmp_path}/stalling.sock", answers(worker_pb2.FetchBlocksResponse(), pause_s=BOUND_S))
     start_s = time.monotonic()
     request = peers[1].ask(PROMPT, f"unix:{tmp_path}/stalling.sock", len(PROMPT))
