@@ -21,8 +21,9 @@ class CallOwner(Protocol):
     def cancel(self, call_id: int) -> None:
         """Cancel the call at the server."""
 
-    def count_unread(self, call: ClientCall, num_bytes: int) -> None:
-        """Add to the number of unread bytes that a call holds; negative numbers subtract."""
+    @property
+    def count_unread(self) -> Callable[[ClientCall, int], None]:
+        """Adds to the number of unread bytes that a call holds; negative numbers subtract."""
 
 
 class ClientCall:
@@ -30,6 +31,7 @@ class ClientCall:
 
     __slots__ = (
         "_call_id",
+        "_count_unread",
         "_deadline_s",
         "_end",
         "_is_cancelled",
@@ -46,6 +48,7 @@ class ClientCall:
         self, session: CallOwner, call_id: int, wire: WireRequest, timeout: float | None, metadata: Metadata
     ) -> None:
         self._session = session
+        self._count_unread = session.count_unread
         self._call_id = call_id
         self._retry: tuple[WireRequest, Metadata] | None = (wire, metadata)
         self._deadline_s = None if timeout is None else time.monotonic() + timeout
@@ -106,7 +109,7 @@ class ClientCall:
 
     def _count(self, num_bytes: int) -> None:
         self.num_unread_bytes += num_bytes
-        self._session.count_unread(self, num_bytes)
+        self._count_unread(self, num_bytes)
 
     def finish(self, error: grpc.aio.AioRpcError | None) -> None:
         """No message follows."""

@@ -58,6 +58,7 @@ class ClientSession:
         """`is_silent`: the server was given up, and only gets calls if there is no other session."""
         self.born_s = time.monotonic()
         self.is_over = False
+        self.count_unread = client.count_unread
         self._client = client
         self._stream = stream
         self._was_silent = is_silent
@@ -231,10 +232,6 @@ class ClientSession:
             self._end_if_idle()
         else:
             call.push(part.response)
-
-    def count_unread(self, call: ClientCall, num_bytes: int) -> None:
-        """Add to the number of unread bytes that a call holds; negative numbers subtract."""
-        self._client.count_unread(call, num_bytes)
 
 
 def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:

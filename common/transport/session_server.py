@@ -179,7 +179,7 @@ class _ServerSession:
         self._context = context
         self._host = host
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._turns = Turns(self._send)
+        self.turns = Turns(self._send)
         self._idle = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._has_named = False
@@ -187,14 +187,14 @@ class _ServerSession:
     async def run(self, requests: AsyncIterable[SessionRequest]) -> None:
         """Serve until the caller disconnects, or until the server stops and no call is open."""
         self.end_if_idle()
-        self._turns.put(None, 0)
-        parts = [asyncio.create_task(part) for part in (self._read(requests), self._turns.run(), self._idle.wait())]
+        self.turns.put(None, 0)
+        parts = [asyncio.create_task(part) for part in (self._read(requests), self.turns.run(), self._idle.wait())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             if parts[0].done() and (problem := parts[0].exception()) is not None:
                 _LOG.error("a session broke: %r", problem)
             if self._idle.is_set():
-                await self._turns.flush()
+                await self.turns.flush()
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -208,16 +208,12 @@ class _ServerSession:
 
     def put(self, part: CallPart, num_bytes: int) -> None:
         """Send a part soon."""
-        self._turns.put(part, num_bytes)
+        self.turns.put(part, num_bytes)
 
     @property
     def num_unsent_bytes(self) -> int:
         """Bytes of answers that wait to be sent."""
-        return self._turns.num_bytes
-
-    async def room(self) -> None:
-        """Wait while too much is unsent."""
-        await self._turns.room()
+        return self.turns.num_bytes
 
     async def _read(self, requests: AsyncIterable[SessionRequest]) -> None:
         async for message in requests:
@@ -288,9 +284,9 @@ class _ServerSession:
         self._timer = None
         if not self._tasks:
             return
-        if not self._turns.has_sent and self._turns.is_empty:
-            self._turns.put(None, 0)
-        self._turns.has_sent = False
+        if not self.turns.has_sent and self.turns.is_empty:
+            self.turns.put(None, 0)
+        self.turns.has_sent = False
         self._arm()
 
     async def _send(self, items: list[CallPart | None]) -> None:
@@ -360,9 +356,10 @@ class _ServerContext:
                 "have; ask for less in it, such as fewer log-probabilities of the prompt"
             )
             await abort(self, StatusError(Reason.INVALID_FIELD, problem))
-        session = self._session
-        session.put(CallPart(call_id=self.call_id, response=message), len(message))
-        await session.room()
+        turns = self._session.turns
+        turns.put(CallPart(call_id=self.call_id, response=message), len(message))
+        if not turns.has_room:
+            await turns.room()
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """See `CallContext`."""

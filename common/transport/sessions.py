@@ -69,6 +69,7 @@ class Turns:
         self._send = send
         self._unsent: list[tuple[Any, int, tuple[SharedPart, ...]]] = []
         self._num_bytes = 0
+        self._has_shared = False
         self.has_sent = False
         self._sending = asyncio.Lock()
         self._something = asyncio.Event()
@@ -89,11 +90,18 @@ class Turns:
         """Queue an item for sending. A message contains the `shared` parts of its items only once."""
         self._unsent.append((item, num_bytes, shared))
         self._num_bytes += num_bytes
+        if shared:
+            self._has_shared = True
         self._something.set()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether at most `MAX_UNSENT_BYTES` are unsent."""
+        return self._num_bytes < MAX_UNSENT_BYTES
 
     async def room(self) -> None:
         """Wait while more than `MAX_UNSENT_BYTES` are unsent."""
-        while self._num_bytes >= MAX_UNSENT_BYTES:
+        while not self.has_room:
             self._room.clear()
             await self._room.wait()
 
@@ -107,9 +115,12 @@ class Turns:
         """Send all items that are queued now."""
         async with self._sending:
             self._something.clear()
-            items, self._unsent, self._num_bytes = self._unsent, [], 0
+            items, self._unsent = self._unsent, []
+            is_one_batch = not self._has_shared and self._num_bytes <= MAX_MESSAGE_BYTES
+            self._num_bytes, self._has_shared = 0, False
             self._room.set()
-            for batch in _batches(items):
+            # The answers of a step are the common case, which need not be counted one by one.
+            for batch in [[item for item, _, _ in items]] if items and is_one_batch else _batches(items):
                 await self._send(batch)
                 self.has_sent = True
 

@@ -83,9 +83,10 @@ class _Answer:
 
     def take(self, message: GenerateResponse) -> bool:
         """Add a message; False if it does not continue exactly after the delivered tokens: the stream is broken."""
-        if message.token_ids and message.start_pos != len(self.delivered):
-            return False
-        self.delivered.extend(message.token_ids)
+        if token_ids := message.token_ids:
+            if message.start_pos != len(self.delivered):
+                return False
+            self.delivered.extend(token_ids)
         self._identity = message.model_identity or self._identity
         self._num_cached_tokens = self._num_cached_tokens or message.num_cached_tokens
         return True

@@ -94,9 +94,10 @@ class Delivery:
             raise FencedError("it continued after its finish")
         if message.start_pos != len(self.token_ids):
             raise FencedError(f"it sent position {message.start_pos} where {len(self.token_ids)} was expected")
-        if self.max_tokens is not None and len(self.token_ids) + len(message.token_ids) > self.max_tokens:
+        token_ids = message.token_ids
+        if self.max_tokens is not None and len(self.token_ids) + len(token_ids) > self.max_tokens:
             raise FencedError(f"it sent more than the {self.max_tokens} tokens of the context")
-        self.token_ids.extend(message.token_ids)
+        self.token_ids.extend(token_ids)
         if message.HasField("num_cached_tokens"):
             self._num_cached_tokens = message.num_cached_tokens
         self.is_finished = message.HasField("finish")

@@ -354,7 +354,8 @@ class Forwarding:
             delivery.accept(message)
             if self._card is None:
                 self._card, self._adapter_sha256 = placed.card, placed.adapter_sha256
-            placed.link.settle(placed.booking)
+            if placed.booking.is_pending:
+                placed.link.settle(placed.booking)
             await write(message)
         if not delivery.is_finished:
             raise _AttemptFailedError(f"worker {placed.link.worker_id} ended the stream without a finish")
