@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from headrace.common.tasks import end_tasks
 from tests.e2e.chaos import NUM_PROMPTS, Clients, Clock, Faults, body_of
 from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import until
@@ -32,6 +34,8 @@ CHAOS_S = 3600.0 if SOAK else 0.0
 # Of each of two sources; as many as take about two minutes on two cores.
 NUM_FAULTS = 10
 NUM_CLIENTS = 12 if SOAK else 6
+# What has to happen for a run to say something, by the counters of workers.
+FEATURES = ("ngram_tokens_drafted", "blocks_evicted", "blocks_written")
 CALM_REQUESTS = 200 if SOAK else 60
 # File descriptors that a process may have more of than before, and MiB: pools and caches that fill.
 MORE_FDS, MORE_MIB = 8, 24
@@ -83,6 +87,8 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_is_lost(
         clients = Clients(own_fleet, random.Random(seed), texts)
         faults = Faults(clients, own_fleet, redis_server, clock, random.Random(seed + 1))
         asking = [asyncio.create_task(clients.ask_on()) for _ in range(NUM_CLIENTS)]
+        seen: Counter[str] = Counter()
+        watching = asyncio.create_task(watch_counters(own_fleet, seen))
         end_s = time.monotonic() + CHAOS_S
         await asyncio.gather(*(faults.go_on(NUM_FAULTS, end_s) for _ in range(2)))
         clients.is_stopping = True
@@ -93,9 +99,23 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_is_lost(
         await asyncio.to_thread(until_nothing_is_held, own_fleet)
         assert await undisturbed_texts(own_fleet) == texts
         await asyncio.to_thread(assert_nothing_grows, own_fleet, texts)
-        counters = [worker.load.counters for worker in own_fleet.list_workers()]
-        for name in ("ngram_tokens_drafted", "blocks_evicted", "blocks_written"):
-            assert sum(getattr(of_worker, name) for of_worker in counters) > 0, name
+        await end_tasks(watching)
+        await asyncio.to_thread(note_counters, own_fleet, seen)
+        assert all(seen[name] > 0 for name in FEATURES), seen
+
+
+async def watch_counters(own_fleet: Fleet, seen: Counter[str]) -> None:
+    """Note again and again what the workers do: those that are killed count from zero."""
+    while True:
+        await asyncio.to_thread(note_counters, own_fleet, seen)
+        await asyncio.sleep(1.0)
+
+
+def note_counters(own_fleet: Fleet, seen: Counter[str]) -> None:
+    """Note the most that any worker has counted."""
+    for worker in own_fleet.list_workers():
+        for name in FEATURES:
+            seen[name] = max(seen[name], getattr(worker.load.counters, name))
 
 
 async def undisturbed_texts(own_fleet: Fleet) -> dict[int, str]:

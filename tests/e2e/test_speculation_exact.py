@@ -158,7 +158,8 @@ def answers(
     **sampling: Any,
 ) -> tuple[list[tuple[Any, ...]], list[Request]]:
     """Tokens and log-probabilities of each prompt, with this many prompts at a time."""
-    limits = StepLimits(batch, 1024, 1024, is_exact=True)
+    most = min(1024, runner.exact_rows)
+    limits = StepLimits(batch, most, most, is_exact=True)
     sampler = BatchSampler()
     engine = build_engine(
         runner, sampler, NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, speculation=speculation, draft=draft
