@@ -193,20 +193,23 @@ def test_in_performance_mode_a_stream_is_the_same_with_drafts_alone_and_in_compa
     runner.allocate(NUM_BLOCKS)
     sampling = {"temperature": temperature, "num_logprobs": 1}
     in_company, _ = answers(runner, prompts, 8, "off", **sampling)
-    if answers(runner, prompts, 4, "off", **sampling)[0] != in_company:
+    if not are_alike(answers(runner, prompts, 4, "off", **sampling)[0], in_company):
         pytest.skip("on this CPU the bits of a decode step depend on its size")
     for batch in (1, 8):
         with_drafts, requests = answers(runner, prompts, batch, "ngram", **sampling)
-        assert_alike(with_drafts, in_company)
+        assert are_alike(with_drafts, in_company)
         assert sum(request.num_accepted for request in requests) > 0
-    assert_alike(answers(runner, prompts, 1, "off", **sampling)[0], in_company)
+    assert are_alike(answers(runner, prompts, 1, "off", **sampling)[0], in_company)
 
 
-def assert_alike(found: Sequence[tuple[Any, ...]], expected: Sequence[tuple[Any, ...]]) -> None:
-    """The same tokens. The sums behind log-probabilities are added up in another order where there are few rows."""
-    for (token_ids, logprobs, finish), (of_expected, others, of_finish) in zip(found, expected, strict=True):
-        assert (token_ids, finish) == (of_expected, of_finish)
-        assert [entry.logprob for entry in logprobs] == pytest.approx([entry.logprob for entry in others], abs=1e-6)
+def are_alike(found: Sequence[tuple[Any, ...]], expected: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether the tokens are the same. The sums behind log-probabilities are added up in another order where there are
+    few rows."""
+    return all(
+        (token_ids, finish) == (of_expected, of_finish)
+        and [entry.logprob for entry in logprobs] == pytest.approx([entry.logprob for entry in others], abs=1e-6)
+        for (token_ids, logprobs, finish), (of_expected, others, of_finish) in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
