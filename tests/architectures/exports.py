@@ -26,6 +26,11 @@ def exported_adapters(names: Sequence[str]) -> Path:
     return _made(names, "adapters", (*_MADE_BY, "adapters.py"))
 
 
+def written_checkpoints(names: Sequence[str]) -> Path:
+    """The directory with one checkpoint in safetensors form per model. Missing ones are written."""
+    return _made(names, "checkpoints", (*_MADE_BY, "checkpoints.py"))
+
+
 def exported_encoders(names: Sequence[str]) -> Path:
     """The directory that holds a directory for each of the encoders. Those that are missing are exported."""
     return _made(names, "encoders", ("requirements.txt", "encoder_requirements.txt", "encoders.py", "texts.py"))

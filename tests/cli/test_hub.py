@@ -104,7 +104,7 @@ def test_a_gguf_repository_gives_the_quantisation_that_is_wanted(
         (["m-Q8_0-00001-of-00003.gguf", "m-Q8_0-00003-of-00003.gguf"], None, "in 3 pieces and lacks number 2"),
         (["openvino_model.xml", "openvino_model.bin"], "Q4_0", "leave out :Q4_0"),
         (["M-IQ2_XXS.gguf", "M-Q2_K.gguf"], None, "say which, such as o/m:Q2_K"),
-        (["model.safetensors"], None, "neither openvino_model.xml"),
+        (["README.md"], None, "neither openvino_model.xml"),
     ],
 )
 def test_what_cannot_be_chosen_says_what_can(paths: list[str], wanted: str | None, sentence: str) -> None:

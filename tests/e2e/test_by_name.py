@@ -11,12 +11,20 @@ import httpx
 import pytest
 from gguf import GGMLQuantizationType
 
+from headrace.cli.models.model_cache import read_manifest
+from tests.architectures.exports import PYTHON, written_checkpoints
 from tests.e2e.serving import Serve, alive, headrace, until
 from tests.e2e.small_model import small_model
 from tests.gguf_models import TinyModel, write_gguf
 from tests.hub import Hub, running_hub
 
 pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Path:
+    """A small model with weights as safetensors."""
+    return written_checkpoints(["llama"]) / "llama"
 
 
 @pytest.fixture
@@ -57,6 +65,29 @@ def test_one_command_goes_from_a_name_to_an_answer(hub: Hub, tmp_path: Path, nam
     piped = headrace("run", name, "--offline", "--max-tokens", "2", stdin="the\nmill\n", timeout_s=120)
     assert (piped.returncode, len(hub.seen)) == (0, num_seen)
     assert piped.stderr.count("first after") == 2
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models")
+def test_one_command_goes_from_safetensors_to_an_answer(
+    checkpoint: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_directory("owner/checkpoint", checkpoint)
+    monkeypatch.setenv("HEADRACE_EXPORT_PYTHON", str(PYTHON))
+    answered = headrace("run", "owner/checkpoint:int4", "w1", "w2", "--max-tokens", "6", timeout_s=180)
+    assert answered.returncode == 0, answered.stderr
+    assert "safetensors, to be exported with weights in int4" in answered.stderr
+    assert "compressing the weights to int4_asym" in answered.stderr
+    assert re.search(r"\[\d tokens, .* first after", answered.stderr)
+    directory = tmp_path / "cache" / "models" / "owner--checkpoint:int4"
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert manifest.source["group_size"] == "128"
+    assert (directory / "openvino_model.bin").stat().st_size < (checkpoint / "model.safetensors").stat().st_size / 2
+    assert not list(directory.glob(".*"))
+    again = headrace("pull", "owner/checkpoint", "--weights", "int4", timeout_s=60)
+    assert (again.returncode, "already there" in again.stderr) == (0, True)
+    other = headrace("pull", "owner/checkpoint", "--weights", "int4", "--group-size", "32", timeout_s=60)
+    assert (other.returncode, "choose another name with --name" in other.stderr) == (2, True)
 
 
 def test_run_uses_the_server_that_runs(hub: Hub) -> None:

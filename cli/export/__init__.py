@@ -1,0 +1,1 @@
+"""Export checkpoints in safetensors form to OpenVINO models."""

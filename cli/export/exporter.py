@@ -1,0 +1,156 @@
+"""Exports a checkpoint in safetensors form. Run as a file, by a Python that has the packages of headrace[export], which
+need not have headrace:
+
+    exporter.py check DIRECTORY                                  can a model with this config.json be exported?
+    exporter.py export DIRECTORY OUTDIR MODE GROUP_SIZE RATIO MEMORY_BYTES
+
+MODE is bf16, or one of nncf's modes. The process takes at most MEMORY_BYTES of private memory. Standard output gets one
+line for each stage. If something cannot be done, the exit status is 2 with one `error:` line on standard error; 3 says
+that packages are missing.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import resource
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+_TASK = "text-generation-with-past"
+_LIBRARY = "transformers"
+_NETWORK = "openvino_model.xml"
+_TOKENIZERS = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
+_PACKAGES = ("torch", "transformers", "openvino", "openvino_tokenizers", "nncf", "optimum.exporters.openvino")
+_UNCOMPRESSED = "bf16"
+_OUT_OF_MEMORY = ("allocate memory", "bad_alloc", "bad allocation", "Cannot allocate")
+_REASON_CHARACTERS = 300
+
+
+class ExportError(Exception):
+    """Why a checkpoint cannot be exported, in one sentence."""
+
+
+def check(directory: Path) -> None:
+    """Raise ExportError if no model of this configuration can be exported. Reads config.json alone."""
+    from optimum.exporters.tasks import TasksManager
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ExportError(f"transformers cannot read its config.json: {_first_line(error)}") from None
+    try:
+        tasks = TasksManager.get_supported_tasks_for_model_type(config.model_type, "openvino", library_name=_LIBRARY)
+    except KeyError:
+        tasks = {}
+    if _TASK not in tasks:
+        raise ExportError(f"optimum-intel exports no text-generating models of its architecture ({config.model_type})")
+
+
+def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float) -> None:
+    """Write model, tokenizers and the JSON files. OpenVINO maps the weights, and compression takes one at a time."""
+    from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig
+
+    whole = out / ".uncompressed"
+    _stage("reading the weights and tracing the graph")
+    main_export(
+        directory,
+        output=whole,
+        task=_TASK,
+        ov_config=OVConfig(),
+        convert_tokenizer=True,
+        local_files_only=True,
+        model_loading_kwargs={"torch_dtype": "bfloat16"} if mode == _UNCOMPRESSED else None,
+    )
+    gc.collect()
+    missing = [name for name in _TOKENIZERS if not (whole / name).is_file()]
+    if missing:
+        raise ExportError("its tokenizer cannot be converted")
+    if mode != _UNCOMPRESSED:
+        _stage(f"compressing the weights to {mode}")
+        _compress(whole / _NETWORK, out / _NETWORK, mode, group_size, ratio)
+        for path in whole.glob(f"{Path(_NETWORK).stem}.*"):
+            path.unlink()
+    for path in whole.iterdir():
+        path.replace(out / path.name)
+    shutil.rmtree(whole)
+
+
+def _compress(source: Path, target: Path, mode: str, group_size: int, ratio: float) -> None:
+    import nncf
+    import openvino
+
+    options: dict[str, Any] = {}
+    if mode.startswith("int4"):
+        fallback = nncf.AdvancedCompressionParameters(
+            group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST  # for layers whose width is no multiple
+        )
+        options = {"group_size": group_size, "ratio": ratio, "advanced_parameters": fallback}
+    graph = openvino.Core().read_model(source)
+    graph = nncf.compress_weights(graph, mode=nncf.CompressWeightsMode(mode), **options)
+    openvino.save_model(graph, target, compress_to_fp16=False)
+
+
+def _stage(what: str) -> None:
+    os.write(_stages, f"{what}\n".encode())
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:_REASON_CHARACTERS].rstrip(".")
+
+
+def _missing_packages() -> list[str]:
+    # Without this stub every import is reported over the network.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    missing = []
+    for name in _PACKAGES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(error.name or name)
+    return missing
+
+
+def _run(arguments: list[str]) -> None:
+    command, directory = arguments[0], Path(arguments[1])
+    if command == "check":
+        check(directory)
+        return
+    out, mode, group_size, ratio, memory_bytes = arguments[2:]
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
+    try:
+        export(directory, Path(out), mode, int(group_size), float(ratio))
+    except ExportError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            raise ExportError(
+                f"the export takes more than the {int(memory_bytes) / (1 << 30):.1f} GiB of memory that are available"
+            ) from None
+        raise ExportError(f"optimum-intel cannot export it: {_first_line(error)}") from error
+
+
+def main() -> None:
+    """Entry point."""
+    missing = _missing_packages()
+    if missing:
+        print(f"error: it lacks {', '.join(dict.fromkeys(missing))}", file=sys.stderr)
+        sys.exit(3)
+    try:
+        _run(sys.argv[1:])
+    except ExportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    # Libraries print tables to standard output, which belongs to the stages.
+    _stages = os.dup(1)
+    os.dup2(2, 1)
+    main()

@@ -1,0 +1,114 @@
+"""Runs the exporter in a process of its own, with the packages of the extra `export`."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from headrace.cli import launch
+from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.export.weights import ExportedWeights, quantised_by
+
+_EXPORTER = Path(__file__).with_name("exporter.py")
+_INTERVAL_S = 5.0
+_PIECE_BYTES = 1 << 12
+_LACKS_PACKAGES = 3
+# Memory that an export leaves to the machine.
+_SPARE_BYTES = 512 << 20
+GIB = 1 << 30
+
+
+def check_exportable(name: str, config: Mapping[str, object]) -> None:
+    """Raise CommandError if a checkpoint with this config.json cannot be exported here. Takes seconds."""
+    if method := quantised_by(config):
+        raise CommandError(
+            f"the weights of {name} are quantised by {method}, and only weights of 16 or 32 bits can be exported; pull "
+            "the model that it was made of with --weights int4, or take an OpenVINO or GGUF version"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        _run(name, ["check", folder], lambda _line: None)
+
+
+def export(
+    name: str,
+    directory: Path,
+    out: Path,
+    weights: ExportedWeights,
+    available_bytes: int | None,
+    say: Callable[[str], None],
+) -> None:
+    """Export the checkpoint in a directory. `say` gets a line for each stage and every few seconds. The process takes
+    at most the memory that is available. Raises CommandError."""
+    most = (available_bytes or (1 << 62)) - _SPARE_BYTES
+    options = [weights.mode, str(weights.group_size), str(weights.ratio), str(most)]
+    _run(name, ["export", str(directory), str(out), *options], lambda line: say(f"{name}: {line}"))
+
+
+def _run(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> None:
+    python = os.environ.get("HEADRACE_EXPORT_PYTHON") or sys.executable
+    launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", python, "-I", str(_EXPORTER)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen([*launcher, *arguments], stdout=subprocess.PIPE, stderr=errors, env=environment)
+        assert process.stdout is not None
+        try:
+            _follow(process.stdout, process.pid, say)
+        finally:
+            if sys.exc_info()[0] is not None:
+                process.kill()
+            status = process.wait()
+        errors.seek(0)
+        if status:
+            raise _failure(name, status, python, errors.read())
+
+
+def _follow(stages: IO[bytes], pid: int, say: Callable[[str], None]) -> None:
+    """Pass stages on as they come, and the time and memory of a long one."""
+    stage, start_s = "starting", time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        selector.register(stages, selectors.EVENT_READ)
+        while True:
+            if not selector.select(_INTERVAL_S):
+                taken = _private_bytes(pid) / GIB
+                say(f"{stage} ({time.monotonic() - start_s:.0f} s, {taken:.1f} GiB of memory)")
+                continue
+            lines = os.read(stages.fileno(), _PIECE_BYTES).decode().splitlines()
+            if not lines:
+                return
+            for stage in lines:
+                say(stage)
+
+
+def _private_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def _failure(name: str, status: int, python: str, log: str) -> CommandError:
+    reasons = [line.removeprefix("error: ") for line in log.splitlines() if line.startswith("error: ")]
+    reason = reasons[-1] if reasons else ""
+    if status == _LACKS_PACKAGES:
+        return CommandError(
+            f"{name} has its weights as safetensors, and exporting them needs packages that {python} does not have "
+            f"({reason.removeprefix('it lacks ')}); install them with: pip install 'headrace[export]' "
+            "--extra-index-url https://download.pytorch.org/whl/cpu (or set HEADRACE_EXPORT_PYTHON to a Python with "
+            "them), or take an OpenVINO or GGUF version of the model"
+        )
+    if reason:
+        return CommandError(f"{name} cannot be exported: {reason}; take an OpenVINO or GGUF version of the model")
+    if status < 0:
+        return CommandFailed(f"exporting {name} was ended by signal {-status}; is there enough memory?")
+    last = (log.strip().splitlines() or ["no reason given"])[-1]
+    return CommandFailed(f"exporting {name} ended with status {status}: {last}")

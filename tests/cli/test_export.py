@@ -1,0 +1,178 @@
+"""Checkpoints in safetensors form: which files are fetched, what is refused before they are, and how the exporter's
+process is followed. tests/e2e/test_by_name.py exports one."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.export import run as exporting
+from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, weights_named
+from headrace.cli.main import cli
+from headrace.cli.models import pull as pull_module
+from headrace.cli.models.model_cache import model_directory, read_manifest
+from headrace.cli.models.selection import HubFile, HubListing, choose_files
+from tests.cli.conftest import write_files
+from tests.hub import Hub
+
+CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16", "num_hidden_layers": 2, "num_attention_heads": 2}
+PIECES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+MakeExporter = Callable[[str], None]
+
+
+def pull(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["pull", *args])
+
+
+def listing(*paths: str) -> HubListing:
+    return HubListing("o/m", "c0", tuple(HubFile(path, 1000, None) for path in paths))
+
+
+def checkpoint(**config: object) -> dict[str, bytes]:
+    """The files of a checkpoint, whose weights are none."""
+    return {
+        "config.json": json.dumps({**CONFIG, **config}).encode(),
+        "model.safetensors": b"w" * 2_000_000,
+        "tokenizer.json": b"{}",
+    }
+
+
+@pytest.fixture
+def exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeExporter:
+    """Replaces the Python that exports by a script for a shell, which gets the exporter's arguments as "$@"."""
+
+    def replace(script: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\nshift 2\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("HEADRACE_EXPORT_PYTHON", str(path))
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("paths", "wanted", "chosen"),
+    [
+        (["model.safetensors", "config.json", "README.md"], None, ["config.json", "model.safetensors"]),
+        (["config.json", *PIECES, "consolidated.safetensors", "pytorch_model.bin"], "INT4", ["config.json", *PIECES]),
+        (["config.json", "model.safetensors", "m-Q4_0.gguf"], "int8", ["config.json", "model.safetensors"]),
+        (["config.json", "model.safetensors", "m-Q4_0.gguf"], None, ["m-Q4_0.gguf"]),
+        (["config.json", "model.safetensors", "m-BF16.gguf"], "bf16", ["m-BF16.gguf"]),
+    ],
+)
+def test_a_checkpoint_is_chosen_with_its_pieces(paths: list[str], wanted: str | None, chosen: list[str]) -> None:
+    choice = choose_files(listing(*paths), wanted)
+    assert [file.path for file in choice.files] == chosen
+    assert choice.checkpoint == (".safetensors" in chosen[-1])
+    forced = choose_files(listing(*paths), wanted, exports=True)
+    assert forced.safetensors_bytes == 1000 * sum(path.startswith("model") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("paths", "sentence"),
+    [
+        (["config.json", "pytorch_model.bin"], "pickles of PyTorch, which may run code"),
+        (["config.json", PIECES[0]], "in 2 pieces and lacks 1"),
+        (["model.safetensors"], "lacks config.json"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(paths: list[str], sentence: str) -> None:
+    with pytest.raises(CommandError, match=sentence):
+        choose_files(listing(*paths))
+
+
+def test_without_the_packages_nothing_is_downloaded_and_the_refusal_says_what_helps(hub: Hub) -> None:
+    hub.add("o/m", checkpoint())
+    refused = pull("o/m", "--weights", "int4")
+    assert refused.exit_code == 2
+    assert "pip install 'headrace[export]'" in refused.stderr
+    assert f"packages that {sys.executable} does not have (torch" in refused.stderr
+    assert hub.fetched("o/m") == ["config.json"]
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8"])
+def test_quantised_checkpoints_are_refused_before_the_download(hub: Hub, method: str) -> None:
+    hub.add("o/m", checkpoint(quantization_config={"quant_method": method, "bits": 4}))
+    refused = pull("o/m")
+    assert refused.exit_code == 2
+    assert f"are quantised by {method}, and only weights of 16 or 32 bits can be exported" in refused.stderr
+    assert hub.fetched("o/m") == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["o/m", "--group-size", "64"], "--group-size is for --weights int4"),
+        (["o/m", "--weights", "int8", "--ratio", "0.5"], "--ratio is for --weights int4"),
+        (["o/m:Q4_0", "--weights", "int4"], "--weights is for OWNER/NAME on a hub without another :QUANTISATION"),
+        (["smollm2-135m", "--weights", "int4"], "--weights is for OWNER/NAME on a hub"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(hub: Hub, arguments: list[str], sentence: str) -> None:
+    refused = pull(*arguments)
+    assert (refused.exit_code, sentence in refused.stderr) == (2, True), refused.stderr
+    assert hub.seen == []
+
+
+def test_an_export_is_followed_and_recorded(
+    hub: Hub, exporter: MakeExporter, tmp_path: Path, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "_INTERVAL_S", 0.05)
+    made, heard = write_files(tmp_path / "made", model_files), tmp_path / "heard"
+
+    def say(line: str) -> None:
+        told.append(line)
+        if "reading (" in line:
+            heard.touch()
+
+    told: list[str] = []
+    monkeypatch.setattr(pull_module, "say", say)
+    exporter(
+        f'[ "$1" = check ] && exec grep -q llama "$2/config.json"\n'
+        f'echo reading; until [ -e {heard} ]; do sleep 0.02; done; echo compressing to "$4 $5 $6"\n'
+        f'cat "$2/model.safetensors" >/dev/null || exit 1; cp {made}/* "$3"; echo a table >&2'
+    )
+    hub.add("o/m", checkpoint())
+    pulled = pull("o/m", "--weights", "int4", "--group-size", "64", "--ratio", "0.8")
+    assert pulled.exit_code == 0, pulled.stderr
+    assert told[0].startswith("o/m:int4: safetensors, to be exported with weights in int4, 2.0 MB to download")
+    assert any(re.fullmatch(r"o/m:int4: reading \(\d+ s, \d\.\d GiB of memory\)", line) for line in told), told
+    assert "o/m:int4: compressing to int4_asym 64 0.8" in told
+    manifest = read_manifest(model_directory("o/m:int4"))
+    assert manifest is not None
+    wanted = {"weights": "int4", "group_size": "64", "ratio": "0.8", "reference": "o/m:int4"}
+    assert wanted.items() <= manifest.source.items()
+    assert {record.name for record in manifest.files} == set(model_files)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "sentence"),
+    [
+        ("echo 'error: it is odd' >&2; exit 2", CommandError, "o/m cannot be exported: it is odd; take"),
+        ("kill -9 $$", CommandFailed, "ended by signal 9; is there enough memory"),
+        ("echo what >&2; exit 1", CommandFailed, "ended with status 1: what"),
+    ],
+)
+def test_failures_of_the_exporter_are_sentences(
+    exporter: MakeExporter, script: str, kind: type[CommandError], sentence: str
+) -> None:
+    exporter(script)
+    with pytest.raises(CommandError, match=sentence) as raised:
+        exporting.check_exportable("o/m", CONFIG)
+    assert raised.type is kind
+
+
+def test_sizes_follow_bits_and_groups() -> None:
+    assert weights_named("int4").bytes_of(1280) == 640 + 25
+    assert ExportedWeights("int4", 32, 0.5).bytes_of(1280) == 320 + 50 + 640
+    assert weights_named(None).bytes_of(1000) == 1000
+    assert weights_named("BF16").bytes_of(1000) == 2000
+    assert [bytes_per_weight({**CONFIG, "torch_dtype": kind}) for kind in ("float32", "float16")] == [4, 2]
+    assert bytes_per_weight({"quantization_config": {"quant_method": "mxfp4"}}) < 1
