@@ -2,15 +2,21 @@
 
 Runs in an environment of its own (`make test-architectures`), with PyTorch and optimum-intel; nothing is downloaded.
 
-OUTDIR/NAME/           the model as optimum-intel writes it, in float32, with a small tokenizer
+OUTDIR/NAME/           the model as optimum-intel writes it, with a small tokenizer
 OUTDIR/NAME/reference.npz
     tokens  i64 [LONG]                   a random text
     short   f32 [SHORT, vocabulary]      log-probabilities behind each of its first tokens, of a text of that length
     long    f32 [LONG, vocabulary]       the same, computed of the whole text
+    start   i64                          where the prompt of SHORT tokens begins that `greedy` continues
+    greedy  i64 [1 to GREEDY]            the most probable tokens behind that prompt, up to one that is unclear
+    greedy_logprobs  f32 [the same]      their log-probabilities
+
+Compressed weights are decompressed for transformers, so both compute with the same numbers.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import shutil
@@ -18,10 +24,11 @@ import sys
 import warnings
 from pathlib import Path
 
+import nncf
 import numpy as np
+import openvino as ov
 import torch
 import transformers
-from openvino import save_model
 from openvino_tokenizers import convert_tokenizer
 from optimum.exporters.openvino import export_from_model
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -29,7 +36,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from tests.architectures.families import FAMILIES, VOCABULARY, Family
 
-SHORT, LONG = 300, 2000
+SHORT, LONG, GREEDY = 300, 2000, 12
+# The first token of a continuation is clear if it leads by this log-probability. So many prompts are tried.
+_CLEAR, _PROMPTS = 2e-3, 8
+_NETWORK = "openvino_model.xml"
+# Mark what nncf multiplies with scales: the names of weights are in front of it.
+_DECOMPRESSED = "/fq_weights_"
+_UNCOMPRESSED = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _WITHOUT_SDPA = {"gpt_oss", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "mamba"}
 
 
@@ -44,6 +57,7 @@ def model_of(family: Family) -> PreTrainedModel:
                 weights.add_(torch.randn(weights.shape, generator=generator) * 0.05)
             else:
                 weights.copy_(torch.randn(weights.shape, generator=generator) * _deviation(name, weights.shape[-1]))
+            weights.copy_(weights.to(_UNCOMPRESSED.get(family.weights, torch.float32)))
     return model
 
 
@@ -62,6 +76,77 @@ def log_probabilities(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
     return torch.log_softmax(logits, -1).float().numpy()
+
+
+def greedy(model: PreTrainedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """The longest clear continuation of a few prompts, and its log-probabilities."""
+    best: tuple[int, list[int], list[float]] = (0, [], [])
+    for start in range(_PROMPTS):
+        found = _continuation(model, tokens[start : start + SHORT])
+        if len(found[0]) > len(best[1]):
+            best = (start, *found)
+        if len(best[1]) == GREEDY:
+            break
+    start, chosen, values = best
+    return {
+        "start": np.array(start),
+        "greedy": np.array(chosen, np.int64),
+        "greedy_logprobs": np.array(values, np.float32),
+    }
+
+
+def _continuation(model: PreTrainedModel, text: np.ndarray) -> tuple[list[int], list[float]]:
+    """The most probable tokens, up to one that another comes near."""
+    chosen: list[int] = []
+    values: list[float] = []
+    for _ in range(GREEDY):
+        last = log_probabilities(model, text)[-1]
+        second, best = np.argsort(last)[-2:]
+        if last[best] - last[second] < _CLEAR:
+            break
+        chosen.append(int(best))
+        values.append(float(last[best]))
+        text = np.append(text, best)
+    return chosen, values
+
+
+def write_graph(model: PreTrainedModel, family: Family, directory: Path) -> None:
+    """Export a model that has not computed anything yet, in the family's format. Rotary factors stay float32."""
+    for weights in model.parameters():
+        weights.data = weights.data.to(_UNCOMPRESSED.get(family.weights, torch.float32))
+    is_16bit = model.dtype != torch.float32
+    export_from_model(
+        model, output=directory, task="text-generation-with-past", stateful=True, patch_16bit_model=is_16bit
+    )
+    if family.weights in _UNCOMPRESSED:
+        return
+    graph = ov.Core().read_model(directory / _NETWORK)
+    groups = {"group_size": 32, "ratio": 1.0, "all_layers": True} if "int4" in family.weights else {}
+    graph = nncf.compress_weights(graph, mode=nncf.CompressWeightsMode[family.weights.upper()], **groups)
+    ov.save_model(graph, directory / f"compressed_{_NETWORK}", compress_to_fp16=False)
+    del graph
+    for path in directory.glob("compressed_*"):
+        path.replace(directory / path.name.removeprefix("compressed_"))
+
+
+def take_weights(model: PreTrainedModel, directory: Path) -> None:
+    """Give the model the values that compressed weights have."""
+    state, num_taken = model.state_dict(), 0
+    for node in ov.Core().read_model(directory / _NETWORK).get_ordered_ops():
+        name, is_decompressed, _rest = node.get_friendly_name().removeprefix("self.").partition(_DECOMPRESSED)
+        if is_decompressed and node.get_type_name() == "Multiply":
+            numbers, scales = (_numbers(value.get_node()) for value in node.input_values())
+            state[name].copy_(torch.from_numpy(numbers * scales).reshape(state[name].shape))
+            num_taken += 1
+    assert num_taken > 2
+
+
+def _numbers(node: ov.Node) -> np.ndarray:
+    """What a graph of constants gives, computed in float32."""
+    if node.get_type_name() == "Constant":
+        return node.get_data(dtype=np.float32)
+    numbers = [_numbers(value.get_node()) for value in node.input_values()]
+    return numbers[0] - numbers[1] if node.get_type_name() == "Subtract" else numbers[0]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -84,19 +169,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def export(name: str, directory: Path) -> None:
     """Write one model and its reference."""
     family = FAMILIES[name]
+    part = directory.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
     model = model_of(family)
+    write_graph(copy.deepcopy(model), family, part)
+    if family.weights not in _UNCOMPRESSED:
+        take_weights(model, part)
     tokens = np.random.default_rng(7).integers(4, VOCABULARY, LONG)
     reference = {
         "tokens": tokens,
         "short": log_probabilities(model, tokens[:SHORT]),
+        **greedy(model, tokens),
         "long": log_probabilities(model, tokens),
     }
-    part = directory.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    export_from_model(model, output=part, task="text-generation-with-past", stateful=True)
     text_to_ids, ids_to_text = convert_tokenizer(tokenizer(), with_detokenizer=True)
-    save_model(text_to_ids, part / "openvino_tokenizer.xml")
-    save_model(ids_to_text, part / "openvino_detokenizer.xml")
+    ov.save_model(text_to_ids, part / "openvino_tokenizer.xml")
+    ov.save_model(ids_to_text, part / "openvino_detokenizer.xml")
     np.savez(part / "reference.npz", **reference)
     part.rename(directory)
 

@@ -38,12 +38,14 @@ _LLAMA3_ROPE = {
 @dataclass(frozen=True, slots=True)
 class Family:
     """A model type of transformers, and the values of its configuration that are not the common ones. `refused` is what
-    the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run."""
+    the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run. `weights`
+    is f32, f16 or bf16, or one of nncf's modes (int4 ones in groups of 32)."""
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
     is_short: bool = False
     refused: str = ""
+    weights: str = "f32"
 
     @property
     def whole_config(self) -> dict[str, Any]:
@@ -99,9 +101,16 @@ FAMILIES: Mapping[str, Family] = {
             },
         },
     ),
+    "llama-f16": Family("llama", _GROUPED, weights="f16"),
+    "llama-bf16": Family("llama", _GROUPED, weights="bf16"),
+    "llama-int8": Family("llama", _GROUPED, weights="int8_asym"),
+    "llama-int8-symmetric": Family("llama", _GROUPED, weights="int8_sym"),
+    "llama-int4": Family("llama", _GROUPED, is_short=True, weights="int4_asym"),
+    "llama-int4-symmetric": Family("llama", _GROUPED, weights="int4_sym"),
     "qwen2": Family("qwen2", _GROUPED, is_short=True),
     "qwen3": Family("qwen3", {**_GROUPED, "head_dim": 32}),
     "qwen3_moe": Family("qwen3_moe", {**_GROUPED, "head_dim": 32, **_MOE}),
+    "qwen3_moe-int4": Family("qwen3_moe", {**_GROUPED, "head_dim": 32, **_MOE}, weights="int4_asym"),
     "mistral": Family("mistral", {**_GROUPED, "sliding_window": None}),
     "mistral-sliding": Family("mistral", _SLIDING),
     "mixtral": Family("mixtral", {**_GROUPED, **_MOE, "sliding_window": None}),
@@ -114,9 +123,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phi": Family("phi"),
     "phi3": Family("phi3", {"sliding_window": None}),
+    "phi3-int4": Family("phi3", {"sliding_window": None}, weights="int4_sym"),
     "phi3-longrope": Family("phi3", _LONGROPE, is_short=True),
     "phi4-mini": Family("phi3", {**_LONGROPE, **_GROUPED, "partial_rotary_factor": 1.0, "tie_word_embeddings": True}),
-    "phimoe": Family("phimoe", {**_GROUPED, **_MOE, "sliding_window": None}),
+    # Its rotary factors are those of the step's own places, not of positions.
+    "phimoe": Family("phimoe", {**_GROUPED, **_MOE, "sliding_window": None}, refused="over all tokens"),
     "gpt2": Family("gpt2", _GPT2, is_short=True),
     "gpt_bigcode": Family("gpt_bigcode", {**_GPT2, "multi_query": True}),
     "gpt_neo": Family(

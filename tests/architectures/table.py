@@ -18,7 +18,13 @@ def table() -> str:
     served = sorted({family.model_type for name, family in FAMILIES.items() if name not in refused})
     names = ", ".join(f"{name} ({family.refused})" for name, family in sorted(refused.items()))
     head = ["| | `model_type` in `config.json` |", "|---|---|"]
-    return "\n".join([BEGIN, *head, f"| served | {', '.join(served)} |", f"| refused | {names} |", ""])
+    formats = sorted({family.weights for family in FAMILIES.values()})
+    rows = [
+        f"| served | {', '.join(served)} |",
+        f"| refused | {names} |",
+        f"| formats of weights | {', '.join(formats)} |",
+    ]
+    return "\n".join([BEGIN, *head, *rows, ""])
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import step_limits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
+from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import CONTEXT, FAMILIES
@@ -57,19 +58,24 @@ class Served:
         with np.load(directory / "reference.npz") as reference:
             self.tokens: list[int] = reference["tokens"].tolist()
             self.short, self.long = reference["short"], reference["long"]
+            self.prompt = self.tokens[int(reference["start"]) :][:300]
+            self.greedy: list[int] = reference["greedy"].tolist()
+            self.greedy_logprobs = reference["greedy_logprobs"]
 
-    def engine(self, budget: int) -> Engine:
+    def engine(self, budget: int, num_blocks: int = NUM_BLOCKS) -> Engine:
         """An engine with steps of up to `budget` tokens."""
         limits = step_limits(8, budget, budget, exact_rows=self.runner.exact_rows)
-        return build_engine(self.runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS)
+        return build_engine(self.runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS)
 
-    def run(self, engine: Engine, requests: Sequence[Request]) -> None:
+    def run(self, engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run them to their ends."""
         for request in requests:
             engine.scheduler.add(request)
+        outputs = []
         while engine.scheduler.has_requests:
-            engine.step()
+            outputs += engine.step()
             engine.scheduler.check()
+        return outputs
 
 
 @lru_cache(maxsize=1)
@@ -81,6 +87,20 @@ def scored(tokens: Sequence[int]) -> Request:
     """A request for the log-probabilities of its prompt."""
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, num_prompt_logprobs=0)
     return Request(f"scored-{len(tokens)}", tokens, sampling, 1)
+
+
+def continued(model: Served, given: Sequence[int] = ()) -> Request:
+    """A request for the answer of the reference. A failure may have cut it off after `given`."""
+    sampling = SamplingParams(max_tokens=len(model.greedy), seed=0, temperature=0.0, num_logprobs=0)
+    return Request(f"continued-{len(given)}", model.prompt, sampling, 1, resume_token_ids=given)
+
+
+def assert_greedy(request: Request, outputs: Sequence[RequestOutput], model: Served) -> None:
+    """Its tokens and their log-probabilities are those of the reference."""
+    assert list(request.token_ids[request.num_prompt_tokens :]) == model.greedy
+    found = [entry.logprob for output in outputs if output.request is request for entry in output.logprobs]
+    expected = model.greedy_logprobs[len(request.resume_token_ids) :]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
 def assert_close(request: Request, reference: npt.NDArray[np.float32]) -> None:
@@ -106,15 +126,25 @@ def test_what_comes_behind_a_hit_is_that_of_transformers(name: str) -> None:
     model = served(name)
     engine = model.engine(128)
     for _ in range(2):
-        sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, num_logprobs=1)
-        request = Request("hit", model.tokens[:300], sampling, 1)
-        engine.scheduler.add(request)
-        outputs = []
-        while engine.scheduler.has_requests:
-            outputs += engine.step()
-        found = [output.logprobs for output in outputs if output.logprobs is not None]
-        assert abs(found[-1][0].logprob - float(model.short[299].max())) < TOLERANCE
+        request = continued(model)
+        assert_greedy(request, model.run(engine, [request]), model)
     assert request.num_cached_tokens > 200
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_comes_behind_a_preemption_or_a_failure_is_that_of_transformers(name: str) -> None:
+    """The first request soon takes the block that the second needs, so that is computed again. Then it goes on as after
+    the death of its worker."""
+    model = served(name)
+    block_size = model.runner.block_size
+    in_blocks = 300 // block_size * block_size + block_size - 1
+    other = Request("other", model.tokens[400:][:in_blocks], SamplingParams(24, seed=0, temperature=0.0), 1)
+    preempted = continued(model)
+    outputs = model.run(model.engine(1024, 2 * (300 // block_size + 1)), [other, preempted])
+    assert preempted.num_preemptions > 0 or len(model.greedy) < 4
+    assert_greedy(preempted, outputs, model)
+    resumed = continued(model, model.greedy[: len(model.greedy) // 2])
+    assert_greedy(resumed, model.run(model.engine(512), [resumed, scored(model.tokens[:200])]), model)
 
 
 @pytest.mark.skipif(not ALL, reason="make test-architectures")
