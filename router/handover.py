@@ -52,7 +52,7 @@ class Handovers:
         if link.state is LinkState.DRAINING and link.card is not None and link.card.kv_layout:
             if link not in self._running:
                 self._running[link] = asyncio.create_task(self._run(link), name=f"handover of {link.address}")
-        elif link.state is LinkState.UNREACHABLE and link in self._running:
+        elif link.state is not LinkState.SUSPECT and link in self._running:
             self._running[link].cancel()
 
     async def _run(self, link: WorkerLink) -> None:

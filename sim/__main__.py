@@ -21,6 +21,7 @@ from headrace.sim import step_cost, trace
 from headrace.sim.report import Objective, PolicyReport, report_of
 from headrace.sim.router import POLICIES
 from headrace.sim.simulation import FleetSettings, Outcome, Simulation
+from headrace.sim.tiers import TierSettings
 from headrace.sim.trace import Job
 from headrace.sim.worker import WorkerSettings
 
@@ -28,7 +29,7 @@ from headrace.sim.worker import WorkerSettings
 # for cached blocks.
 _CAPACITY_CONCURRENCY = 8
 # Width of the table if the output is not a terminal.
-_FILE_WIDTH = 140
+_FILE_WIDTH = 160
 
 
 class UsageError(click.ClickException):
@@ -166,13 +167,16 @@ def print_table(answer: Answer) -> None:
     )
     table.add_column("policy")
     table.add_column("routers", justify="right")
-    headers = ("TTFT p50", "p95", "p99 ms", "TPOT p50", "p95", "p99 ms", "hits", "load cv", "goodput", "busy")
-    for header in headers:
+    has_tiers = any(report.disk_share or report.peer_share for report in answer.policies)
+    headers = ("TTFT mean", "p50", "p95", "p99 ms", "TPOT p50", "p95", "p99 ms", "hits")
+    for header in (*headers, *(("disk", "peers") if has_tiers else ()), "load cv", "goodput", "busy"):
         table.add_column(header, justify="right")
     for report in answer.policies:
         ttft, tpot = report.ttft_ms, report.tpot_ms
-        times = [f"{value:,.0f}" for value in (ttft.p50, ttft.p95, ttft.p99, tpot.p50, tpot.p95, tpot.p99)]
-        shares = [f"{report.hit_share:.1%}", f"{report.load_cv:.3f}", f"{report.goodput:.1%}"]
+        times = [f"{value:,.0f}" for value in (ttft.mean, ttft.p50, ttft.p95, ttft.p99, tpot.p50, tpot.p95, tpot.p99)]
+        tiers = (report.disk_share, report.peer_share) if has_tiers else ()
+        shares = [f"{share:.1%}" for share in (report.hit_share, *tiers)]
+        shares += [f"{report.load_cv:.3f}", f"{report.goodput:.1%}"]
         table.add_row(report.policy, str(report.num_routers), *times, *shares, f"{report.utilization:.0%}")
     console = Console()
     if not console.is_terminal:
@@ -224,6 +228,16 @@ def print_table(answer: Answer) -> None:
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals a second, instead of --load.")
 @click.option("--kv-tokens", type=click.IntRange(1), default=600_000, help="Tokens of each worker's KV cache.")
 @click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a KV block.")
+@click.option(
+    "--disk-tokens", type=click.IntRange(0), default=0, help="Tokens that fit on each worker's disk; 0: no disk."
+)
+@click.option("--disk-rate", type=click.FloatRange(1), default=40_000.0, help="Tokens read from a disk per second.")
+@click.option(
+    "--peer-rate",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Tokens per second that a worker fetches from another one; 0: none.",
+)
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128)
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
 @click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="Limit for steps with running requests.")
@@ -261,6 +275,7 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
         max_num_mixed_tokens=options["max_num_mixed_tokens"],
         acceptance=options["acceptance"],
         draft_cost=read_draft_cost(options["draft_cost_file"], options["acceptance"]),
+        tiers=TierSettings(options["disk_tokens"], options["disk_rate"], options["peer_rate"]),
     )
     fleet = FleetSettings(
         worker, options["workers"], report_delay_s=options["report_delay_ms"] / 1000, seed=options["seed"]

@@ -46,7 +46,8 @@ class Centiles(msgspec.Struct, frozen=True):
 
 
 class PolicyReport(msgspec.Struct, frozen=True):
-    """The metrics of one policy; see the module's docstring. `span_s` is the time of the last arrival, and
+    """The metrics of one policy; see the module's docstring. `disk_share` and `peer_share` are the parts of `hit_share`
+    that came from disks and from other workers. `span_s` is the time of the last arrival, and
     `utilization` the share of the time until then in which the workers were busy."""
 
     policy: str
@@ -56,6 +57,8 @@ class PolicyReport(msgspec.Struct, frozen=True):
     tpot_ms: Centiles
     hit_tokens: int
     hit_share: float
+    disk_share: float
+    peer_share: float
     load_cv: float
     goodput: float
     utilization: float
@@ -70,6 +73,7 @@ def report_of(policy: str, num_routers: int, outcome: Outcome, objective: Object
     ttfts = [_ttft_ms(record) for record in records]
     tpots = [_tpot_ms(record) for record in records if record.num_tokens > 1]
     hits = sum(record.cached_tokens for record in records)
+    num_prompt_tokens = sum(record.job.num_prompt_tokens for record in records)
     span_s = records[-1].arrived_s
     mean_busy_s = statistics.fmean(outcome.busy_s)
     good = sum(
@@ -83,7 +87,9 @@ def report_of(policy: str, num_routers: int, outcome: Outcome, objective: Object
         ttft_ms=Centiles.of(ttfts),
         tpot_ms=Centiles.of(tpots),
         hit_tokens=hits,
-        hit_share=hits / sum(record.job.num_prompt_tokens for record in records),
+        hit_share=hits / num_prompt_tokens,
+        disk_share=sum(record.disk_tokens for record in records) / num_prompt_tokens,
+        peer_share=sum(record.peer_tokens for record in records) / num_prompt_tokens,
         load_cv=statistics.pstdev(outcome.busy_s) / mean_busy_s if mean_busy_s else 0.0,
         goodput=good / len(records),
         utilization=mean_busy_s / span_s if span_s else 0.0,

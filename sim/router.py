@@ -26,7 +26,9 @@ from headrace.router.placement.bookings import Booking, Bookings
 from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, LoadReport
 from headrace.router.placement.policy import Placement, RequestFacts, place
 from headrace.router.placement.predictions import Run
-from headrace.router.placement.prefix_index import PrefixIndex
+from headrace.router.placement.prefix_index import Depths, PrefixIndex
+from headrace.router.placement.transfers import BlockFacts, Transfers
+from headrace.sim.tiers import TierSettings
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report
 
@@ -177,6 +179,8 @@ class _Indexed:
             self.index.add_worker(name)
         self._rng = rng
         self._answer_lengths = AnswerLengths()
+        self.tiers = TierSettings()
+        """Those of the workers, beyond their memory."""
 
     def ended(self, job: Job) -> None:
         """Learn the length of an answer."""
@@ -186,6 +190,10 @@ class _Indexed:
         """Apply the changes to the index."""
         self.index.evict(self._names[worker], report.evicted)
         self.index.store(self._names[worker], report.stored)
+        if report.disk_changes:
+            changes = report.disk_changes.items()
+            gone = [block_hash for block_hash, is_there in changes if not is_there]
+            self.index.disk.apply(worker, [block_hash for block_hash, is_there in changes if is_there], gone)
 
     def not_taken(self, choice: Choice) -> None:
         """Withdraw the prediction for the request's blocks."""
@@ -206,11 +214,19 @@ class HeadracePolicy(_Indexed):
         matched = self.index.depths(job.hashes)[: len(self._names)]  # workers have slots in this order
         facts = RequestFacts(job.num_prompt_tokens)  # the length of the answer is unknown
         priors = self._answer_lengths.priors("")
-        placement = place(facts, view.candidates(), matched, now_s, self._rng, priors=priors)
+        transfers = self._transfers(job, view, matched) if self.tiers.are_any else None
+        placement = place(facts, view.candidates(), matched, now_s, self._rng, priors=priors, transfers=transfers)
         assert placement is not None, "every worker takes requests"
         num_blocks = int(matched[placement.number])
         choice = self._chosen(job, placement.worker_id, placement.predicted_cached_tokens, num_blocks, now_s)
         return choice._replace(placement=placement)
+
+    def _transfers(self, job: Job, view: FleetView, matched: Depths) -> Transfers:
+        """What each worker could fetch, as `Members.transfers` finds it. A token has one byte."""
+        found, everybody = Transfers.none(len(self._names)), np.arange(len(self._names))
+        block = BlockFacts(view.block_size, view.block_size, bool(self.tiers.peer_rate))
+        found.add(self.index, job.hashes, matched, everybody, everybody, self._names, block)
+        return found
 
 
 class LongestPrefixPolicy(_Indexed):
@@ -264,9 +280,19 @@ class PlacedJob(NamedTuple):
 class SimulatedRouter:
     """One router: a view, a policy and bookings. `rank` is its number among `num_routers`."""
 
-    def __init__(self, policy: Policy, num_workers: int, block_size: int, rank: int, num_routers: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        num_workers: int,
+        block_size: int,
+        rank: int,
+        num_routers: int,
+        tiers: TierSettings = TierSettings(),  # noqa: B008  frozen
+    ) -> None:
         self.view = FleetView(num_workers, block_size)
         self._policy = policy
+        if isinstance(policy, _Indexed):
+            policy.tiers = tiers
         self._rank = rank
         self._num_routers = num_routers
         self._versions = [0] * num_workers

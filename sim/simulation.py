@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from headrace.router.placement.beliefs import MAX_GIVEN_BACK
 from headrace.sim.clock import VirtualClock
 from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
+from headrace.sim.tiers import Timer
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
 
@@ -51,6 +52,10 @@ class JobRecord:
     first_token_s: float = -1.0
     ended_s: float = -1.0
     cached_tokens: int = 0
+    disk_tokens: int = 0
+    """Of the cached ones, those that were read from the disk for the request."""
+    peer_tokens: int = 0
+    """Those that came from other workers."""
     num_tokens: int = 0
     num_given_back: int = 0
 
@@ -113,9 +118,7 @@ class Simulation:
         self._is_exact = exact
         self._delay_s = 0.0 if exact else settings.report_delay_s
         self.clock = VirtualClock()
-        self.workers = [
-            SimulatedWorker(settings.worker, lambda: self.clock.now_s, reports_every_step=exact) for _ in range(count)
-        ]
+        self.workers = [self._worker(number) for number in range(count)]
         num_routers = 1 if exact else settings.num_routers
         self.routers = [
             SimulatedRouter(
@@ -124,6 +127,7 @@ class Simulation:
                 settings.worker.block_size,
                 rank,
                 num_routers,
+                settings.worker.tiers,
             )
             for rank in range(num_routers)
         ]
@@ -148,6 +152,23 @@ class Simulation:
             self._busy_s,
             sum(worker.num_steps for worker in self.workers),
             sum(worker.scheduler.stats.preemptions for worker in self.workers),
+        )
+
+    def _worker(self, number: int) -> SimulatedWorker:
+        def wake() -> None:
+            if not self.workers[number].is_stepping:
+                self._step(number)
+
+        def now_s() -> float:
+            return self.clock.now_s
+
+        timer = Timer(now_s, self.clock.at, wake)
+        return SimulatedWorker(
+            self._settings.worker,
+            now_s,
+            reports_every_step=self._is_exact,
+            timer=timer,
+            pool_of=lambda address: self.workers[int(address)].scheduler.kv_cache.pool,
         )
 
     def check(self) -> None:
@@ -180,6 +201,9 @@ class Simulation:
             return
         record.worker = placed.worker
         request = job.request(record.arrived_s)
+        if placed.choice.placement is not None and placed.choice.placement.source:
+            request.kv_source = placed.choice.placement.source
+            request.num_source_tokens = placed.choice.cached_tokens
         self._in_flight[request.request_id] = (record, placed, router)
         self._outboxes[placed.worker].put(worker.take(request, job, belief))
         if not worker.is_stepping:
@@ -204,6 +228,8 @@ class Simulation:
                 assert record.ended_s < 0, "a request has ended twice"
                 record.ended_s = now_s
                 record.cached_tokens = output.request.num_cached_tokens
+                record.disk_tokens = min(output.request.num_disk_tokens, record.cached_tokens)
+                record.peer_tokens = min(output.request.num_peer_tokens, record.cached_tokens)
                 router.ended(placed)
                 del self._in_flight[output.request.request_id]
                 self._on_end()

@@ -9,7 +9,7 @@ Pure: the caller passes the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,13 +19,16 @@ from headrace.protos.inference_pb2 import Belief
 from headrace.router.placement.candidates import LoadReport
 from headrace.sim.drafts import NoGrammars, SimulatedDrafts
 from headrace.sim.step_cost import StepCost
+from headrace.sim.tiers import SimulatedDisk, SimulatedPeers, TierSettings, Timer
 from headrace.sim.trace import Job
 from headrace.worker.engine.build import build_scheduler, build_speculation
 from headrace.worker.engine.engine import EngineStats
+from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepRates, StepShape
 from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
+from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput, Sampled
@@ -48,6 +51,7 @@ class WorkerSettings:
     """Probability that a draft token is right if those before it are; None for no speculation."""
     draft_cost: StepCost | None = None
     """Cost of the steps of a smaller model that drafts; None for drafts that cost nothing."""
+    tiers: TierSettings = TierSettings()  # noqa: RUF009  frozen
 
     @property
     def num_blocks(self) -> int:
@@ -75,14 +79,22 @@ class Report(NamedTuple):
     stored: Sequence[int] = ()
     evicted: Sequence[int] = ()
     placed: Sequence[Placed] = ()
+    disk_changes: Mapping[int, bool] = {}
 
 
 class SimulatedWorker:
     """One worker. `begin_step` and `end_step` alternate."""
 
     def __init__(
-        self, settings: WorkerSettings, clock: Callable[[], float], *, reports_every_step: bool = False
+        self,
+        settings: WorkerSettings,
+        clock: Callable[[], float],
+        *,
+        reports_every_step: bool = False,
+        timer: Timer | None = None,
+        pool_of: Callable[[str], BlockPool] | None = None,
     ) -> None:
+        """With tiers, `timer` has their events, and `pool_of` finds the blocks of other workers."""
         self.settings = settings
         self._num_taken = 0
         self._clock = clock
@@ -102,6 +114,13 @@ class SimulatedWorker:
             speculation.looks_up = False  # simulated answers repeat one token
             speculation.model_drafts = SimulatedDrafts(settings.acceptance, settings.draft_cost, self._right_token)
             self.scheduler.speculation = speculation
+        self._disk: SimulatedDisk | None = None
+        self._peers: SimulatedPeers | None = None
+        self.fetching: Fetching | None = None
+        if settings.tiers.are_any:
+            assert timer is not None, "tiers need events"
+            assert pool_of is not None, "tiers need the others"
+            self._add_tiers(timer, pool_of)
         self._meter = StepMeter(self.scheduler)
         self._stats = EngineStats()
         self._warm_up()
@@ -114,6 +133,16 @@ class SimulatedWorker:
         self._commands_came = False
         self._next_report_s = 0.0
         self._reports_every_step = reports_every_step
+
+    def _add_tiers(self, timer: Timer, pool_of: Callable[[str], BlockPool]) -> None:
+        tiers, size = self.settings.tiers, self.settings.block_size
+        pool = self.scheduler.kv_cache.pool
+        if tiers.disk_tokens:
+            self._disk = SimulatedDisk(tiers.disk_tokens // size, size / tiers.disk_rate, tiers.disk_rate, timer)
+            pool.on_eviction = self._disk.spill
+        if tiers.peer_rate:
+            self._peers = SimulatedPeers(size / tiers.peer_rate, tiers.peer_rate, pool_of, timer)
+        self.fetching = Fetching(self.scheduler, self._disk, self._peers, timer.clock)
 
     def _warm_up(self) -> None:
         """Fit the worker's cost model to the steps of a warm-up, each of a different size than the previous one."""
@@ -161,12 +190,17 @@ class SimulatedWorker:
         self._commands_came = bool(self._arrived)
         self._num_taken += len(self._arrived)
         for request in self._arrived:
-            self.scheduler.add(request)
+            if self.fetching is None or not self.fetching.begin(request):
+                self.scheduler.add(request)
         self._arrived.clear()
+        for request in self.fetching.take_ready() if self.fetching is not None else ():
+            self.scheduler.add(request)
         if not self.scheduler.has_requests:
             return None
         output = self.scheduler.schedule()
-        assert output.scheduled, "there are requests, but none is scheduled"
+        if not output.scheduled:
+            assert self.scheduler.num_fetching, "there are requests, but none is scheduled"
+            return None
         self._output = output
         size = self._meter.size(output)
         self._step_ms = self.settings.cost.milliseconds(size.shape)
@@ -215,7 +249,9 @@ class SimulatedWorker:
     def check(self) -> None:
         """Assert the invariants of the scheduler and the pool, and that every request in them is known."""
         self.scheduler.check()
-        assert len(self._answers) == len(self._arrived) + len(self.scheduler.running) + len(self.scheduler.waiting)
+        num_held = 0 if self.fetching is None else self.fetching.num_held
+        known = len(self._arrived) + len(self.scheduler.running) + len(self.scheduler.waiting)
+        assert len(self._answers) == known + num_held
 
     def _is_report_due(self, now_s: float) -> bool:
         """Whether a report is due, by the rule of EngineThread."""
@@ -230,7 +266,7 @@ class SimulatedWorker:
         self._arrivals.shown(self._num_taken)
         self._load = LoadReport(
             num_running=report.num_running,
-            num_waiting=report.num_waiting,
+            num_waiting=report.num_waiting + (0 if self.fetching is None else self.fetching.num_held),
             num_uncached_tokens=report.num_uncached_tokens,
             num_blocks=report.num_blocks,
             num_free_blocks=report.num_free_blocks,
@@ -239,8 +275,11 @@ class SimulatedWorker:
             decode_step_ms=report.decode_step_ms,
             max_num_seqs=self.settings.max_num_seqs,
             as_of_s=now_s,
+            transfer_bytes_per_s=0.0 if self._peers is None else self._peers.bytes_per_s,
+            disk_bytes_per_s=0.0 if self._disk is None else self._disk.bytes_per_s,
         )
-        return self._new_report(self._load_now(), report.stored, report.evicted)
+        changes = {} if self._disk is None else self._disk.take_changes()
+        return self._new_report(self._load_now(), report.stored, report.evicted)._replace(disk_changes=changes)
 
     def _load_now(self) -> LoadReport:
         """The engine's latest report, plus the requests that have arrived since."""

@@ -87,7 +87,7 @@ class Exchanging(FakeWorker):
         self.is_handing_over = False
         self.num_handovers = 0
         self.taken: list[worker_pb2.TakeBlocksRequest] = []
-        self.takes_none = False
+        self.takes_none = self.is_slow = False
 
     async def HandOver(self, request: Any, context: Any) -> Any:
         if self.num_handovers:
@@ -103,6 +103,8 @@ class Exchanging(FakeWorker):
 
     async def TakeBlocks(self, request: worker_pb2.TakeBlocksRequest, context: Any) -> Any:
         self.taken.append(request)
+        while self.is_slow:
+            await asyncio.sleep(0.01)
         return worker_pb2.TakeBlocksResponse(num_blocks=0 if self.takes_none else len(request.blocks))
 
     def has(self, tokens: Sequence[int]) -> None:
@@ -152,6 +154,21 @@ async def test_a_handover_ends_when_nothing_can_be_taken(start_router: StartRout
         worker.report(draining=True)
         await until(lambda found=worker: found.num_handovers == 1 and not found.is_handing_over)
     assert not leaving.taken, "there is nobody left who takes requests"
+
+
+async def test_a_worker_that_takes_requests_again_hands_nothing_over(
+    start_router: StartRouter, workers: list[Exchanging]
+) -> None:
+    await start_router(*workers)
+    leaving, *others = workers
+    leaving.has(range(100, 100 + 200 * BLOCK_SIZE))
+    for worker in others:
+        worker.is_slow = True
+    leaving.report(draining=True)
+    await until(lambda: any(worker.taken for worker in others))
+    leaving.report(draining=False)
+    await until(lambda: not leaving.is_handing_over)
+    assert sum(len(worker.taken) for worker in others) == 1
 
 
 async def test_one_of_several_routers_hands_over(start_router: StartRouter, workers: list[Exchanging]) -> None:

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.worker.engine.scheduler import Scheduler
-from headrace.worker.kv.disk_tier import DiskTier
-from headrace.worker.kv.fetch import Fetch, Tier, Wanted
+from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, OtherWorkers, Tier, Wanted
 from headrace.worker.kv.manager import MIN_TOKENS_LEFT
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.peers.source import BlockSource
-from headrace.worker.peers.tier import PeerTier
 from headrace.worker.request.request import Request, RequestState
 
 # Fetching has to be cheaper than computing by this factor.
@@ -41,8 +39,8 @@ class Fetching:
     def __init__(
         self,
         scheduler: Scheduler,
-        disk: DiskTier | None,
-        peers: PeerTier | None = None,
+        disk: DiskOfBlocks | None,
+        peers: OtherWorkers | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         takeover: Takeover | None = None,

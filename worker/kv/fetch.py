@@ -43,3 +43,41 @@ class Tier(Protocol):
     def expected_s(self, num_blocks: int) -> float:
         """Expected seconds until `num_blocks` more blocks are filled."""
         ...
+
+
+class DiskOfBlocks(Tier, Protocol):
+    """A tier that knows which blocks it has. `num_written` and `num_read` count blocks."""
+
+    num_written: int
+    num_read: int
+    has_news: bool
+
+    @property
+    def num_slots(self) -> int:
+        """Number of blocks that fit."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that it has."""
+        ...
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Learned speed of reading."""
+        ...
+
+    def has(self, block_hash: int) -> bool:
+        """Whether it has the block."""
+        ...
+
+    def take_changes(self) -> dict[int, bool]:
+        """The hashes that came (True) or left since the last call."""
+        ...
+
+
+class OtherWorkers(Tier, Protocol):
+    """A tier that fetches from other workers. `num_received` counts blocks."""
+
+    num_received: int
+    bytes_per_s: float

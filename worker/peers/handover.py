@@ -55,8 +55,7 @@ class Handover:
 
     def reset(self) -> None:
         """The worker takes requests again; the next drain hands over again."""
-        self._begun.clear()
-        self._ended.clear()
+        self._begun, self._ended = asyncio.Event(), asyncio.Event()  # a handover that still runs sets the old ones
 
     async def name_blocks(self, *, draining: bool) -> _Named:
         """The messages of HandOver. Raises StatusError."""
@@ -66,6 +65,7 @@ class Handover:
         if self._begun.is_set():
             raise StatusError(Reason.QUEUE_FULL, "another router hands the blocks over", retry_after_s=BEGIN_S)
         self._begun.set()
+        ended = self._ended
         num_before = self.source.num_sent
         try:
             named = (await asyncio.to_thread(self._pool.hottest_first))[: self._most]
@@ -79,10 +79,10 @@ class Handover:
                     ]
                 )
             yield worker_pb2.HandOverResponse()  # that was all
-            await self._ended.wait()
+            await ended.wait()
         finally:
             log.info("%d KV blocks were handed over to other workers", self.source.num_sent - num_before)
-            self._ended.set()
+            ended.set()
             self._takeover.refresh()
 
     async def wait(self, num_routers: Callable[[], int], timeout_s: float | None) -> None:

@@ -235,7 +235,16 @@ async def test_a_draining_worker_names_what_fits_once_for_each_drain(takers: tup
     assert refused.value.reason is Reason.QUEUE_FULL
     handover.reset()
     handover._most = 4
-    assert len(await collected(handover)) == 4
+    running = handover.name_blocks(draining=True)
+    assert len((await anext(running)).blocks) == 4
+    handover.reset()
+    await running.aclose()
+    later = handover.name_blocks(draining=True)
+    assert (await anext(later)).blocks
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await handover.wait(lambda: 1, 5.0)  # the end of the earlier one does not count
+    await later.aclose()
 
 
 async def test_a_worker_that_stops_waits_only_for_routers_that_hand_over(

@@ -1,0 +1,165 @@
+"""The disk of a simulated worker, and its fetches from the memory of other workers, in virtual time.
+
+The real `Fetching` decides what is fetched and when a request waits. Only the transfers are simulated: a disk reads one
+fetch after the other, each fetch from another worker has its share of the network, and both have a constant speed.
+
+Pure: the caller passes the time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.worker.kv.block_pool import BlockPool, Content
+from headrace.worker.kv.fetch import Fetch
+
+# As at the workers: evicted blocks that wait for the disk, and the share of the time in which it is written.
+_MAX_QUEUED = 256
+_WRITE_SHARE = 0.5
+# Time until the first block of another worker comes.
+_SETUP_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """The tiers of each worker beyond its memory. `disk_tokens` fit on its disk; 0 for no disk. Speeds are in tokens
+    per second; `peer_rate` is that of fetches from other workers, 0 for none."""
+
+    disk_tokens: int = 0
+    disk_rate: float = 40_000.0
+    peer_rate: float = 0.0
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there is a tier."""
+        return bool(self.disk_tokens or self.peer_rate)
+
+
+class Timer:
+    """The clock and the events that a tier needs: `at` calls back at a time, `wake` has the worker look."""
+
+    def __init__(
+        self, clock: Callable[[], float], at: Callable[[float, Callable[[], None]], None], wake: Callable[[], None]
+    ) -> None:
+        self.clock = clock
+        self.at = at
+        self.wake = wake
+
+
+class _Fetches:
+    """Fetches that have ended, for both tiers."""
+
+    def __init__(self, timer: Timer) -> None:
+        self.timer = timer
+        self._ended: deque[Fetch] = deque()
+
+    def take_ended(self) -> list[Fetch]:
+        """See Tier."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    def _end(self, fetch: Fetch, num_read: int) -> None:
+        fetch.num_read = num_read
+        self._ended.append(fetch)
+        self.timer.wake()
+
+
+class SimulatedDisk(_Fetches):
+    """Blocks that the memory has evicted. The least recently used one gives way."""
+
+    def __init__(self, num_slots: int, block_s: float, bytes_per_s: float, timer: Timer) -> None:
+        super().__init__(timer)
+        self.num_slots = num_slots
+        self.bytes_per_s = bytes_per_s
+        self.num_written = self.num_read = 0
+        self.has_news = False
+        self._block_s = block_s
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._changes: dict[int, bool] = {}
+        self._free_s = self._written_s = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks on the disk."""
+        return len(self._blocks)
+
+    def take_changes(self) -> dict[int, bool]:
+        """See DiskTier."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def has(self, block_hash: int) -> bool:
+        """See DiskTier."""
+        return block_hash in self._blocks
+
+    def spill(self, block: int, content: Content) -> None:
+        """A block leaves the memory. It is dropped if too many wait to be written."""
+        del block
+        block_hash, now_s = content.block_hash, self.timer.clock()
+        if block_hash is None:
+            return
+        if block_hash in self._blocks:
+            self._blocks.move_to_end(block_hash)
+            return
+        write_s = self._block_s / _WRITE_SHARE
+        if self._written_s - now_s > _MAX_QUEUED * write_s:
+            return
+        self._written_s = max(self._written_s, now_s) + write_s
+        self._blocks[block_hash] = None
+        self._changes[block_hash] = True
+        self.num_written += 1
+        if len(self._blocks) > self.num_slots:
+            oldest, _ = self._blocks.popitem(last=False)
+            self._changes[oldest] = False
+
+    def expected_s(self, num_blocks: int) -> float:
+        """See Tier."""
+        return max(0.0, self._free_s - self.timer.clock()) + num_blocks * self._block_s
+
+    def fetch(self, fetch: Fetch) -> None:
+        """See Tier. Blocks that have gone when their turn comes end the fetch."""
+        self._free_s = max(self._free_s, self.timer.clock()) + len(fetch.wanted) * self._block_s
+        self.timer.at(self._free_s, lambda: self._read(fetch))
+
+    def _read(self, fetch: Fetch) -> None:
+        num_read = 0
+        for wanted in fetch.wanted:
+            if wanted.block_hash not in self._blocks:
+                break
+            num_read += 1
+        for wanted in reversed(fetch.wanted[:num_read]):  # the end of a chain goes first
+            self._blocks.move_to_end(wanted.block_hash)
+        self.num_read += num_read
+        self._end(fetch, num_read)
+
+
+class SimulatedPeers(_Fetches):
+    """Fetches from the memory of other workers, which `pool_of` finds by their address."""
+
+    def __init__(self, block_s: float, bytes_per_s: float, pool_of: Callable[[str], BlockPool], timer: Timer) -> None:
+        super().__init__(timer)
+        self.num_received = 0
+        self.bytes_per_s = bytes_per_s
+        self._block_s = block_s
+        self._pool_of = pool_of
+
+    def expected_s(self, num_blocks: int) -> float:
+        """See Tier."""
+        return _SETUP_S + num_blocks * self._block_s
+
+    def fetch(self, fetch: Fetch) -> None:
+        """See Tier."""
+        took_s = self.expected_s(len(fetch.wanted))
+        self.timer.at(self.timer.clock() + took_s, lambda: self._receive(fetch))
+
+    def _receive(self, fetch: Fetch) -> None:
+        pool, num_read = self._pool_of(fetch.source), 0
+        for wanted in fetch.wanted:
+            if not pool.is_findable(wanted.block_hash):
+                break
+            num_read += 1
+        self.num_received += num_read
+        self._end(fetch, num_read)
