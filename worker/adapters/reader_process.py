@@ -1,4 +1,4 @@
-"""Reads adapters in a process of its own, at a low priority, so that running streams do not wait for it.
+"""Reads adapters in a process of its own, at the lowest priority, so that running streams do not wait for it.
 
     worker                                            reader
     layers, memory (its file)       ------------->    maps the memory
@@ -29,8 +29,9 @@ from headrace.worker.model.adapter_memory import AdapterMemory
 
 log = logging.getLogger(__name__)
 
-# A reader that competes with the worker for a core gets a quarter of it.
-_NICE = 5
+# A reader that competes with the worker for a core gets a seventieth of it. It works while cores are idle, as most are
+# between two steps.
+_NICE = 19
 _STOP_S = 2.0
 
 

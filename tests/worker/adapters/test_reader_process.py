@@ -61,6 +61,7 @@ def test_the_other_process_writes_slots_of_this_ones_memory(
     assert contents(memory, 2) == expected(paths[0])
     assert contents(memory, 0) == expected(paths[1])
     assert not any(map(any, contents(memory, 1)))
+    assert os.getpriority(os.PRIO_PROCESS, reader.pid) == 19, "streams wait for it"
 
 
 def test_more_ranks_need_new_memory_which_keeps_the_slots_in_use(
