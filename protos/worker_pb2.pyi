@@ -356,7 +356,7 @@ class NodeMemory(_message.Message):
     def __init__(self, node: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., anonymous_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored", "ngram_tokens_drafted", "ngram_tokens_accepted", "prediction_tokens_drafted", "prediction_tokens_accepted", "grammar_tokens_drafted", "grammar_tokens_accepted", "blocks_written", "blocks_read", "adapter_loads", "adapter_evictions", "draft_tokens_drafted", "draft_tokens_accepted", "prompt_tokens_from_disk", "prompt_tokens_from_peers", "blocks_received", "blocks_sent", "blocks_taken_over", "eagle3_tokens_drafted", "eagle3_tokens_accepted")
+    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored", "ngram_tokens_drafted", "ngram_tokens_accepted", "prediction_tokens_drafted", "prediction_tokens_accepted", "grammar_tokens_drafted", "grammar_tokens_accepted", "blocks_written", "blocks_read", "adapter_loads", "adapter_evictions", "draft_tokens_drafted", "draft_tokens_accepted", "prompt_tokens_from_disk", "prompt_tokens_from_peers", "blocks_received", "blocks_sent", "blocks_taken_over", "eagle3_tokens_drafted", "eagle3_tokens_accepted", "medusa_tokens_drafted", "medusa_tokens_accepted")
     REQUESTS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
@@ -390,6 +390,8 @@ class Counters(_message.Message):
     BLOCKS_TAKEN_OVER_FIELD_NUMBER: _ClassVar[int]
     EAGLE3_TOKENS_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     EAGLE3_TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    MEDUSA_TOKENS_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    MEDUSA_TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     requests_admitted: int
     requests_finished: int
     requests_cancelled: int
@@ -423,7 +425,9 @@ class Counters(_message.Message):
     blocks_taken_over: int
     eagle3_tokens_drafted: int
     eagle3_tokens_accepted: int
-    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ..., ngram_tokens_drafted: _Optional[int] = ..., ngram_tokens_accepted: _Optional[int] = ..., prediction_tokens_drafted: _Optional[int] = ..., prediction_tokens_accepted: _Optional[int] = ..., grammar_tokens_drafted: _Optional[int] = ..., grammar_tokens_accepted: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_read: _Optional[int] = ..., adapter_loads: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., draft_tokens_drafted: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., prompt_tokens_from_peers: _Optional[int] = ..., blocks_received: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., blocks_taken_over: _Optional[int] = ..., eagle3_tokens_drafted: _Optional[int] = ..., eagle3_tokens_accepted: _Optional[int] = ...) -> None: ...
+    medusa_tokens_drafted: int
+    medusa_tokens_accepted: int
+    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ..., ngram_tokens_drafted: _Optional[int] = ..., ngram_tokens_accepted: _Optional[int] = ..., prediction_tokens_drafted: _Optional[int] = ..., prediction_tokens_accepted: _Optional[int] = ..., grammar_tokens_drafted: _Optional[int] = ..., grammar_tokens_accepted: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_read: _Optional[int] = ..., adapter_loads: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., draft_tokens_drafted: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., prompt_tokens_from_peers: _Optional[int] = ..., blocks_received: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., blocks_taken_over: _Optional[int] = ..., eagle3_tokens_drafted: _Optional[int] = ..., eagle3_tokens_accepted: _Optional[int] = ..., medusa_tokens_drafted: _Optional[int] = ..., medusa_tokens_accepted: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("undo",)

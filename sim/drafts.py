@@ -10,7 +10,7 @@ from headrace.worker.engine.step_cost import StepShape
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.controller import StepLine
-from headrace.worker.speculation.proposer import Draft, Source
+from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT, Draft, Source
 
 # A token that no prompt and no answer has.
 _WRONG = (1 << 32) - 1
@@ -22,6 +22,7 @@ class SimulatedDrafts:
     costs what `cost` says; None costs nothing, as looking up earlier text does. Prompts cost it nothing."""
 
     source = Source.DRAFT
+    max_tokens = MAX_MODEL_DRAFT
 
     def __init__(
         self, acceptance: float, cost: StepCost | None, right_token: Callable[[Request], int], seed: int = 0

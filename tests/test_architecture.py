@@ -70,6 +70,7 @@ ONLY_IN = {
         "worker/heads/eagle_graph.py",
         "worker/heads/eagle_runner.py",
         "worker/heads/features.py",
+        "worker/heads/medusa_runner.py",
         "worker/heads/states.py",
         "worker/model/adapted_linears.py",
         "worker/model/adapter_graph.py",

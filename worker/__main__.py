@@ -26,8 +26,12 @@ from headrace.worker.serving import serve
 
 DRAIN_TIMEOUT_S = 2.0
 DEFAULT_MAX_ADAPTERS = 16
-SPECULATION = ("auto", "off", "ngram", "draft", "eagle3")
-_NEED_DRAFT_MODEL = {"draft": "a smaller model", "eagle3": "heads in the format of EAGLE-3"}
+SPECULATION = ("auto", "off", "ngram", "draft", "eagle3", "medusa")
+_NEED_DRAFT_MODEL = {
+    "draft": "a smaller model",
+    "eagle3": "heads in the format of EAGLE-3",
+    "medusa": "heads in the format of Medusa",
+}
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True})
@@ -88,16 +92,16 @@ _NEED_DRAFT_MODEL = {"draft": "a smaller model", "eagle3": "heads in the format 
     type=click.Choice(SPECULATION),
     help="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: propose what "
     "followed the same tokens earlier in prompt or answer, always. auto: as ngram, as many tokens as make this worker "
-    "faster. draft: as auto, and also what --draft-model continues with. eagle3: the same with heads in the format of "
-    "EAGLE-3. All propose a request's prediction and what its grammar forces.  [default: draft or eagle3 with "
-    "--draft-model, else auto; off on CPUs with AMX, unless --execution-mode "
+    "faster. draft: as auto, and also what --draft-model continues with. eagle3, medusa: the same with heads in these "
+    "formats. All propose a request's prediction and what its grammar forces.  [default: what --draft-model names, "
+    "else auto; off on CPUs with AMX, unless --execution-mode "
     "is accuracy]",
 )
 @click.option(
     "--draft-model",
     type=click.Path(path_type=Path),
-    help="Directory of a smaller model with the same tokenizer, or of heads in the format of EAGLE-3 for this model, "
-    "which proposes tokens.",
+    help="Directory of a smaller model with the same tokenizer, or of heads in the format of EAGLE-3 or Medusa for "
+    "this model, which proposes tokens.",
 )
 @click.option(
     "--max-num-seqs",

@@ -51,6 +51,7 @@ from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
 
 if TYPE_CHECKING:
     from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
+    from headrace.worker.heads.medusa_runner import MedusaHeads, MedusaRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
 
 log = logging.getLogger("headrace.worker")
@@ -146,7 +147,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
 
 
-def sampler_for(runner: OpenVINOModelRunner | EagleRunner, threads: int) -> BatchSampler:
+def sampler_for(runner: OpenVINOModelRunner | EagleRunner | MedusaRunner, threads: int) -> BatchSampler:
     """A sampler for the model's vocabulary."""
     # Importing OpenVINO takes long, so a wrong directory is refused before.
     from headrace.worker.sampling.row_sums import reducer_for
@@ -211,7 +212,7 @@ def compile_model(
     kept: KeptCache | None,
     *,
     speculates: bool,
-    heads: EagleHeads | None = None,
+    heads: EagleHeads | MedusaHeads | None = None,
 ) -> OpenVINOModelRunner:
     """Read and compile the model for contexts of up to `max_context_tokens`. It gets a second graph for small decode
     steps if that pays on this CPU."""
@@ -241,7 +242,7 @@ def allocate_cache(
     config: WorkerConfig,
     runner: OpenVINOModelRunner,
     kept: KeptCache | None,
-    draft: OpenVINOModelRunner | EagleRunner | None,
+    draft: OpenVINOModelRunner | EagleRunner | MedusaRunner | None,
 ) -> tuple[int, KVArena]:
     """Allocate the KV cache, and the part of the draft model in its blocks. Returns the number of blocks, and the
     memory of the former."""

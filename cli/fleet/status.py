@@ -25,7 +25,7 @@ _WORKER_STATES = {
     router_pb2.WORKER_STATE_DRAINING: "draining",
     router_pb2.WORKER_STATE_SUSPECT: "suspect",
 }
-_PROPOSERS = ("ngram", "prediction", "grammar", "draft", "eagle3")
+_PROPOSERS = ("ngram", "prediction", "grammar", "draft", "eagle3", "medusa")
 _COLOURS = {"ready": "green", "failed": "red", "suspect": "red"}
 
 

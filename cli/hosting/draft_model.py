@@ -38,6 +38,6 @@ draft_model_option = click.option(
     "--draft-model",
     metavar="NAME_OR_DIR",
     callback=_found,
-    help="Smaller model with the same tokenizer, in the cache or in a directory, or directory of EAGLE-3 heads for "
-    "this model, that proposes tokens.",
+    help="Smaller model with the same tokenizer, in the cache or in a directory, or directory of EAGLE-3 or Medusa "
+    "heads for this model, that proposes tokens.",
 )

@@ -100,9 +100,9 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option(
     "--speculation",
-    type=click.Choice(["auto", "off", "ngram", "draft", "eagle3"]),
+    type=click.Choice(["auto", "off", "ngram", "draft", "eagle3", "medusa"]),
     help="Verify several proposed tokens in a step: when it makes answers faster, never, always, or with --draft-model."
-    "  [default: draft or eagle3 with --draft-model, else auto; off on CPUs with AMX]",
+    "  [default: what --draft-model names, else auto; off on CPUs with AMX]",
 )
 @draft_model_option
 @click.option(

@@ -13,6 +13,7 @@ class HeadsKind(enum.Enum):
     """The published formats of heads."""
 
     EAGLE3 = "eagle3"
+    MEDUSA = "medusa"
 
 
 def heads_kind(directory: Path) -> HeadsKind | None:
@@ -25,7 +26,9 @@ def heads_kind(directory: Path) -> HeadsKind | None:
         return None
     names = config.get("architectures")
     texts = [str(name).lower() for name in (*(names if isinstance(names, list) else ()), config.get("model_type"))]
-    return HeadsKind.EAGLE3 if any("eagle3" in text for text in texts) else None
+    if "medusa_num_heads" in config:
+        return HeadsKind.MEDUSA
+    return next((kind for kind in HeadsKind if any(kind.value in text for text in texts)), None)
 
 
 def heads_weights(directory: Path) -> list[Path]:

@@ -25,11 +25,12 @@ from headrace.worker.grammar.constraint import Constraint, ConstraintSource
 from headrace.worker.grammar.vocabulary import read_vocabulary
 from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
 from headrace.worker.heads.features import FeatureStore
+from headrace.worker.heads.medusa_runner import MedusaHeads, MedusaRunner
 from headrace.worker.heads.states import states_before
 from headrace.worker.loading import load_model
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.paging import read_paged
-from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.runner import OpenVINOModelRunner, StateReader
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
@@ -38,11 +39,19 @@ from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
+from headrace.worker.speculation.medusa import MedusaModel
 from headrace.worker.speculation.proposer import Source
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
 from tests.worker.conftest import CHEAP_STEPS, KnownCosts
-from tests.worker.heads.files import eagle_config, eagle_tensors, write_heads
+from tests.worker.heads.files import (
+    TARGET_SIZE,
+    VOCAB_SIZE,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    write_heads,
+)
 
 pytestmark = pytest.mark.e2e
 SOAK = os.environ.get("HEADRACE_SOAK") == "1"
@@ -55,7 +64,7 @@ SCHEMA = (
     '"required":["first_name","age"],"additionalProperties":false}'
 )
 KINDS = ("plain", "schema", "penalties")
-PROPOSERS = ("ngram", "draft", "eagle3")
+PROPOSERS = ("ngram", "draft", "eagle3", "medusa")
 # The controller then asks the smaller model for drafts in every step.
 FREE_STEPS = KnownCosts(1e-6, 1e-8)
 
@@ -95,6 +104,52 @@ class SeenHeads:
         return Logits(values)
 
 
+class SeenMedusa:
+    """The same with heads in the format of Medusa. A request is known by its last hidden state."""
+
+    def __init__(self, runner: MedusaRunner) -> None:
+        self.right: dict[str, Sequence[int]] = {}
+        self.vocab_size, self.block_size = runner.vocab_size, runner.block_size
+        self.num_heads, self.size = runner.num_heads, runner.size
+        self._runner = runner
+        self._request_of: dict[bytes, Request] = {}
+        self._random = np.random.default_rng(0)
+
+    @property
+    def states(self) -> SeenMedusa:
+        return self
+
+    def of(self, request: Request) -> Any:
+        found = self._runner.states.of(request)
+        if found is not None:
+            self._request_of[found.tobytes()] = request
+        return found
+
+    def compute(self, head: int, states: Any) -> Logits:
+        values = self._runner.compute(head, states).values.copy()
+        for row, state in zip(values, states, strict=True):
+            request = self._request_of[state.tobytes()]
+            place, answer = request.num_generated_tokens + head, self.right.get(request.request_id, ())
+            if place < len(answer) and self._random.random() < 0.8:
+                row[answer[place]] = 1e6
+        return Logits(values)
+
+
+class BothStates:
+    """Reads what heads of both formats need."""
+
+    def __init__(self, *readers: StateReader) -> None:
+        self._readers = readers
+
+    def add_outputs(self, model: ov.Model) -> None:
+        for reader in self._readers:
+            reader.add_outputs(model)
+
+    def read(self, batch: Batch, request: ov.InferRequest) -> None:
+        for reader in self._readers:
+            reader.read(batch, request)
+
+
 @pytest.fixture(scope="module")
 def heads(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> EagleHeads:
     config = eagle_config()
@@ -102,9 +157,25 @@ def heads(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> EagleHea
 
 
 @pytest.fixture(scope="module")
-def runner(directory: Path, heads: EagleHeads) -> OpenVINOModelRunner:
+def medusa(tmp_path_factory: pytest.TempPathFactory) -> MedusaHeads:
+    tensors = medusa_tensors(TARGET_SIZE, VOCAB_SIZE, 3, 1)
+    path = write_heads(tmp_path_factory.mktemp("medusa"), {"medusa_num_heads": 3, "medusa_num_layers": 1}, tensors)
+    return MedusaHeads.read(path)
+
+
+@pytest.fixture(scope="module")
+def seen_medusa(directory: Path, medusa: MedusaHeads, runner: OpenVINOModelRunner) -> SeenMedusa:
+    return SeenMedusa(medusa.compile(directory, 2, runner))
+
+
+@pytest.fixture(scope="module")
+def runner(directory: Path, heads: EagleHeads, medusa: MedusaHeads) -> OpenVINOModelRunner:
     runner = OpenVINOModelRunner(
-        directory, threads=2, kv_precision="u8", execution_mode="accuracy", states=heads.reader
+        directory,
+        threads=2,
+        kv_precision="u8",
+        execution_mode="accuracy",
+        states=BothStates(heads.reader, medusa.reader),
     )
     runner.allocate(NUM_BLOCKS)
     return runner
@@ -220,6 +291,7 @@ def test_answers_are_bit_for_bit_those_without(
     runner: OpenVINOModelRunner,
     smaller: OpenVINOModelRunner,
     seen_heads: SeenHeads,
+    seen_medusa: SeenMedusa,
     prompts: list[list[int]],
     constraint: Constraint,
     known_answers: dict[Any, list[tuple[Any, ...]]],
@@ -242,8 +314,10 @@ def test_answers_are_bit_for_bit_those_without(
         "ngram": None,
         "draft": Draft(smaller, BatchSampler(), FREE_STEPS, DraftModel),
         "eagle3": Draft(seen_heads, BatchSampler(), FREE_STEPS, EagleModel),
+        "medusa": Draft(seen_medusa, BatchSampler(), FREE_STEPS, MedusaModel),
     }[proposer]
     seen_heads.right = {str(number): token_ids for number, (token_ids, *_) in enumerate(without)}
+    seen_medusa.right = seen_heads.right
     with_drafts, requests = answers(runner, chosen, batch, proposer, draft, temperature=temperature, **sampling)
     assert with_drafts == without
     num_drafted, num_accepted = (sum(values) for values in zip(*map(_draft_tokens, requests), strict=True))
@@ -251,7 +325,7 @@ def test_answers_are_bit_for_bit_those_without(
     assert num_drafted > 0
     if proposer == "draft" and not SOAK:
         assert num_accepted > 0.5 * num_drafted, "the same model in another precision is nearly always right"
-    elif proposer == "eagle3":
+    elif proposer in ("eagle3", "medusa"):
         assert num_accepted > 0.3 * num_drafted, "the right token is proposed in most rows"
     elif proposer == "draft" or kind != "penalties":
         assert num_accepted > 0
@@ -319,6 +393,22 @@ def _hidden_states(directory: Path, prompt: Sequence[int]) -> list[Any]:
     }
     found = compiled.create_infer_request().infer(inputs)
     return [found[index][0] for index in range(1, 4)]
+
+
+def test_a_worker_loads_medusa_heads_and_refuses_those_of_another_model(directory: Path, tmp_path: Path) -> None:
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    path = write_heads(tmp_path / "heads", config, medusa_tensors(TARGET_SIZE, VOCAB_SIZE, 2, 1))
+    worker = WorkerConfig(directory, "m", "w", "localhost:1", "localhost:1", threads=2, draft_model=path)
+    worker = replace(worker, kv_cache_bytes=64 << 20, huge_pages=False, speculation="medusa")
+    model = load_model(worker)
+    speculation = model.engine.scheduler.speculation
+    assert speculation is not None
+    assert speculation.model_drafts is not None
+    assert (speculation.model_drafts.source, speculation.model_drafts.max_tokens) == (Source.MEDUSA, 2)
+    model.close()
+    write_heads(path, config, medusa_tensors(TARGET_SIZE - 64, VOCAB_SIZE, 2, 1))
+    with pytest.raises(ConfigurationError, match="hidden states of size 512, and this model's have 576"):
+        load_model(worker)
 
 
 def test_a_worker_loads_heads_and_refuses_those_of_another_model(directory: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
 from headrace.sim.worker import WorkerSettings
 from headrace.worker.engine.step_cost import StepShape
-from headrace.worker.speculation.speculation import MAX_MODEL_DRAFT
+from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT
 
 LARGE = step_cost.read(step_cost.DEFAULT_FILE.with_name("step_cost_7b.json"))
 SMALL = step_cost.default()

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.isolation import Sampler
@@ -16,7 +16,8 @@ from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.speculation.controller import StepLine
-from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler
+from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler, DraftTimes
+from headrace.worker.speculation.medusa import MedusaHeads
 from headrace.worker.speculation.model_drafts import ModelDrafts
 from headrace.worker.speculation.speculation import GrammarDrafts, Speculation
 
@@ -24,11 +25,12 @@ from headrace.worker.speculation.speculation import GrammarDrafts, Speculation
 class Draft(NamedTuple):
     """A smaller model that proposes tokens. Its runner has allocated as many blocks as the target's."""
 
-    runner: DraftRunner
+    runner: DraftRunner | MedusaHeads
     sampler: DraftSampler
     step_costs: StepCosts | None = None
     """What is known of its steps so far."""
-    kind: type[DraftModel] = DraftModel
+    kind: Callable[[Any, DraftSampler, KVCacheManager, DraftTimes, int], DraftModel] = DraftModel
+    """What drafts with such a runner."""
 
 
 class LearnedDraftTimes:
@@ -77,8 +79,8 @@ def build_engine(
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks. See `build_scheduler`.
 
-    `speculation` is "off", "auto" (as many draft tokens as pay), "ngram" (drafts of a fixed length), or "draft" or
-    "eagle3" (as "auto", with a smaller model or heads, which are `draft`).
+    `speculation` is "off", "auto" (as many draft tokens as pay), "ngram" (drafts of a fixed length), or "draft",
+    "eagle3" or "medusa" (as "auto", with a smaller model or heads, which are `draft`).
     """
     scheduler = build_scheduler(
         num_blocks,

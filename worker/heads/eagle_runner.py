@@ -20,6 +20,7 @@ from headrace.worker.kv.arena import KVArena
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.head import InputTensors
 from headrace.worker.model.paging import STEP_INPUTS, read_paged
+from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.sampling.logits import Logits
 
 _LOWEST = np.float32(-3e38)
@@ -38,7 +39,7 @@ class EagleHeads(NamedTuple):
         files = read_eagle(path)
         return cls(files, FeatureReader(files))
 
-    def compile(self, target_dir: Path, threads: int) -> EagleRunner:
+    def compile(self, target_dir: Path, threads: int, target: OpenVINOModelRunner | None = None) -> EagleRunner:
         """Compile them for the model in `target_dir`. ConfigurationError if they do not fit it."""
         return EagleRunner(self.files, target_dir, self.reader, threads=threads)
 

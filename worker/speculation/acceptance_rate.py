@@ -12,6 +12,7 @@ _PRIORS = {
     Source.GRAMMAR: (0.9,) * (len(LEVELS) + 1),
     Source.DRAFT: (0.6,),
     Source.EAGLE3: (0.6,),
+    Source.MEDUSA: (0.5,),
 }
 # A prior counts as so many observed tokens.
 _PRIOR_TOKENS = 8.0

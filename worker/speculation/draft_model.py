@@ -31,7 +31,7 @@ from headrace.worker.request.step import Sampled, Scheduled
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import Plan
 from headrace.worker.speculation.controller import StepLine, rounded_size
-from headrace.worker.speculation.proposer import Source
+from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT, Source
 
 # A request that is further behind is caught up with before it gets drafts.
 MAX_BEHIND = 16
@@ -105,6 +105,8 @@ class DraftModel:
     one for padding. `vocab_size` is the target's. Used by the engine thread only."""
 
     source: ClassVar[Source] = Source.DRAFT
+    max_tokens: int = MAX_MODEL_DRAFT
+    """The longest draft."""
     _lag: ClassVar[int] = 0
     """How many places further on a token is in the request than in the smaller model's sequence."""
 

@@ -12,10 +12,14 @@ from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.model.directory import WEIGHTS, read_model_dir
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
+from headrace.worker.speculation.medusa import MedusaModel
 
 if TYPE_CHECKING:
     from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
+    from headrace.worker.heads.medusa_runner import MedusaHeads, MedusaRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
+
+    Heads = EagleHeads | MedusaHeads
 
 log = logging.getLogger(__name__)
 
@@ -36,22 +40,27 @@ def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
     return "off" if config.execution_mode == "performance" and with_amx else "auto"
 
 
-def read_heads(draft_dir: Path | None, speculation: str) -> EagleHeads | None:
+def read_heads(draft_dir: Path | None, speculation: str) -> Heads | None:
     """The heads in a directory, for this kind of speculation; None if it needs none. They are read before the target is
     compiled, because its graph computes what they read. ConfigurationError."""
     if draft_dir is None or speculation not in {kind.value for kind in HeadsKind}:
         return None
     from headrace.worker.heads.eagle_runner import EagleHeads
+    from headrace.worker.heads.medusa_runner import MedusaHeads
 
     try:
-        return EagleHeads.read(draft_dir)
+        return EagleHeads.read(draft_dir) if speculation == "eagle3" else MedusaHeads.read(draft_dir)
     except ConfigurationError as error:
         raise ConfigurationError(f"{_FLAG}: {error}") from error
 
 
-def kind_of_drafts(heads: EagleHeads | None) -> type[DraftModel]:
+def kind_of_drafts(heads: Heads | None) -> type[DraftModel]:
     """What drafts with the loaded runner."""
-    return DraftModel if heads is None else EagleModel
+    if heads is None:
+        return DraftModel
+    from headrace.worker.heads.eagle_runner import EagleHeads
+
+    return EagleModel if isinstance(heads, EagleHeads) else MedusaModel
 
 
 def weights_of_draft(draft_dir: Path) -> list[Path]:
@@ -63,16 +72,17 @@ def load_draft(
     draft_dir: Path | None,
     target: OpenVINOModelRunner,
     target_dir: Path,
-    heads: EagleHeads | None = None,
+    heads: Heads | None = None,
     *,
     threads: int,
-) -> OpenVINOModelRunner | EagleRunner | None:
+) -> OpenVINOModelRunner | EagleRunner | MedusaRunner | None:
     """Compile the smaller model, or the heads, for drafts of the model in `target_dir`; None without a directory.
     ConfigurationError if it cannot be loaded, or if its tokens are not the target's."""
     if draft_dir is None:
         return None
     try:
-        runner = _load(draft_dir, target_dir, threads) if heads is None else heads.compile(target_dir, threads)
+        runner: OpenVINOModelRunner | EagleRunner | MedusaRunner
+        runner = _load(draft_dir, target_dir, threads) if heads is None else heads.compile(target_dir, threads, target)
     except ConfigurationError as error:
         raise ConfigurationError(f"{_FLAG}: {error}") from error
     if runner.block_size != target.block_size:

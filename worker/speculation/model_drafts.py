@@ -34,7 +34,7 @@ class ModelDrafts:
     """The drafts of a smaller model. A failure of it ends no request: they continue without drafts."""
 
     def __init__(self, model: DraftModel, grammars: Branches) -> None:
-        self.source = model.source
+        self.source, self.max_tokens = model.source, model.max_tokens
         self._model, self._grammars = model, grammars
         self._barred: WeakSet[Request] = WeakSet()
         self._num_failures = 0

@@ -6,6 +6,9 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# The longest draft of a smaller model, which takes a step for each token.
+MAX_MODEL_DRAFT = 11
+
 
 class Source(enum.Enum):
     """The source of a draft."""
@@ -20,9 +23,11 @@ class Source(enum.Enum):
     """What a smaller model continues with."""
     EAGLE3 = "eagle3"
     """What heads that read the model's hidden states continue with."""
+    MEDUSA = "medusa"
+    """What heads that read the model's last hidden state propose, each for another place."""
 
 
-MODELLED = frozenset({Source.DRAFT, Source.EAGLE3})
+MODELLED = frozenset({Source.DRAFT, Source.EAGLE3, Source.MEDUSA})
 """Sources whose tokens have to be computed."""
 
 

@@ -24,8 +24,6 @@ from headrace.worker.speculation.proposer import MODELLED, NO_DRAFT, Draft, Sour
 
 # The longest draft, and its length without a controller.
 MAX_DRAFT, FIXED_DRAFT = 15, 7
-# The longest draft of a smaller model, which takes a step for each token.
-MAX_MODEL_DRAFT = 11
 # Batches of at least so many streams are looked at less often while nothing pays: proposing takes 10 us for each.
 _MANY_STREAMS, _MOST_SKIPPED = 4, 16
 # Drafts of earlier text cost nothing, so they may be less likely by so much than those of the smaller model.
@@ -52,6 +50,8 @@ class SmallerModel(Protocol):
     """A model that proposes tokens; see `headrace.worker.speculation.model_drafts.ModelDrafts`."""
 
     source: Source
+    max_tokens: int
+    """The longest draft."""
 
     def can_serve(self, request: Request) -> bool:
         """Whether it may draft for the request."""
@@ -189,7 +189,7 @@ class Speculation:
             draft = draft._replace(token_ids=draft.token_ids[:num_valid])
         if self.model_drafts is None or not self.model_drafts.can_serve(request):
             return draft
-        of_model = Draft(range(min(most, MAX_MODEL_DRAFT)), self.model_drafts.source)
+        of_model = Draft(range(min(most, self.model_drafts.max_tokens)), self.model_drafts.source)
         is_better = draft.token_ids and self._chance(request, draft) + _FREE >= self._chance(request, of_model)
         return draft if is_better else of_model
 

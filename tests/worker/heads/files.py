@@ -117,3 +117,31 @@ def eagle_reference(
     gate = linear(normal, "mlp.gate_proj")
     states = states + linear(gate / (1 + np.exp(-gate)) * linear(normal, "mlp.up_proj"), "mlp.down_proj")
     return linear(norm(states, "norm"), "lm_head").astype(np.float32), states.astype(np.float32)
+
+
+def medusa_tensors(size: int, vocab_size: int, num_heads: int, num_layers: int, seed: int = 0) -> dict[str, _Array]:
+    """Random weights in the format of Medusa, which rounding to 8-bit integers does not change."""
+    rng = np.random.default_rng(seed)
+    found: dict[str, _Array] = {}
+
+    def matrix(rows: int) -> FloatArray:
+        integers = rng.integers(-127, 128, (rows, size))
+        integers[:, 0] = 127
+        return (integers / np.float32(73 * np.sqrt(size))).astype(np.float32)
+
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            found[f"{head}.{layer}.linear.weight"] = matrix(size)
+            found[f"{head}.{layer}.linear.bias"] = rng.standard_normal(size).astype(np.float32)
+        found[f"{head}.{num_layers}.weight"] = matrix(vocab_size)
+    return found
+
+
+def medusa_reference(tensors: Mapping[str, _Array], states: FloatArray, head: int, num_layers: int) -> FloatArray:
+    """The logits of a head after these last hidden states."""
+    for layer in range(num_layers):
+        inner = states @ tensors[f"{head}.{layer}.linear.weight"].T
+        inner = inner + tensors.get(f"{head}.{layer}.linear.bias", np.float32(0))
+        states = states + inner / (1 + np.exp(-inner))
+    logits: FloatArray = states @ tensors[f"{head}.{num_layers}.weight"].T
+    return logits

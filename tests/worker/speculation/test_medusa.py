@@ -1,0 +1,158 @@
+"""Medusa heads draft: answers are those without, and states are those of the right positions.
+
+The fake target's last hidden state stands for the tokens up to its position. The fake heads continue them.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from headrace.worker.engine.build import Draft, build_engine
+from headrace.worker.heads.medusa_runner import LastStates
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.request.request import Request
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.speculation.medusa import MedusaModel
+from tests.worker.conftest import (
+    BLOCK_SIZE,
+    CHEAP_STEPS,
+    VOCAB_SIZE,
+    EngineUnderTest,
+    KnownCosts,
+    make_engine,
+    run_random_load,
+)
+from tests.worker.fake_runner import FakeRunner, expected_tokens, next_token
+from tests.worker.speculation.test_engine_with_drafts import SAMPLINGS, answers
+
+NUM_HEADS = 4
+FREE_STEPS = KnownCosts(1e-6, 1e-8)
+
+
+class FakeTarget(FakeRunner):
+    """Its last hidden state is a number that stands for the context."""
+
+    def __init__(self, num_blocks: int, states: LastStates) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+        self.states = states
+        self.contexts: list[list[int]] = []
+
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """See FakeRunner."""
+        super().bind(batch, keeps_logits=keeps_logits)
+        rows = []
+        ends = (batch.subsequence_begins[1:] - 1).tolist()
+        for index in batch.sampled_tokens_indices.tolist():
+            sequence = int(np.searchsorted(batch.subsequence_begins, index, side="right")) - 1
+            context = self._read(batch, sequence)
+            rows.append([len(self.contexts)])
+            self.contexts.append(context[: len(context) - (ends[sequence] - index)])
+        found: Any = SimpleNamespace(get_tensor=lambda name: SimpleNamespace(data=np.array(rows, np.float32)))
+        self.states.read(batch, found)
+
+
+class FakeHeads:
+    """Heads that continue a context, and one head that is wrong."""
+
+    vocab_size, block_size, num_heads, size = VOCAB_SIZE, BLOCK_SIZE, NUM_HEADS, 1
+
+    def __init__(self, target: FakeTarget, wrong: int | None) -> None:
+        self.states = target.states
+        self._target, self._wrong = target, wrong
+        self.num_rows = [0] * NUM_HEADS
+
+    def compute(self, head: int, states: npt.NDArray[np.float32]) -> Logits:
+        """One-hot logits."""
+        logits = np.zeros((len(states), VOCAB_SIZE), np.float32)
+        self.num_rows[head] += len(states)
+        for row, state in zip(logits, states, strict=True):
+            context = list(self._target.contexts[int(state[0])])
+            for _ in range(head + 2):
+                context.append(next_token(context, VOCAB_SIZE))
+            row[context[-1] - (head == self._wrong)] = 1.0
+        return Logits(logits)
+
+
+def engine_with_heads(
+    wrong: int | None, *, num_blocks: int = 128, max_num_seqs: int = 8, max_num_batched_tokens: int = 32
+) -> tuple[EngineUnderTest, FakeHeads]:
+    files: Any = None
+    target = FakeTarget(num_blocks, LastStates(files))
+    heads = FakeHeads(target, wrong)
+    limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_num_batched_tokens, is_exact=True)
+    draft = Draft(heads, BatchSampler(), FREE_STEPS, MedusaModel)
+    engine = build_engine(
+        target, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, speculation="medusa", draft=draft
+    )
+    return EngineUnderTest(engine, target), heads
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("num_streams", [1, 8])
+@pytest.mark.parametrize("wrong", [None, 2])
+def test_answers_are_those_without_heads(num_streams: int, wrong: int | None, is_pipelined: bool) -> None:
+    rng = random.Random(num_streams)
+    for sampling in SAMPLINGS:
+        prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(29)] for _ in range(num_streams)]
+        plain = make_engine(max_num_batched_tokens=80, num_blocks=128)
+        wanted = answers(plain, [plain.request(prompt, 30, seed=7, **sampling) for prompt in prompts])
+        engine, _ = engine_with_heads(wrong, max_num_batched_tokens=80)
+        engine.is_pipelined = is_pipelined
+        requests = [engine.request(prompt, 30, seed=7, **sampling) for prompt in prompts]
+        assert answers(engine, requests) == wanted
+        assert sum(request.num_drafted for request in requests) > 0
+
+
+def test_right_heads_take_few_steps() -> None:
+    engine, heads = engine_with_heads(None)
+    request = engine.request([1, 2, 3], 61)
+    engine.run()
+    assert engine.tokens[request] == expected_tokens([1, 2, 3], 61, VOCAB_SIZE)
+    assert request.num_accepted == request.num_drafted >= 40
+    assert len(engine.runner.batch_sizes) <= 20
+    speculation = engine.scheduler.speculation
+    assert speculation is not None
+    assert speculation.counters["medusa_tokens_accepted"] == request.num_accepted
+    assert sum(heads.num_rows) == request.num_drafted, "no head is computed in vain"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_load_with_medusa_heads_keeps_every_promise(seed: int) -> None:
+    rng = random.Random(seed)
+    wrong = rng.choice([None, 0, 3])
+    engine, _ = engine_with_heads(
+        wrong,
+        num_blocks=rng.randint(20, 64),
+        max_num_seqs=rng.randint(1, 8),
+        max_num_batched_tokens=rng.randint(10, 60),
+    )
+    engine.is_pipelined = seed % 2 == 1
+    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
+    expected: dict[Request, list[int]] = {}
+
+    def arrive() -> Request:
+        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
+        count = rng.randint(1, 20)
+        tokens = expected_tokens(prompt, count, VOCAB_SIZE)
+        resumed = tokens[: rng.randrange(count)] if rng.random() < 0.2 else []
+        options: dict[str, Any] = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+        options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
+        request = engine.request(prompt, count, priority=rng.choice([0, 0, 0, 1]), resume_token_ids=resumed, **options)
+        expected[request] = tokens
+        return request
+
+    cancelled = run_random_load(engine, rng, arrive)
+    for request, tokens in engine.tokens.items():
+        assert tokens == expected[request][: len(tokens)]
+        assert request in cancelled or len(tokens) == len(expected[request])
+        if wrong is None:
+            assert request.num_accepted == request.num_drafted, "a state of another position was read"
+    assert any(request.num_accepted for request in engine.tokens) or wrong == 0

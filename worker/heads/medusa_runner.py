@@ -1,0 +1,144 @@
+"""Computes heads in the format of Medusa with OpenVINO.
+
+    last hidden state --> states + silu(product), for each layer --> logits of the token h + 1 places after the next
+
+Each head is a graph of its own, so a short draft does not compute the heads behind. Weights are 8-bit integers, as in
+`eagle_graph`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+from openvino import opset13
+
+from headrace.common.model_files.safetensors import floats
+from headrace.worker.config import ConfigurationError
+from headrace.worker.heads.eagle_graph import product
+from headrace.worker.heads.medusa_files import MedusaFiles, MedusaHead, read_medusa
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.request.request import Request
+from headrace.worker.sampling.logits import Logits
+
+FloatArray = npt.NDArray[np.float32]
+_OUTPUT = "last_states"
+
+
+class MedusaHeads(NamedTuple):
+    """Heads that are read, and what makes the target's graph give the states that they read."""
+
+    files: MedusaFiles
+    reader: LastStates
+
+    @classmethod
+    def read(cls, path: Path) -> MedusaHeads:
+        """Read the heads in a directory. ConfigurationError."""
+        files = read_medusa(path)
+        return cls(files, LastStates(files))
+
+    def compile(self, target_dir: Path, threads: int, target: OpenVINOModelRunner) -> MedusaRunner:
+        """Compile them for a model. ConfigurationError if they do not fit it."""
+        vocab_size, block_size = target.vocab_size, target.block_size
+        return MedusaRunner(self.files, self.reader, threads=threads, vocab_size=vocab_size, block_size=block_size)
+
+
+class _Rows(NamedTuple):
+    """The last hidden states `[rows, size]` of a request's latest positions, from `first` on."""
+
+    first: int
+    states: FloatArray
+
+
+class LastStates:
+    """Makes the target's graph give the last hidden state of sampled rows, and keeps those of each request. See
+    `headrace.worker.model.runner.StateReader`."""
+
+    def __init__(self, files: MedusaFiles) -> None:
+        self._files = files
+        self._rows: WeakKeyDictionary[Request, _Rows] = WeakKeyDictionary()
+
+    def add_outputs(self, model: ov.Model) -> None:
+        """Add an output with what the product of the logits multiplies. ConfigurationError if the heads do not fit."""
+        logits = next(result for result in model.get_results() if "logits" in result.output(0).get_names())
+        node = logits.input_value(0).get_node()
+        while node.get_type_name() != "MatMul":
+            node = node.input_value(0).get_node()
+        states = node.input_value(0)
+        size = int(states.get_partial_shape()[-1].get_length())
+        if size != self._files.size:
+            raise ConfigurationError(
+                f"the heads in {self._files.path} are for a model with hidden states of size {self._files.size}, and "
+                f"this model's have {size}; name heads that were trained for this model"
+            )
+        flat = opset13.reshape(states, opset13.constant(np.array([-1, size])), False)
+        flat.output(0).get_tensor().set_names({_OUTPUT})
+        model.add_results([opset13.result(flat)])
+
+    def read(self, batch: Batch, request: ov.InferRequest) -> None:
+        """Keep the states of the step that was just computed."""
+        found = request.get_tensor(_OUTPUT).data
+        rows: dict[Request, list[int]] = {}
+        for row, sampled in enumerate((*batch.sampled, *batch.later)):
+            rows.setdefault(sampled, []).append(row)
+        for sampled, of_request in rows.items():
+            self._rows[sampled] = _Rows(sampled.num_tokens - 1, found[of_request])
+
+    def of(self, request: Request) -> FloatArray | None:
+        """The last hidden state `[size]` before the request's latest token; None if it is not known."""
+        rows = self._rows.get(request)
+        place = -1 if rows is None else request.num_tokens - 2 - rows.first
+        return rows.states[place] if rows is not None and 0 <= place < len(rows.states) else None
+
+
+class MedusaRunner:
+    """Compiled heads. They have no part in KV blocks."""
+
+    block_bytes = 0
+
+    def __init__(
+        self, files: MedusaFiles, states: LastStates, *, threads: int, vocab_size: int, block_size: int
+    ) -> None:
+        """Compile `files` for a model with so many tokens and blocks. ConfigurationError if they do not fit it."""
+        if files.vocab_size != vocab_size:
+            raise ConfigurationError(
+                f"the heads in {files.path} are for a vocabulary of {files.vocab_size} tokens, and this model has "
+                f"{vocab_size}; name heads that were trained for this model"
+            )
+        core = ov.Core()
+        properties = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": threads}
+        self._requests = [
+            core.compile_model(build_head(head), "CPU", properties).create_infer_request() for head in files.heads
+        ]
+        self.states = states
+        self.vocab_size, self.block_size = vocab_size, block_size
+        self.num_heads, self.size = len(files.heads), files.size
+        self.infer_s = 0.0
+
+    def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> None:
+        """Nothing: they have no part in blocks."""
+
+    def compute(self, head: int, states: FloatArray) -> Logits:
+        """Logits `[rows, vocab_size]` of a head after these last hidden states `[rows, size]`."""
+        start_s = time.perf_counter()
+        found = self._requests[head].infer({0: states})[0]
+        self.infer_s = time.perf_counter() - start_s
+        return Logits(found)
+
+
+def build_head(head: MedusaHead) -> ov.Model:
+    """The graph of a head: states f32 [rows, size] to logits f32 [rows, vocabulary]."""
+    states = opset13.parameter([-1, head.logits.shape[1]], np.float32, "states")
+    found: ov.Output = states.output(0)
+    for matrix, bias in head.layers:
+        inner = product(found, matrix)
+        if bias is not None:
+            inner = opset13.add(inner, opset13.constant(floats(bias).reshape(1, -1))).output(0)
+        found = opset13.add(found, opset13.swish(inner)).output(0)
+    return ov.Model([opset13.result(product(found, head.logits))], [states], "medusa")

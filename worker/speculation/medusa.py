@@ -1,0 +1,108 @@
+"""Heads in the format of Medusa propose the next tokens, each another place, from the model's last hidden state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.grammar.constraint import Constraint
+from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.request.request import Request
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.speculation.draft_model import DraftModel, DraftSampler, DraftTimes, Progress
+from headrace.worker.speculation.proposer import Source
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class States(Protocol):
+    """Last hidden states; see `headrace.worker.heads.medusa_runner.LastStates`."""
+
+    def of(self, request: Request) -> FloatArray | None:
+        """The last hidden state `[size]` before the request's latest token; None if it is not known."""
+        ...
+
+
+class MedusaHeads(Protocol):
+    """Computes heads; see `headrace.worker.heads.medusa_runner.MedusaRunner`."""
+
+    vocab_size: int
+    block_size: int
+    num_heads: int
+    size: int
+    """Of a hidden state."""
+
+    @property
+    def states(self) -> States:
+        """The model's last hidden states."""
+        ...
+
+    def compute(self, head: int, states: FloatArray) -> Logits:
+        """Logits `[rows, vocab_size]` of a head after these states `[rows, size]`."""
+        ...
+
+
+class MedusaModel(DraftModel):
+    """The heads, for the requests of one scheduler. They have no keys and values, and are never behind. Head h is drawn
+    from at the place of token h of a draft, as if the tokens before it were the answer's."""
+
+    source: ClassVar[Source] = Source.MEDUSA
+
+    def __init__(
+        self, runner: MedusaHeads, sampler: DraftSampler, kv_cache: KVCacheManager, times: DraftTimes, vocab_size: int
+    ) -> None:
+        super().__init__(runner, sampler, kv_cache, times, vocab_size)  # type: ignore[arg-type]  # it runs no steps
+        self._heads = runner
+        self.max_tokens = runner.num_heads
+
+    def can_serve(self, request: Request) -> bool:
+        """Whether the state before the request's latest token is known."""
+        return super().can_serve(request) and self._heads.states.of(request) is not None
+
+    def num_behind(self, request: Request) -> int:
+        """One: the latest token needs nothing."""
+        return 1
+
+    def catch_up(self, request: Request, num_tokens: int) -> None:
+        """Nothing: it is never behind."""
+
+    def propose(self, asked: Sequence[tuple[Request, int, Constraint | None]]) -> list[list[int]]:
+        """See `DraftModel.propose`."""
+        found: list[list[int]] = [[] for _ in asked]
+        shadows = [self._shadow(request, Progress(), constraint) for request, _, constraint in asked]
+        states = [self._heads.states.of(request) for request, *_ in asked]
+        active = [place for place, state in enumerate(states) if state is not None]
+        for head in range(self.max_tokens):
+            active = [place for place in active if len(found[place]) == head < asked[place][1]]
+            if not active:
+                break
+            requests = [shadows[place] for place in active]
+            plan = self._sampler.plan(requests, self._heads.vocab_size)
+            rows = np.stack([state for place in active if (state := states[place]) is not None])
+            logits = self._compute(head, rows)
+            sampled = self._sampler.sample(requests, logits, plan)
+            active = [
+                place
+                for place, entry in zip(active, sampled, strict=True)
+                if self._take(shadows[place], found[place], entry.token_id)
+            ]
+        return found
+
+    def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
+        """Compute all heads a few times, before there are requests, to build kernels and learn costs."""
+        for _ in range(num_steps):
+            for head in range(self.max_tokens):
+                self._compute(head, np.zeros((1, self._heads.size), np.float32))
+        self.spent_s = 0.0
+
+    def _compute(self, head: int, states: FloatArray) -> Logits:
+        start_s = time.perf_counter()
+        logits = self._heads.compute(head, states)
+        seconds = time.perf_counter() - start_s
+        self.spent_s += seconds
+        self.times.observe([(0, 1)] * len(states), 0, 1000 * seconds)
+        return logits
