@@ -85,6 +85,7 @@ ONLY_IN = {
         "worker/grammar/vocabulary.py",
         "worker/model/head.py",
         "worker/sampling/row_sums.py",
+        "worker/weights/scales.py",
         "gateway/text/tokenizer.py",
     },
     "openvino_tokenizers": {"common/model_files/vocabulary.py"},
@@ -122,7 +123,7 @@ TIERS = {
     "worker": (
         ("config", "grammar"),
         ("host", "request"),
-        ("kv", "sampling"),
+        ("kv", "sampling", "weights"),
         ("model", "peers"),
         ("heads",),
         ("speculation",),

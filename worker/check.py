@@ -20,6 +20,7 @@ from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import replace_head
 from headrace.worker.model.paging import read_paged
+from headrace.worker.weights.file_memory import FileMemory
 
 
 def check_servable(model_dir: Path) -> None:
@@ -30,7 +31,7 @@ def check_servable(model_dir: Path) -> None:
         return
     refuse_embedder_with_cache(model_dir)
     graph = read_paged(ov.Core(), model_dir).graph
-    fuse_projections(graph)
+    fuse_projections(graph, FileMemory([]))
     replace_head(graph, is_bfloat16=False)
 
 

@@ -48,6 +48,7 @@ from headrace.worker.speculation.load import (
     weights_of_draft,
 )
 from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
+from headrace.worker.weights.file_memory import give_back_files
 
 if TYPE_CHECKING:
     from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
@@ -357,11 +358,12 @@ def warm_up(engine: Engine, *, has_adapters: bool = False) -> None:
 
 
 def give_back_weights(config: WorkerConfig) -> None:
-    """Give back the memory of the weights' file. The warm-up has made OpenVINO's own copies, in the order that its
+    """Give back the memory of files with weights. The warm-up has made OpenVINO's own copies, in the order that its
     kernels read."""
     given_back = sum(give_back(path) for path in _weights_of(config))
+    given_back += give_back_files()
     log.info(
-        "the model takes %.2f GiB of memory beside its KV cache; %.2f GiB of the weights' file were given back",
+        "the model takes %.2f GiB of memory beside its KV cache; %.2f GiB of weights in files were given back",
         private_bytes() / GIB,
         given_back / GIB,
     )

@@ -24,6 +24,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.weights.file_memory import FileMemory
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import CONTEXT, FAMILIES
 from tests.worker.conftest import CHEAP_STEPS
@@ -181,7 +182,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(name: str) -> None:
 def test_a_product_that_gives_query_key_and_value_is_computed_once(name: str) -> None:
     model = read_paged(ov.Core(), exported(NAMES) / name).graph
     before = num_weights(model)
-    fuse_projections(model)
+    fuse_projections(model, FileMemory([]))
     assert num_weights(model) <= before
 
 

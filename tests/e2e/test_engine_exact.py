@@ -35,6 +35,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits, float_of
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.weights.file_memory import FileMemory
 from tests.e2e.serving import MODEL, headrace
 from tests.e2e.small_model import small_model
 from tests.worker.conftest import CHEAP_STEPS
@@ -184,7 +185,7 @@ def test_a_graph_made_anew_gives_the_bits_of_the_model_as_it_is(
     """Also where query, key and value are three products, and all rows go through the last layer."""
     # How many sequences decode together decides on the bits of some CPUs; that must not depend on times.
     monkeypatch.setattr(StepCostModel, "change_ms", 0.0)
-    monkeypatch.setattr(model_runner, "fuse_projections", lambda model: 0)
+    monkeypatch.setattr(model_runner, "fuse_projections", lambda model, memory: 0)
     monkeypatch.setattr(vocabulary_head, "states_of_rows", lambda states, rows, model: gathered(states, rows))
     plain = real_engine("performance")
     prompts = [prompt_of(50 + i, 3 + 40 * i) for i in range(6)]
@@ -198,7 +199,7 @@ def test_the_graph_has_one_product_for_query_key_and_value_and_one_layer_of_samp
     model = ov.Core().read_model(model_directory(MODEL) / "openvino_model.xml")
     paged_attention_transformation(model)
     num_layers = sum(node.get_type_name() == "PagedAttentionExtension" for node in model.get_ops())
-    assert fuse_projections(model) == num_layers == 30
+    assert fuse_projections(model, FileMemory([])) == num_layers == 30
     replace_head(model, is_bfloat16=False)
     nodes = model.get_ordered_ops()
     rows = next(node for node in nodes if "rows" in node.output(0).get_names())

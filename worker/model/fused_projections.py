@@ -16,6 +16,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
+from headrace.worker.weights.file_memory import FileMemory
+
 # Operations that decompress weights. Others may mix rows.
 _ELEMENTWISE = {"Subtract": opset13.subtract, "Multiply": opset13.multiply}
 _QUERY_KEY_VALUE = range(3)
@@ -23,14 +25,15 @@ _QUERY_KEY_VALUE = range(3)
 NAME_SEPARATOR = " | "
 
 
-def fuse_projections(model: ov.Model) -> int:
-    """Fuse the projections of a model with PagedAttention where possible. Returns the number of fused products."""
+def fuse_projections(model: ov.Model, memory: FileMemory) -> int:
+    """Fuse the projections of a model with PagedAttention where possible, with their weights in `memory`. Returns the
+    number of fused products."""
     num_fused = 0
     for node in model.get_ordered_ops():
         if node.get_type_name() != "PagedAttentionExtension":
             continue
         groups = products_to_fuse([node.input_value(index) for index in _QUERY_KEY_VALUE])
-        num_fused += sum(fuse(products) for products in groups)
+        num_fused += sum(fuse(products, memory) for products in groups)
     model.validate_nodes_and_infer_types()
     return num_fused
 
@@ -86,20 +89,20 @@ def _storage(output: ov.Output) -> object:
     return node.get_type_name(), output.get_element_type().get_type_name(), shape, parts
 
 
-def fuse(products: Sequence[ov.Node]) -> bool:
+def fuse(products: Sequence[ov.Node], memory: FileMemory) -> bool:
     """Replace several products of the same states, and the biases of their columns, by one. Returns False if their
     weights cannot be concatenated."""
     orders = [product.get_attributes() for product in products]
     if any(order["transpose_a"] or not order["transpose_b"] for order in orders):
         return False
-    weights = _stacked([product.input_value(1) for product in products], axis=0)
+    weights = _stacked([product.input_value(1) for product in products], 0, memory)
     if weights is None:
         return False
     fused = opset13.matmul(products[0].input_value(0), weights, False, True)
     ends = list(products)
     sums = [bias_of(product) for product in products]
     if all(sums):
-        biases = _stacked([bias for _, bias in filter(None, sums)], axis=-1)
+        biases = _stacked([bias for _, bias in filter(None, sums)], -1, memory)
         if biases is not None:
             fused = opset13.add(fused, biases)
             ends = [add for add, _ in filter(None, sums)]
@@ -123,30 +126,30 @@ def bias_of(product: ov.Node) -> tuple[ov.Node, ov.Output] | None:
     return None
 
 
-def _stacked(outputs: Sequence[ov.Output], axis: int) -> ov.Node | None:
+def _stacked(outputs: Sequence[ov.Output], axis: int, memory: FileMemory) -> ov.Node | None:
     """The concatenated outputs of equal graphs of constants; None if they cannot be concatenated."""
     nodes = [output.get_node() for output in outputs]
     kind = nodes[0].get_type_name()
     if any(node.get_type_name() != kind for node in nodes):
         return None
     if kind == "Constant":
-        return _stacked_constants(nodes, axis)
+        return _stacked_constants(nodes, axis, memory)
     inputs = [[node.input_value(index) for node in nodes] for index in range(nodes[0].get_input_size())]
     if kind == "Convert":
-        values = _stacked(inputs[0], axis)
+        values = _stacked(inputs[0], axis, memory)
         return None if values is None else opset13.convert(values, outputs[0].get_element_type().get_type_name())
     if kind == "Reshape":
-        values = _stacked(inputs[0], axis)
+        values = _stacked(inputs[0], axis, memory)
         shapes = [list(output.get_shape()) for output in outputs]
         shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         return None if values is None or axis else opset13.reshape(values, opset13.constant(np.array(shape)), False)
     if kind in _ELEMENTWISE:
-        left, right = (_stacked(values, axis) for values in inputs)
+        left, right = (_stacked(values, axis, memory) for values in inputs)
         return None if left is None or right is None else _ELEMENTWISE[kind](left, right)
     return None
 
 
-def _stacked_constants(constants: Sequence[ov.Node], axis: int) -> ov.Node | None:
+def _stacked_constants(constants: Sequence[ov.Node], axis: int, memory: FileMemory) -> ov.Node | None:
     shapes = [list(constant.get_output_shape(0)) for constant in constants]
     kind = constants[0].get_output_element_type(0)
     if any(constant.get_output_element_type(0) != kind for constant in constants):
@@ -164,7 +167,6 @@ def _stacked_constants(constants: Sequence[ov.Node], axis: int) -> ov.Node | Non
         return None
     shape = shapes[0].copy()
     shape[axis] = sum(shape[axis] for shape in shapes)
-    # The constant refers to the memory of a tensor that OpenVINO owns.
-    stacked = ov.Tensor(kind, ov.Shape(shape))
-    np.concatenate(parts, out=stacked.data.reshape(-1).view(np.uint8))
-    return opset13.constant(stacked)
+    stacked = memory.array(sum(part.size for part in parts))
+    np.concatenate(parts, out=stacked)
+    return opset13.constant(ov.Tensor(stacked, ov.Shape(shape), kind), shared_memory=True)

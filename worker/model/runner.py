@@ -38,6 +38,8 @@ from headrace.worker.model.paging import STEP_INPUTS, read_paged, reason_of
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.row_sums import RowSums
+from headrace.worker.weights.file_memory import FileMemory
+from headrace.worker.weights.scales import widen_scales
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _UNQUANTISED = {"bf16", "f32"}
@@ -88,7 +90,9 @@ class OpenVINOModelRunner:
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model, self.depends_on_context = read_paged(core, model_dir, max_context_tokens)
         self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
-        fuse_projections(model)
+        memory = FileMemory()
+        fuse_projections(model, memory)
+        widen_scales(model, memory)
         of_decode = model.clone() if decode_graph else None
         of_adapters = model.clone() if max_adapters else None
         asked = _Asked(threads, kv_precision, execution_mode)

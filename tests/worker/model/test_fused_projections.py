@@ -11,6 +11,7 @@ import pytest
 from openvino import opset13
 
 from headrace.worker.model.fused_projections import fuse, is_constant, products_to_fuse
+from headrace.worker.weights.file_memory import FileMemory
 
 HIDDEN, GROUP = 64, 32
 LENGTHS = (48, 16, 16)
@@ -88,7 +89,7 @@ def num_products(model: ov.Model) -> int:
 def test_one_product_gives_what_three_give(weights: Weights, biased: Sequence[bool]) -> None:
     apart, _ = products([weights] * 3, biased=biased)
     together, made = products([weights] * 3, biased=biased)
-    assert fuse(made)
+    assert fuse(made, FileMemory([]))
     together.validate_nodes_and_infer_types()
     assert (num_products(apart), num_products(together)) == (3, 1)
     for one, other in zip(outputs(together), outputs(apart), strict=True):
@@ -119,7 +120,7 @@ def through_an_unknown_node(length: int, seed: int) -> ov.Node:
 def test_what_cannot_be_put_together_is_left_alone(weights: Sequence[Weights]) -> None:
     model, made = products(weights)
     before = outputs(model)
-    assert not fuse(made)
+    assert not fuse(made, FileMemory([]))
     assert num_products(model) == 3
     for one, other in zip(outputs(model), before, strict=True):
         assert one.tobytes() == other.tobytes()

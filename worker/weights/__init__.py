@@ -1,0 +1,1 @@
+"""Where a graph's weights lie in memory."""
