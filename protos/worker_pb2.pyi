@@ -152,7 +152,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes")
+    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class ModelCard(_message.Message):
     PAIR_SEPARATOR_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_INTERVAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     tokenizer_sha256: str
@@ -185,7 +186,8 @@ class ModelCard(_message.Message):
     pair_separator_token_ids: _containers.RepeatedScalarFieldContainer[int]
     kv_layout: str
     kv_block_bytes: int
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ...) -> None: ...
+    state_interval_tokens: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ("sha256",)
@@ -284,7 +286,7 @@ class KvEvents(_message.Message):
     def __init__(self, reset: bool = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s", "disk_bytes_per_s")
+    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s", "disk_bytes_per_s", "num_state_slots", "num_saved_states")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +309,8 @@ class Load(_message.Message):
     NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAVED_STATES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_uncached_tokens: int
@@ -329,7 +333,9 @@ class Load(_message.Message):
     num_disk_blocks: int
     transfer_bytes_per_s: float
     disk_bytes_per_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ...) -> None: ...
+    num_state_slots: int
+    num_saved_states: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_saved_states: _Optional[int] = ...) -> None: ...
 
 class Binding(_message.Message):
     __slots__ = ("cpus_allowed", "memory_policy", "memory", "kv_huge_bytes")

@@ -31,7 +31,7 @@ from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.disk_cipher import read_key
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
-from headrace.worker.kv.memory import GIB, available_bytes, available_on_node, kv_cache_budget
+from headrace.worker.kv.memory import GIB, available_bytes, budget_for, kv_cache_budget, num_blocks_for
 from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
@@ -47,6 +47,8 @@ from headrace.worker.speculation.load import (
     speculation_for,
     weights_of_draft,
 )
+from headrace.worker.stateful import divide_memory
+from headrace.worker.states.slots import StateBudget
 from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
 from headrace.worker.weights.file_memory import give_back_files
 
@@ -109,12 +111,21 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     speculation = speculation_for(config, with_amx=has_amx())
     heads = read_heads(config.draft_model, speculation)
     runner = compile_model(config, threads, longest, kept, speculates=speculation != "off", heads=heads)
-    draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
-    num_blocks, arena = allocate_cache(config, runner, kept, draft_runner)
-    log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     limits = step_limits(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
     )
+    states, draft_runner = None, None
+    if runner.state_tables is not None:
+        speculation = "off"
+        if kept is not None:  # of no use without states
+            kept.discard()
+            kept = None
+        num_blocks, states, limits = divide_memory(config, runner, budget_for(config), limits)
+        arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
+    else:
+        draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
+        num_blocks, arena = allocate_cache(config, runner, kept, draft_runner)
+    log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     log_limits(limits, runner.exact_rows)
     # Touching the first pages while the first kernels are built saves a quarter of a second.
     touching = threading.Thread(target=runner.touch, name="touch")
@@ -125,7 +136,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
         draft = Draft(draft_runner, sampler_for(draft_runner, threads), kind=kind_of_drafts(heads))
     journal = kept.journal if kept is not None else None
     engine = engine_for(
-        config, runner, sampler, num_blocks, limits, journal=journal, speculation=speculation, draft=draft
+        config, runner, sampler, num_blocks, limits, journal, speculation=speculation, draft=draft, states=states
     )
     pool = engine.scheduler.kv_cache.pool
     if kept is not None:
@@ -143,6 +154,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     region = Region(arena.address, arena.size_bytes)
     tiers = tiers_for(config, runner, kv_layout(runner, fingerprint), pool, kept, disk_key, transport)
     card.kv_block_bytes = runner.block_bytes
+    card.state_interval_tokens = states.interval if states is not None else 0
     if tiers.handover is not None:
         card.kv_layout = tiers.handover.source.layout
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
@@ -278,37 +290,19 @@ def _kept_bytes(kept: KeptCache | None) -> int:
     return 0 if kept is None else kept.memory.resident_bytes
 
 
-def num_blocks_for(config: WorkerConfig, block_bytes: int, kept_bytes: int = 0, room_bytes: int | None = None) -> int:
-    """How many blocks of `block_bytes` the KV cache gets, at least 1. `kept_bytes` of memory are in use for it already,
-    and its file system has `room_bytes`. ConfigurationError if there is no room."""
-    on_node = available_on_node(config.memory_node) if config.memory_node is not None else None
-    most = int((on_node + kept_bytes) * config.kv_cache_node_share) if on_node is not None else None
-    available = available_bytes() + kept_bytes
-    if room_bytes is not None:
-        # Less what the cache takes beside its blocks.
-        most = min(int(0.98 * room_bytes) - (4 << 20), available if most is None else most)
-    budget = kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available, most)
-    num_blocks = budget // block_bytes - 1  # the runner allocates one more, for padding
-    if num_blocks < 1:
-        raise ConfigurationError(
-            f"a KV cache of {budget / GIB:.3f} GiB holds no block of {block_bytes / GIB:.3f} GiB; "
-            "ask for more with --kv-cache-gb, or free memory"
-        )
-    return num_blocks
-
-
 def engine_for(
     config: WorkerConfig,
     runner: ModelRunner,
     sampler: BatchSampler,
     num_blocks: int,
     limits: StepLimits,
-    *,
     journal: Journal | None = None,
+    *,
     speculation: str = "off",
     draft: Draft | None = None,
+    states: StateBudget | None = None,
 ) -> Engine:
-    """Build the engine for the given flags. `journal` records the contents of blocks, `draft` proposes tokens."""
+    """Build the engine for the given flags; see `build_engine`."""
     return build_engine(
         runner,
         sampler,
@@ -318,6 +312,7 @@ def engine_for(
         journal=journal,
         speculation=speculation,
         draft=draft,
+        states=states,
     )
 
 

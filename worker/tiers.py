@@ -68,7 +68,10 @@ def tiers_for(
     disk_key: bytes | None,
     transport: Transport,
 ) -> Tiers:
-    """The tiers that the flags describe. ConfigurationError if the disk cannot be used."""
+    """The tiers that the flags describe. ConfigurationError if the disk cannot be used. None for a model with recurrent
+    layers: blocks are of no use without states."""
+    if runner.state_tables is not None:
+        return NO_TIERS
     contents, disk = runner.block_bytes_of, None
     if config.kv_disk is not None:
         size_bytes = int(config.kv_disk_gb * GIB)

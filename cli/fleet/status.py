@@ -50,10 +50,10 @@ def row_of(
 
     `workers` are the router's, by worker id, or None if the router does not respond. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port. A worker also has model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, kv_blocks_evicted, kv_blocks_restored, kv_blocks_read, kv_blocks_received, kv_blocks_taken_over,
-    kv_disk_blocks, kv_disk_slots, cached_tokens (by tier), requests_running, requests_waiting, draft_tokens,
-    draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown, and the columns of
-    `_binding_columns`. A gateway also has grpc_address.
+    kv_blocks_cached, state_slots, states_saved, kv_blocks_evicted, kv_blocks_restored, kv_blocks_read,
+    kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by tier), requests_running,
+    requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown,
+    and the columns of `_binding_columns`. A gateway also has grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -87,6 +87,8 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "kv_blocks": load.num_blocks if load is not None else None,
         "kv_blocks_free": load.num_free_blocks if load is not None else None,
         "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
+        "state_slots": load.num_state_slots if load is not None else None,
+        "states_saved": load.num_saved_states if load is not None else None,
         **_tier_columns(load),
         "requests_running": load.num_running if load is not None else None,
         "requests_waiting": load.num_waiting if load is not None else None,
@@ -200,6 +202,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         blocks = f"{row['kv_blocks_free']} free of {row['kv_blocks']}, {row['kv_blocks_cached']} cached"
         named = {"evicted": "evicted", "restored": "restored", "read": "from disk", "received": "from other workers"}
         blocks += "".join(f", {row[f'kv_blocks_{n}']} {text}" for n, text in named.items() if row[f"kv_blocks_{n}"])
+        if row["state_slots"]:
+            blocks += f"; states: {row['states_saved']} of {row['state_slots']} saved"
         if row["kv_disk_slots"]:
             blocks += f"; disk: {row['kv_disk_blocks']} of {row['kv_disk_slots']}"
     if row.get("draft_tokens"):

@@ -39,13 +39,15 @@ _LLAMA3_ROPE = {
 class Family:
     """A model type of transformers, and the values of its configuration that are not the common ones. `refused` is what
     the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run. `weights`
-    is f32, f16 or bf16, or one of nncf's modes (int4 ones in groups of 32)."""
+    is f32, f16 or bf16, or one of nncf's modes (int4 ones in groups of 32). Some layers of `is_recurrent` families keep
+    a state instead of keys and values."""
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
     is_short: bool = False
     refused: str = ""
     weights: str = "f32"
+    is_recurrent: bool = False
 
     @property
     def whole_config(self) -> dict[str, Any]:
@@ -183,5 +185,26 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family("gpt_oss", {**_SLIDING, **_MOE, "layer_types": ["sliding_attention", "full_attention"]}),
     "hunyuan_v1_dense": Family("hunyuan_v1_dense", {**_GROUPED, "head_dim": 32}),
     "mamba": Family("mamba", {"state_size": 16}, refused="recurrent"),
-    "lfm2": Family("lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"]}, refused="recurrent"),
+    "lfm2": Family(
+        "lfm2",
+        {**_GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+        is_short=True,
+        is_recurrent=True,
+    ),
+    "qwen3_next": Family(
+        "qwen3_next",
+        {
+            **_GROUPED,
+            **_MOE,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+        is_recurrent=True,
+    ),
 }

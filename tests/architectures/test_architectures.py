@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import numpy.typing as npt
 import openvino as ov
 import pytest
 
-from headrace.worker.config import ConfigurationError
+from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
+from headrace.worker.loading import load_model
 from headrace.worker.model.fused_projections import fuse_projections, is_constant
 from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
@@ -24,6 +26,8 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.states.slots import StateBudget
+from headrace.worker.tiers import NO_TIERS
 from headrace.worker.weights.file_memory import FileMemory
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import CONTEXT, FAMILIES
@@ -33,8 +37,10 @@ ALL = os.environ.get("HEADRACE_ARCHITECTURES") == "1"
 NAMES = [name for name, family in FAMILIES.items() if ALL or family.is_short]
 SERVED = [name for name in NAMES if not FAMILIES[name].refused]
 REFUSED = [name for name in NAMES if FAMILIES[name].refused]
+RECURRENT = [name for name in SERVED if FAMILIES[name].is_recurrent]
 TOLERANCE = 1e-3
 NUM_BLOCKS = 300
+STATES = StateBudget(num_slots=24, interval=64)
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
@@ -56,6 +62,9 @@ class Served:
             directory, threads=2, kv_precision="f32", execution_mode="accuracy", max_context_tokens=max_context_tokens
         )
         self.runner.allocate(NUM_BLOCKS)
+        self.states = None if self.runner.state_tables is None else STATES
+        if self.states is not None:
+            self.runner.allocate_states(self.states.num_slots)
         with np.load(directory / "reference.npz") as reference:
             self.tokens: list[int] = reference["tokens"].tolist()
             self.short, self.long = reference["short"], reference["long"]
@@ -66,7 +75,7 @@ class Served:
     def engine(self, budget: int, num_blocks: int = NUM_BLOCKS) -> Engine:
         """An engine with steps of up to `budget` tokens."""
         limits = step_limits(8, budget, budget, exact_rows=self.runner.exact_rows)
-        return build_engine(self.runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS)
+        return build_engine(self.runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, states=self.states)
 
     def run(self, engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run them to their ends."""
@@ -148,6 +157,46 @@ def test_what_comes_behind_a_preemption_or_a_failure_is_that_of_transformers(nam
     assert_greedy(resumed, model.run(model.engine(512), [resumed, scored(model.tokens[:200])]), model)
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_of_preempted_and_resumed_requests_are_those_of_the_unpaged_model(name: str) -> None:
+    """Four requests that share beginnings do not fit the cache together. The last continues an answer."""
+    model = served(name)
+    engine = model.engine(96, num_blocks=17)
+    sampling = SamplingParams(max_tokens=50, seed=0, temperature=0.0, num_logprobs=0)
+    starts, lengths = (0, 0, 0, 40), (70, 150, 200, 90)
+    prompts = [model.tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    prompts[1][100:] = model.tokens[400:450]
+    requests = [Request(f"r{index}", prompt, sampling, 1) for index, prompt in enumerate(prompts)]
+    found = answers_of(engine, requests)
+    resumed = Request("resumed", prompts[2], sampling, 1, resume_token_ids=[token for token, _ in found[2][:21]])
+    found += answers_of(engine, [resumed])
+    assert engine.scheduler.stats.preemptions > 0
+    assert engine.scheduler.stats.prompt_tokens_cached > 0
+    np.testing.assert_allclose(found[4], found[2][21:], rtol=0, atol=TOLERANCE)
+    for prompt, answer in zip(prompts, found, strict=False):
+        tokens = [token for token, _ in answer]
+        expected = unpaged(name, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        of_tokens = np.take_along_axis(expected, np.array(tokens)[:, None], 1)[:, 0]
+        np.testing.assert_allclose([logprob for _, logprob in answer], of_tokens, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(of_tokens, expected.max(1), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", RECURRENT[:1])
+def test_a_worker_loads_a_model_with_states_and_says_where_they_are_saved(name: str, tmp_path: Path) -> None:
+    address = "127.0.0.1:0"
+    config = WorkerConfig(exported(NAMES) / name, name, "w", address, address, kv_cache_bytes=1 << 24, threads=2)
+    model = load_model(config)
+    slots, saved = model.engine.scheduler.kv_cache.num_states
+    assert model.card.state_interval_tokens == 256
+    assert model.max_num_seqs == model.engine.scheduler.max_num_seqs
+    assert slots > 2 * model.max_num_seqs
+    assert saved == 0
+    assert not model.card.kv_layout
+    assert model.tiers == NO_TIERS
+    with pytest.raises(ConfigurationError, match="--kv-disk"):
+        load_model(replace(config, kv_disk=tmp_path))
+
+
 @pytest.mark.skipif(not ALL, reason="make test-architectures")
 @pytest.mark.parametrize("name", [name for name in SERVED if context_of(name) == CONTEXT])
 def test_long_prompts_are_those_of_transformers(name: str) -> None:
@@ -191,6 +240,35 @@ def test_a_table_of_positions_has_an_end() -> None:
     read_paged(ov.Core(), directory, CONTEXT)
     with pytest.raises(ConfigurationError, match=f"{CONTEXT} positions"):
         read_paged(ov.Core(), directory, CONTEXT + 1)
+
+
+def answers_of(engine: Engine, requests: Sequence[Request]) -> list[list[tuple[int, float]]]:
+    """Run the requests to their ends. Returns the tokens of each answer with their log-probabilities."""
+    found: dict[Request, list[tuple[int, float]]] = {request: [] for request in requests}
+    for request in requests:
+        engine.scheduler.add(request)
+    while engine.scheduler.has_requests:
+        for output in engine.step():
+            logprobs = [entry.logprob for entry in output.logprobs]
+            found[output.request] += zip(output.token_ids, logprobs, strict=True)
+        engine.scheduler.check()
+    return list(found.values())
+
+
+def unpaged(name: str, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Log-probabilities after each token, computed by the exported model as it is: [tokens, vocabulary]."""
+    core = ov.Core()
+    properties = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = core.compile_model(core.read_model(exported(NAMES) / name / "openvino_model.xml"), "CPU", properties)
+    inputs = {
+        "input_ids": np.array([tokens], np.int64),
+        "attention_mask": np.ones((1, len(tokens)), np.int64),
+        "beam_idx": np.zeros(1, np.int32),
+    }
+    logits = compiled.create_infer_request().infer(inputs)["logits"][0].astype(np.float64)
+    logits -= logits.max(1, keepdims=True)
+    logprobs: npt.NDArray[np.float64] = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    return logprobs
 
 
 def num_weights(model: ov.Model) -> int:

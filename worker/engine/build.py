@@ -20,6 +20,8 @@ from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, Dra
 from headrace.worker.speculation.medusa import MedusaHeads
 from headrace.worker.speculation.model_drafts import ModelDrafts
 from headrace.worker.speculation.speculation import GrammarDrafts, Speculation
+from headrace.worker.states.manager import StatefulCacheManager
+from headrace.worker.states.slots import StateBudget, StateSlots
 
 
 class Draft(NamedTuple):
@@ -76,8 +78,10 @@ def build_engine(
     journal: Journal | None = None,
     speculation: str = "off",
     draft: Draft | None = None,
+    states: StateBudget | None = None,
 ) -> Engine:
-    """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks. See `build_scheduler`.
+    """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and the slots of `states` if the
+    model has recurrent layers. Such a model cannot speculate. See `build_scheduler`.
 
     `speculation` is "off", "auto" (as many draft tokens as pay), "ngram" (drafts of a fixed length), or "draft",
     "eagle3" or "medusa" (as "auto", with a smaller model or heads, which are `draft`).
@@ -89,7 +93,9 @@ def build_engine(
         target_step_ms=target_step_ms,
         step_costs=step_costs,
         journal=journal,
+        states=states,
     )
+    assert states is None or speculation == "off", "states of recurrent layers cannot be cut back"
     if speculation != "off":
         scheduler.speculation = build_speculation(
             scheduler,
@@ -137,15 +143,23 @@ def build_scheduler(
     step_costs: StepCosts | None = None,
     clock: Callable[[], float] = time.monotonic,
     journal: Journal | None = None,
+    states: StateBudget | None = None,
 ) -> Scheduler:
-    """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens.
+    """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens. `states` are the
+    slots of recurrent layers.
 
     `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `step_costs` is
     what is known of steps so far. `journal` is told what blocks hold. ValueError if the limits leave prompts no room
     beside a full batch.
     """
+    pool = BlockPool(num_blocks, block_size, journal)
+    if states is not None:
+        assert states.num_slots >= 2 * limits.max_num_seqs, "each running request may read one slot and write another"
+        kv_cache: KVCacheManager = StatefulCacheManager(pool, StateSlots(states.num_slots), states.interval)
+    else:
+        kv_cache = KVCacheManager(pool)
     return Scheduler(
-        KVCacheManager(BlockPool(num_blocks, block_size, journal)),
+        kv_cache,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         limits.max_num_mixed_tokens,

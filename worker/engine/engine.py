@@ -155,9 +155,8 @@ class Engine:
         while self.scheduler.has_requests:
             self.step()
         self.scheduler.speculation = speculation
-        pool = self.scheduler.kv_cache.pool
-        pool.forget_all()
-        pool.take_events()
+        self.scheduler.kv_cache.forget_all()
+        self.scheduler.kv_cache.pool.take_events()
         self.scheduler.stats = SchedulerStats()
         self.stats = EngineStats()
         self.meter.end_warm_up()
@@ -165,7 +164,7 @@ class Engine:
     def _build(self, output: SchedulerOutput) -> _Step:
         """Make the arrays of the step, and bind them to the runner."""
         try:
-            batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies)
+            batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies, output.states)
             graph = graph_of(batch, self.runner.small_decode)
             size = self.meter.size(output, graph, least=self.runner.least_decode)
             if size.num_padding:

@@ -48,6 +48,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     disk_bytes_per_s: float = 0.0
     disk_changes: dict[int, bool] = {}
     """Hashes that came to the disk (True) or left it."""
+    num_state_slots: int = 0
+    num_saved_states: int = 0
 
 
 class Command(NamedTuple):

@@ -22,7 +22,7 @@ from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, Prompt, Room, Ste
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.manager import BlockCopy, KVCacheManager
 from headrace.worker.request.request import FinishReason, Request, RequestState
-from headrace.worker.request.step import RequestOutput, Sampled, Scheduled
+from headrace.worker.request.step import RequestOutput, Sampled, Scheduled, StateStep
 from headrace.worker.speculation.speculation import Speculation
 
 
@@ -36,6 +36,7 @@ class SchedulerOutput:
     copies: Sequence[BlockCopy]
 
     num_draft_tokens: int = 0
+    states: Sequence[StateStep] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -168,7 +169,8 @@ class Scheduler:
         scheduled = self._reserve(self._share_budget())
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
         num_draft_tokens = sum(len(request.draft) for request, _ in scheduled)
-        return SchedulerOutput(scheduled, self._num_tokens, self.kv_cache.take_copies(), num_draft_tokens)
+        copies, states = self.kv_cache.take_copies(), self.kv_cache.plan_states(scheduled)
+        return SchedulerOutput(scheduled, self._num_tokens, copies, num_draft_tokens, states)
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         """Account for a computed step. `sampled` has an entry for each sampled request, in batch order."""
@@ -189,7 +191,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that requests and blocks agree. For tests."""
-        self.kv_cache.pool.check()
+        self.kv_cache.check()
         size = self.kv_cache.block_size
         assert len(self.running) <= self.max_num_seqs
         held: dict[int, int] = {}
@@ -289,6 +291,7 @@ class Scheduler:
                 continue
             self._count_cached_tokens(request, self.kv_cache.copy_beginning(request))
             num_tokens = chunk_of(request.num_uncomputed_tokens, floor + left)
+            num_tokens = self.kv_cache.chunk_of(request, num_tokens)
             if num_tokens:
                 wanted[request] = num_tokens
                 left -= num_tokens - floor

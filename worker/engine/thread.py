@@ -150,6 +150,7 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
     """The engine's state now, after it has received `num_taken` requests. Takes the pool's events."""
     rates = scheduler.step_costs.rates
     pool = scheduler.kv_cache.pool
+    num_state_slots, num_saved_states = scheduler.kv_cache.num_states
     stored, evicted = pool.take_events()
     uncached = sum(
         max(0, request.num_prompt_tokens - request.num_computed_tokens)
@@ -178,4 +179,6 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
         stored=stored,
         evicted=evicted,
         num_taken=num_taken,
+        num_state_slots=num_state_slots,
+        num_saved_states=num_saved_states,
     )

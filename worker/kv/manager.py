@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.protos.block_hash import next_hash, token_bytes_of
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.request.request import Request
+from headrace.worker.request.step import Scheduled, StateStep
 
 # At least this many tokens are computed after a cache hit. One would be enough for the logits, but different kernels
 # compute a single token, with slightly different results (docs/decisions/0006).
@@ -34,6 +36,11 @@ class KVCacheManager:
         self.block_size = pool.block_size
         self._copies: list[BlockCopy] = []
 
+    @property
+    def num_states(self) -> tuple[int, int]:
+        """The slots for states of recurrent layers, and the states that can be found."""
+        return 0, 0
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """The number of blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
@@ -44,11 +51,21 @@ class KVCacheManager:
         The scheduler calls it before each step of the request, so that the request also uses blocks that other requests
         have computed meanwhile.
         """
+        found = self._find_cached(request)
+        if found:
+            self.pool.hold(found)
+            request.block_table.extend(found)
+            request.num_computed_tokens += len(found) * self.block_size
+            request.num_findable_blocks = len(request.block_table)
+        return len(found) * self.block_size
+
+    def _find_cached(self, request: Request) -> list[int]:
+        """The cached blocks that match the request's next tokens."""
         size = self.block_size
         if request.num_computed_tokens != len(request.block_table) * size or request.wants_prompt_logprobs:
-            return 0
+            return []
         if request.num_findable_blocks < len(request.block_table):
-            return 0  # a hash of the request collides with another block's, so no later block can match either
+            return []  # a hash of the request collides with another block's, so no later block can match either
         last_reusable = (request.num_tokens - MIN_TOKENS_LEFT) // size
         found: list[int] = []
         for index in range(len(request.block_table), last_reusable):
@@ -57,12 +74,7 @@ class KVCacheManager:
             if block is None:
                 break
             found.append(block)
-        if found:
-            self.pool.hold(found)
-            request.block_table.extend(found)
-            request.num_computed_tokens += len(found) * size
-            request.num_findable_blocks = len(request.block_table)
-        return len(found) * size
+        return found
 
     def num_computed_by_now(self, request: Request) -> int:
         """Estimate how many computed tokens the request would have after `reuse`. Compares only hashes, by binary
@@ -115,6 +127,14 @@ class KVCacheManager:
         if request.num_findable_blocks < index:
             return -1, 0
         return self.pool.find_beginning(self._parent_of(request, index), token_bytes_of(request.token_ids[start:end]))
+
+    def chunk_of(self, request: Request, num_tokens: int) -> int:
+        """How many of the request's next `num_tokens` tokens a step should compute."""
+        return num_tokens
+
+    def plan_states(self, scheduled: Sequence[Scheduled]) -> Sequence[StateStep] | None:
+        """What a step does with the states of recurrent layers. None if the model has no such layers."""
+        return None
 
     def take_copies(self) -> list[BlockCopy]:
         """Return and clear the copies to make before the next step, in order."""
@@ -189,6 +209,14 @@ class KVCacheManager:
         del request.block_table[:]
         request.num_computed_tokens = 0
         request.num_findable_blocks = 0
+
+    def forget_all(self) -> None:
+        """Forget what blocks hold. None may be in use."""
+        self.pool.forget_all()
+
+    def check(self) -> None:
+        """Assert that every block is accounted for. For tests."""
+        self.pool.check()
 
     def hash_of(self, request: Request, index: int) -> int:
         """The chained hash of the request's block `index`. All tokens of the block must be known."""

@@ -5,9 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.common.host_memory import GIB, available_bytes
-from headrace.worker.config import ConfigurationError
+from headrace.worker.config import ConfigurationError, WorkerConfig
 
-__all__ = ["GIB", "available_bytes", "available_on_node", "kv_cache_budget"]
+__all__ = [
+    "GIB",
+    "available_bytes",
+    "available_on_node",
+    "budget_for",
+    "kv_cache_budget",
+    "no_room",
+    "num_blocks_for",
+]
 
 
 def available_on_node(node: int, root: Path = Path("/")) -> int | None:
@@ -34,3 +42,33 @@ def kv_cache_budget(asked: int | None, share: float, available: int, most: int |
             f"to this process; choose a smaller size, or omit the flag to use {share:.0%} of the available memory"
         )
     return asked
+
+
+def no_room(budget: int, block_bytes: int) -> ConfigurationError:
+    """The error if `budget` bytes hold no block."""
+    return ConfigurationError(
+        f"a KV cache of {budget / GIB:.3f} GiB holds no block of {block_bytes / GIB:.3f} GiB; "
+        "ask for more with --kv-cache-gb, or free memory"
+    )
+
+
+def num_blocks_for(config: WorkerConfig, block_bytes: int, kept_bytes: int = 0, room_bytes: int | None = None) -> int:
+    """How many blocks of `block_bytes` the KV cache gets, at least 1. See `budget_for`. ConfigurationError if there is
+    no room."""
+    budget = budget_for(config, kept_bytes, room_bytes)
+    num_blocks = budget // block_bytes - 1  # the runner allocates one more, for padding
+    if num_blocks < 1:
+        raise no_room(budget, block_bytes)
+    return num_blocks
+
+
+def budget_for(config: WorkerConfig, kept_bytes: int = 0, room_bytes: int | None = None) -> int:
+    """The memory for the KV cache in bytes. `kept_bytes` are in use for it already, and its file system has
+    `room_bytes`. ConfigurationError if the flags ask for more than there is."""
+    on_node = available_on_node(config.memory_node) if config.memory_node is not None else None
+    most = int((on_node + kept_bytes) * config.kv_cache_node_share) if on_node is not None else None
+    available = available_bytes() + kept_bytes
+    if room_bytes is not None:
+        # Less what the cache takes beside its blocks.
+        most = min(int(0.98 * room_bytes) - (4 << 20), available if most is None else most)
+    return kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available, most)

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from headrace.worker.kv.manager import BlockCopy
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
-from headrace.worker.request.step import Scheduled
+from headrace.worker.request.step import PADDING_SLOT, ZERO_SLOT, Scheduled, StateStep
 
 Ahead = npt.NDArray[np.intp]
 IntArray = npt.NDArray[np.int32]
@@ -68,6 +68,8 @@ class Batch:
     prompts: Sequence[PromptRows]
     sums: Sums
     adapter_slots: IntArray | None = None
+    states: StateInputs | None = None
+    """Which slots the recurrent layers read and write; None if the model has no such layers."""
 
     @property
     def is_decode(self) -> bool:
@@ -97,6 +99,16 @@ class Graph(enum.Enum):
     ADAPTERS = enum.auto()
 
 
+class StateInputs(NamedTuple):
+    """Inputs of OpenVINO's operators for recurrent layers. Each sequence has a row of slots: the one to read, then
+    those to write; see `StateStep`."""
+
+    block_indices: IntArray
+    block_indices_begins: IntArray
+    past_lens: IntArray
+    cache_interval: IntArray
+
+
 class PromptRows(NamedTuple):
     """Rows of a request that wants log-probabilities of its prompt: the position of the first, and their number."""
 
@@ -105,8 +117,14 @@ class PromptRows(NamedTuple):
     num_rows: int
 
 
-def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequence[BlockCopy] = ()) -> Batch:
-    """The inputs of a step. Every request has blocks for its computed and scheduled tokens."""
+def build_batch(
+    scheduled: Sequence[Scheduled],
+    block_size: int,
+    copies: Sequence[BlockCopy] = (),
+    states: Sequence[StateStep] | None = None,
+) -> Batch:
+    """The inputs of a step. Every request has blocks for its computed and scheduled tokens. `states` has an entry for
+    each request; None if the model has no recurrent layers."""
     sequences = _Sequences(block_size)
     rows: list[int] = []
     sampled: list[Request] = []
@@ -152,6 +170,7 @@ def build_batch(scheduled: Sequence[Scheduled], block_size: int, copies: Sequenc
         prompts=prompts,
         sums=Sums.NONE if prompts else sums_for((*sampled, *later)),
         adapter_slots=_adapter_slots(scheduled),
+        states=None if states is None else _state_inputs(states),
     )
 
 
@@ -240,6 +259,7 @@ def padded(batch: Batch, num_tokens: int, block: int) -> Batch:
         block_indices=np.concatenate([batch.block_indices, nothing + np.int32(block)]),
         block_indices_begins=np.concatenate([batch.block_indices_begins, batch.block_indices_begins[-1] + ones]),
         adapter_slots=None if batch.adapter_slots is None else np.concatenate([batch.adapter_slots, nothing - 1]),
+        states=None if batch.states is None else _padded_states(batch.states, num_tokens),
     )
 
 
@@ -253,6 +273,28 @@ def sums_for(sampled: Sequence[Request]) -> Sums:
         if not sampling.is_greedy or sampling.num_logprobs is not None:
             sums = Sums.DRAWN
     return sums
+
+
+def _state_inputs(steps: Sequence[StateStep]) -> StateInputs:
+    rows = [(step.source, *step.destinations) for step in steps]
+    return StateInputs(
+        np.array([slot for row in rows for slot in row], np.int32),
+        np.cumsum([0, *map(len, rows)], dtype=np.int32),
+        np.array([step.past for step in steps], np.int32),
+        np.array([step.interval for step in steps], np.int32),
+    )
+
+
+def _padded_states(states: StateInputs, num_tokens: int) -> StateInputs:
+    nothing = np.zeros(num_tokens, np.int32)
+    row = np.array([ZERO_SLOT, PADDING_SLOT], np.int32)
+    ends = states.block_indices_begins[-1] + len(row) * np.arange(1, num_tokens + 1, dtype=np.int32)
+    return StateInputs(
+        np.concatenate([states.block_indices, np.tile(row, num_tokens)]),
+        np.concatenate([states.block_indices_begins, ends]),
+        np.concatenate([states.past_lens, nothing]),
+        np.concatenate([states.cache_interval, nothing]),
+    )
 
 
 def _adapter_slots(scheduled: Sequence[Scheduled]) -> IntArray | None:

@@ -16,9 +16,14 @@ import openvino as ov
 from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.model.batch import StateInputs
 from headrace.worker.model.directory import NETWORK, context_of, has_windows, read_config, uses_alibi
 from headrace.worker.model.positions import UnservableError, settle_positions
+from headrace.worker.states.tables import STATE_TABLES, UNTESTED_TABLE, set_table_types
 
+# Inputs of the operators that replace recurrent layers, and the beginnings of the names of their tables of states.
+STATE_INPUTS = tuple(f"la.{name}" for name in StateInputs._fields)
+_OWN_INPUTS = ("key_cache.", "value_cache.", *STATE_TABLES)
 STEP_INPUTS = (
     "input_ids",
     "position_ids",
@@ -35,7 +40,7 @@ _FOREIGN_INPUTS = {
     "token_type_ids": "it distinguishes images from text, so it is the language part of a multimodal model",
     "encoder_hidden_states": "it is the decoder of an encoder-decoder model",
 }
-_SUPPORTED = "only decoder-only text models whose layers all have attention can be served"
+_SUPPORTED = "only decoder-only text models with attention can be served"
 _REMEDY = "serve a model of another architecture, or export it again with the current optimum-intel"
 _LOSES_ALIBI = (
     "its architecture ({}) uses ALiBi for positions, which OpenVINO loses when it pages its attention; "
@@ -87,8 +92,8 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
             "(task text-generation-with-past), or pull a GGUF of it"
         )
     num_attentions = sum(node.get_type_name() == "ScaledDotProductAttention" for node in model.get_ops())
-    if len(model.get_variables()) > 2 * num_attentions:  # keys and values of each
-        raise UnservableError(f"layers of its architecture ({kind}) keep a recurrent state; {_SUPPORTED}")
+    if not num_attentions:
+        raise UnservableError(f"its architecture ({kind}) has only recurrent layers, or unknown ones; {_SUPPORTED}")
     try:
         paged_attention_transformation(model)
     except RuntimeError as error:
@@ -96,9 +101,18 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
             raise UnservableError(_LOSES_ALIBI.format(kind)) from error
         log.info("OpenVINO says: %s", reason_of(error))
         raise UnservableError(f"OpenVINO cannot page the attention of its architecture ({kind}); {_REMEDY}") from error
+    if any(port.any_name.startswith(UNTESTED_TABLE) for port in model.inputs):
+        raise UnservableError(
+            f"layers of its architecture ({kind}) keep the recurrent state of a state space, which is not supported; "
+            "serve a model of another architecture"
+        )
+    if any(node.get_type_name() == "ReadValue" for node in model.get_ops()):
+        raise UnservableError(
+            f"layers of its architecture ({kind}) keep a recurrent state that OpenVINO cannot page; {_REMEDY}"
+        )
+    set_table_types(model)
     attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
-    names = [port.any_name for port in model.inputs]
-    unknown = [name for name in names if name not in STEP_INPUTS and "_cache." not in name]
+    unknown = [port.any_name for port in model.inputs if not _is_own(port)]
     if unknown:
         log.info("unknown inputs: %s", ", ".join(unknown))
         why = next((_FOREIGN_INPUTS[name] for name in unknown if name in _FOREIGN_INPUTS), "it takes more than tokens")
@@ -112,6 +126,12 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
             f"layers of its architecture ({kind}) see a window of the context only, which OpenVINO loses when it pages "
             "their attention; answers would be wrong"
         )
+
+
+def _is_own(port: ov.Output) -> bool:
+    """Whether the runner sets this input. Some have names of the exported graph too."""
+    names = port.get_names()
+    return not names.isdisjoint((*STEP_INPUTS, *STATE_INPUTS)) or any(name.startswith(_OWN_INPUTS) for name in names)
 
 
 def _has_no_slopes(attention: ov.Node) -> bool:

@@ -34,17 +34,18 @@ from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import HeadRequest, InputTensors, replace_head
-from headrace.worker.model.paging import STEP_INPUTS, read_paged, reason_of
+from headrace.worker.model.paging import STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.row_sums import RowSums
+from headrace.worker.states.tables import StateTables, has_states, has_sums
 from headrace.worker.weights.file_memory import FileMemory
 from headrace.worker.weights.scales import widen_scales
 
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _UNQUANTISED = {"bf16", "f32"}
-# Properties of the graph of small decode steps. Its products quantise their inputs to 8 bits in groups.
-_DECODE_PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
+# In the graph of small decode steps, products then quantise their inputs to 8 bits in groups.
+_FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
 class StateReader(Protocol):
@@ -93,30 +94,35 @@ class OpenVINOModelRunner:
         memory = FileMemory()
         fuse_projections(model, memory)
         widen_scales(model, memory)
+        if has_states(model):
+            decode_graph = False  # its states would have another precision
         of_decode = model.clone() if decode_graph else None
         of_adapters = model.clone() if max_adapters else None
-        asked = _Asked(threads, kv_precision, execution_mode)
+        # Without this, OpenVINO gives states no precision in accuracy mode, and sums over all tokens bfloat16.
+        needs_float32 = has_states(model) and (execution_mode == "accuracy" or has_sums(model))
+        asked = _Asked(threads, kv_precision, execution_mode, needs_float32)
         # In accuracy mode it is "dynamic": that of the model, float32.
-        is_bfloat16 = core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
+        is_bfloat16 = not needs_float32 and core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
         self.exact_rows = exact_rows(core, model, asked.properties)
         self._states = states
         main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states)
         self._graphs = {Graph.MAIN: main}
         if of_decode is not None:
-            decode = _Graph(core, of_decode, asked, is_bfloat16=False, states=states, properties=_DECODE_PRECISION)
+            decode = _Graph(core, of_decode, asked, is_bfloat16=False, states=states, properties=_FLOAT32)
             self._graphs[Graph.SMALL_DECODE] = decode
         self.adapters: AdapterMemory | None = None
         """The weights of adapters. May be replaced between two calls of `bind`, by any thread."""
         if of_adapters is not None:
             self._make_adapters(core, of_adapters, asked, max_adapters, is_bfloat16=is_bfloat16)
         self.small_decode = SMALL_DECODE if decode_graph else 0
-        self.least_decode = 2 if execution_mode == "accuracy" or speculates else 1
+        self.least_decode = 2 if execution_mode == "accuracy" or (speculates and not has_states(model)) else 1
         self._slot = main.slots[0]
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
         caches = self._caches = main.caches
+        self.state_tables = main.state_tables
         self._check_layouts()
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
@@ -136,6 +142,12 @@ class OpenVINOModelRunner:
             raise ConfigurationError("the graph of decode steps has another KV cache; choose --decode-graph off")
         if layouts.get(Graph.ADAPTERS, main) != main:
             raise ConfigurationError("the graph with adapters has another KV cache; serve this model without adapters")
+
+    def allocate_states(self, num_slots: int, *, huge_pages: bool = True) -> None:
+        """Make `num_slots` slots for the states of recurrent layers. Must come before `bind` if there are any."""
+        assert self.state_tables is not None, "the model has no recurrent layers"
+        requests = [slot.request for graph in self._graphs.values() for slot in graph.slots]
+        self.state_tables.allocate(num_slots, requests, huge_pages=huge_pages)
 
     @property
     def block_shapes(self) -> tuple[BlockShape, ...]:
@@ -197,6 +209,9 @@ class OpenVINOModelRunner:
         self._batch = batch
         for name in STEP_INPUTS:
             slot.inputs.set(name, getattr(batch, name))
+        if batch.states is not None:
+            for name, values in zip(STATE_INPUTS, batch.states, strict=True):
+                slot.inputs.set(name, values)
         if batch.adapter_slots is not None:
             self._bind_adapters(slot, batch.adapter_slots)
         least = self.least_decode if batch.is_decode else MIN_PROMPT_STEP
@@ -244,11 +259,13 @@ class _Asked(NamedTuple):
     threads: int
     kv_precision: str
     execution_mode: str
+    needs_float32: bool
 
     @property
     def properties(self) -> dict[str, object]:
         """Properties for the OpenVINO plugin."""
         return {
+            **(_FLOAT32 if self.needs_float32 else {}),
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
             "INFERENCE_NUM_THREADS": self.threads,
@@ -277,6 +294,7 @@ class _Graph:
             states.add_outputs(model)
         compiled = _compile(core, model, asked, properties)
         self.caches = [port for port in compiled.inputs if "_cache." in port.any_name]
+        self.state_tables = StateTables(compiled) if has_states(model) else None
         logits = compiled.output("logits")
         self.vocab_size = int(logits.partial_shape[2].get_length())
         row_sums = RowSums(self.vocab_size, logits.element_type, asked.threads) if has_runs else None

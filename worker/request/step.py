@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,21 @@ class Scheduled(NamedTuple):
 
     request: Request
     num_tokens: int
+
+
+# Slots of states that belong to no request: zeros, from which sequences start, and one that padding tokens write.
+ZERO_SLOT, PADDING_SLOT, FIRST_STATE_SLOT = range(3)
+
+
+class StateStep(NamedTuple):
+    """What a step does with the states of a request's recurrent layers. It reads `source`. Each time that `past` plus
+    the tokens computed is a multiple of `interval`, and at the end of the step, it writes the next of `destinations`.
+    With an interval of 0 it writes at the end only."""
+
+    source: int
+    destinations: Sequence[int]
+    past: int = 0
+    interval: int = 0
 
 
 class Sampled(NamedTuple):

@@ -28,6 +28,8 @@ _GAUGES = {
     "num_blocks": ("kv_blocks", "All KV blocks."),
     "num_free_blocks": ("kv_blocks_free", "KV blocks that can be allocated, including those with cached content."),
     "num_cached_blocks": ("kv_blocks_cached", "KV blocks that the prefix cache can find."),
+    "num_state_slots": ("state_slots", "Slots for states of recurrent layers; 0 for models without them."),
+    "num_saved_states": ("states_saved", "States of recurrent layers that the prefix cache can find."),
     "prefill_tokens_per_s": ("prefill_tokens_per_second", "Mean rate of prompt processing."),
     "decode_step_ms": ("decode_step_milliseconds", "Mean time of a decode step for each token of a stream."),
 }

@@ -352,6 +352,8 @@ class WatchHub:
             num_disk_blocks=report.num_disk_blocks,
             transfer_bytes_per_s=report.transfer_bytes_per_s,
             disk_bytes_per_s=report.disk_bytes_per_s,
+            num_state_slots=report.num_state_slots,
+            num_saved_states=report.num_saved_states,
         )
 
 

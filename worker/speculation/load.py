@@ -107,7 +107,13 @@ def _compile(draft_dir: Path, threads: int) -> OpenVINOModelRunner:
     """The fastest form of the model: its bits decide nothing but how often a draft is right."""
     from headrace.worker.model.runner import OpenVINOModelRunner
 
-    return OpenVINOModelRunner(draft_dir, threads=threads, kv_precision="u8", execution_mode="performance")
+    runner = OpenVINOModelRunner(draft_dir, threads=threads, kv_precision="u8", execution_mode="performance")
+    if runner.state_tables is not None:
+        raise ConfigurationError(
+            f"the model in {draft_dir} has recurrent layers, whose states cannot be cut back when a draft is rejected; "
+            "choose another draft model"
+        )
+    return runner
 
 
 def _check_tokenizers(draft_dir: Path, target_dir: Path) -> None:

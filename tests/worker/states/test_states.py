@@ -1,0 +1,227 @@
+"""Requests of a model with recurrent layers, over a runner whose states remember their tokens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from headrace.worker.engine.build import build_engine
+from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.states.manager import StatefulCacheManager
+from headrace.worker.states.slots import StateBudget, StateKey, StateSlots
+from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest, run_random_load
+from tests.worker.fake_runner import expected_tokens
+from tests.worker.states.stateful_runner import StatefulRunner
+
+
+def make_engine(
+    num_blocks: int = 64, num_slots: int = 32, max_num_seqs: int = 8, step_tokens: int = 32, interval: int = 8
+) -> EngineUnderTest:
+    limits = StepLimits(max_num_seqs, step_tokens, step_tokens, is_exact=True)
+    runner = StatefulRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_slots)
+    budget = StateBudget(num_slots, interval)
+    engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, states=budget)
+    return EngineUnderTest(engine, runner)
+
+
+def slots_of(engine: EngineUnderTest) -> StateSlots:
+    kv_cache = engine.scheduler.kv_cache
+    assert isinstance(kv_cache, StatefulCacheManager)
+    return kv_cache.slots
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
+
+
+def assert_answers(engine: EngineUnderTest) -> None:
+    for request, found in engine.tokens.items():
+        assert found == expected_tokens(request.prompt_token_ids, len(found), VOCAB_SIZE)
+
+
+def test_a_prompt_in_chunks_beside_others_has_the_states_of_its_own_tokens() -> None:
+    engine = make_engine()
+    for number in range(6):
+        engine.request(tokens(number, 10 + 17 * number))
+    engine.run()
+    assert_answers(engine)
+
+
+@pytest.mark.parametrize("length", [32, 33, 34, 35, 43])
+def test_the_same_prompt_continues_behind_its_last_whole_block(length: int) -> None:
+    """At least two tokens are computed after a hit."""
+    engine = make_engine()
+    prompt = tokens(1, length)
+    first = engine.request(prompt, max_tokens=1)
+    engine.run()
+    second = engine.request(prompt, max_tokens=1)
+    engine.run()
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (length - 2) // BLOCK_SIZE * BLOCK_SIZE
+    assert_answers(engine)
+
+
+def test_the_next_turn_continues_behind_the_answer() -> None:
+    engine = make_engine(num_blocks=100)
+    first = engine.request(tokens(1, 21), max_tokens=60)
+    engine.run()
+    conversation = list(first.token_ids)
+    second = engine.request([*conversation, *tokens(2, 9)], max_tokens=3)
+    engine.run()
+    assert second.num_cached_tokens == (len(conversation) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert_answers(engine)
+
+
+def test_an_answer_keeps_a_state_every_interval_and_the_last_one() -> None:
+    engine = make_engine(num_blocks=100, num_slots=20, interval=16)
+    slots = slots_of(engine)
+    request = engine.request(tokens(1, 6), max_tokens=100)
+    engine.run()
+    others = [engine.request(tokens(10 + number, 6), max_tokens=1) for number in range(8)]
+    engine.run()
+    assert all(other in engine.last for other in others)
+    cache = engine.scheduler.kv_cache
+    saved = [index + 1 for index in range(26) if slots.is_saved(cache.hash_of(request, index))]
+    assert slots.num_evictions > 0
+    assert 26 in saved, "the last border of the answer"
+    gaps = [after - before for before, after in itertools.pairwise(saved)]
+    assert max(gaps) <= 4, "a state every 16 tokens"
+    assert len(saved) < 10, "not at every border"
+
+
+def test_a_beginning_that_two_requests_share_is_saved_for_the_third() -> None:
+    """The chunk of the second request is cut where the first one's blocks end."""
+    engine = make_engine(interval=64, step_tokens=64, num_blocks=100)
+    shared = tokens(1, 21)
+    requests = []
+    for number in range(3):
+        requests.append(engine.request([*shared, *tokens(10 + number, 30)], max_tokens=1))
+        engine.run()
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 20]
+    assert_answers(engine)
+
+
+def test_a_beginning_that_is_shared_in_part_continues_from_the_state_before_its_end() -> None:
+    engine = make_engine(interval=16, step_tokens=64, num_blocks=100)
+    prompt = tokens(1, 61)
+    engine.request(prompt, max_tokens=1)
+    engine.run()
+    second = engine.request([*prompt[:50], *tokens(2, 20)], max_tokens=1)
+    engine.run()
+    assert second.num_cached_tokens == 40, "there are states after 56, 40, 24 and 8 tokens"
+    assert_answers(engine)
+
+
+def test_requests_that_come_together_share_a_beginning() -> None:
+    engine = make_engine(interval=64, step_tokens=96, num_blocks=200)
+    shared = tokens(1, 24)
+    requests = [engine.request([*shared, *tokens(10 + number, 11)], max_tokens=1) for number in range(6)]
+    engine.run()
+    assert sum(request.num_cached_tokens == 24 for request in requests) >= 4
+    assert_answers(engine)
+
+
+def test_with_few_slots_states_are_evicted_and_answers_stay() -> None:
+    engine = make_engine(num_slots=8, max_num_seqs=4)
+    for number in range(12):
+        engine.request(tokens(number % 5, 20 + 3 * (number % 5)), max_tokens=9)
+    engine.run()
+    assert slots_of(engine).num_evictions > 0
+    assert_answers(engine)
+
+
+def test_a_preempted_request_continues_from_a_saved_state() -> None:
+    engine = make_engine(num_blocks=16, max_num_seqs=3)
+    requests = [engine.request(tokens(number, 18), max_tokens=30) for number in range(3)]
+    engine.run()
+    assert engine.scheduler.stats.preemptions > 0
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert_answers(engine)
+
+
+def test_a_resumed_request_continues_its_answer() -> None:
+    engine = make_engine()
+    prompt = tokens(3, 19)
+    first = engine.request(prompt, max_tokens=20)
+    engine.run()
+    resumed = engine.request(prompt, max_tokens=20, resume_token_ids=engine.tokens[first][:11])
+    engine.run()
+    assert engine.tokens[resumed] == engine.tokens[first]
+
+
+def test_a_failed_step_leaves_no_slot_behind() -> None:
+    engine = make_engine()
+    engine.request(tokens(1, 40))
+    engine.step()
+    engine.runner.fail_next = RuntimeError("the kernels failed")
+    engine.step()
+    engine.run()
+    after = engine.request(tokens(1, 40))
+    engine.run()
+    assert_answers(engine)
+    assert after in engine.last
+    assert slots_of(engine).num_available == 32
+
+
+def test_log_probabilities_of_a_prompt_compute_all_of_it() -> None:
+    engine = make_engine()
+    prompt = tokens(1, 37)
+    engine.request(prompt, max_tokens=1)
+    engine.run()
+    scored = engine.request(prompt, max_tokens=1, num_prompt_logprobs=0)
+    engine.run()
+    assert scored.num_cached_tokens == 0
+    assert len(scored.prompt_logprobs) == 36
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_random_load_keeps_every_promise(seed: int) -> None:
+    rng = random.Random(seed)
+    seqs = rng.randint(1, 6)
+    engine = make_engine(
+        num_blocks=rng.randint(20, 40),
+        num_slots=2 * seqs + rng.randint(0, 12),
+        max_num_seqs=seqs,
+        step_tokens=rng.choice([16, 32, 64]),
+        interval=rng.choice([4, 8, 16, 64]),
+    )
+    engine.is_pipelined = rng.random() < 0.5
+    beginnings = [tokens(number, rng.randint(1, 40)) for number in range(4)]
+
+    def arrive() -> object:
+        prompt = [*rng.choice(beginnings), *tokens(rng.randrange(6), rng.randint(1, 12))]
+        options = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+        return engine.request(prompt, rng.randint(1, 25), priority=rng.randint(0, 1), **options)
+
+    run_random_load(engine, rng, arrive)  # type: ignore[arg-type]
+    assert_answers(engine)
+    assert engine.scheduler.stats.prompt_tokens_cached > 0
+    slots = slots_of(engine)
+    assert slots.num_available == slots.num_slots
+
+
+def test_a_state_of_other_tokens_with_the_same_hash_is_not_found() -> None:
+    slots = StateSlots(2)
+    slot = slots.take()
+    assert slots.save(slot, StateKey(5, 1, b"abcd"))
+    assert slots.find(StateKey(5, 1, b"abcd")) == slot
+    assert slots.find(StateKey(5, 1, b"abce")) is None
+    assert slots.find(StateKey(5, 2, b"abcd")) is None
+    slots.release(slot)
+    slots.check({})
+    slots.forget_all()
+    assert not slots.is_saved(5)
+    assert slots.num_available == 2
+
+
+def test_a_state_that_is_replaced_is_evicted_first() -> None:
+    slots = StateSlots(3)
+    for block_hash in (1, 2, 3):
+        slots.save(slot := slots.take(), StateKey(block_hash, 0, b""))
+        slots.release(slot)
+    slots.evict_soon(2)
+    slots.take()
+    assert [slots.is_saved(block_hash) for block_hash in (1, 2, 3)] == [True, False, True]

@@ -1,0 +1,59 @@
+"""How the memory of a model with recurrent layers is divided, and which flags it cannot have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.request.step import FIRST_STATE_SLOT
+from headrace.worker.stateful import Sizes, divide, most_requests, refuse_flags
+
+GIB = 1 << 30
+CONFIG = WorkerConfig(Path("model"), "m", "w", "127.0.0.1:0", "127.0.0.1:0")
+# Of a model with 1.2B parameters and convolutions, and of one with 80B and sums.
+SMALL = Sizes(block_bytes=245_760, block_size=32, slot_bytes=245_760)
+LARGE = Sizes(block_bytes=430_000, block_size=32, slot_bytes=76_000_000)
+
+
+@pytest.mark.parametrize(("sizes", "budget"), [(SMALL, GIB), (SMALL, 40 * GIB), (LARGE, 40 * GIB)])
+def test_blocks_and_slots_fill_the_budget(sizes: Sizes, budget: int) -> None:
+    seqs = most_requests(CONFIG, budget, sizes, 64)
+    num_blocks, states = divide(budget, sizes, seqs)
+    taken = (num_blocks + 1) * sizes.block_bytes + (states.num_slots + FIRST_STATE_SLOT) * sizes.slot_bytes
+    assert budget - sizes.block_bytes - 2 * sizes.slot_bytes < taken <= budget
+    assert seqs == 64
+    of_saved = (states.num_slots - 2 * seqs) * sizes.slot_bytes
+    assert of_saved <= num_blocks * sizes.block_bytes / 8
+    assert states.interval % sizes.block_size == 0
+    assert states.interval >= 8 * sizes.block_size
+
+
+def test_requests_are_as_many_as_half_of_the_memory_has_slots_for() -> None:
+    assert most_requests(CONFIG, 2 * GIB, LARGE, 64) == 6
+    assert divide(2 * GIB, LARGE, 6)[0] > 0
+    with pytest.raises(ConfigurationError, match=r"room for 6 requests.*--max-num-seqs"):
+        most_requests(replace(CONFIG, max_num_seqs=7), 2 * GIB, LARGE, 7)
+    with pytest.raises(ConfigurationError, match=r"room for 0 requests.*--kv-cache-gb"):
+        most_requests(CONFIG, GIB // 8, LARGE, 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"kv_disk": Path("disk")}, "--kv-disk"),
+        ({"decode_graph": True}, "--decode-graph on"),
+        ({"speculation": "ngram"}, "--speculation ngram"),
+        ({"draft_model": Path("draft")}, "--draft-model"),
+    ],
+)
+def test_flags_that_such_a_model_cannot_have_are_named(flags: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{named} .*; leave the flag out"):
+        refuse_flags(replace(CONFIG, **flags))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("speculation", [None, "auto", "off"])
+def test_speculation_is_off_unless_asked_for(speculation: str | None) -> None:
+    refuse_flags(replace(CONFIG, speculation=speculation, decode_graph=False))

@@ -1,0 +1,1 @@
+"""States of recurrent layers: the slots that hold them, and their assignment to requests."""

@@ -1,0 +1,90 @@
+"""The memory of states: a table of slots for each recurrent layer, as OpenVINO's operators read and write it.
+
+conv_state_table.N          [slots, channels, kernel]     the last inputs of a short convolution
+gated_delta_state_table.N   [slots, heads, values, keys]  the sum of a gated delta rule
+selective_ssm_state_table.N [slots, heads, size, states]  the sum of a state space
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import openvino as ov
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.kv.arena import KVArena
+from headrace.worker.request.step import FIRST_STATE_SLOT
+
+_SUMS = "gated_delta_state_table."
+STATE_TABLES = ("conv_state_table.", _SUMS)
+# The table of a state space, which no test has compared with transformers.
+UNTESTED_TABLE = "selective_ssm_state_table."
+
+
+def set_table_types(model: ov.Model) -> None:
+    """Set the types of the tables. OpenVINO leaves them open."""
+    tables = [node for node in model.get_parameters() if any(map(_is_table, node.output(0).get_names()))]
+    for parameter in tables:
+        parameter.set_element_type(ov.Type.f32)
+    if tables:
+        model.validate_nodes_and_infer_types()
+
+
+def has_states(model: ov.Model) -> bool:
+    """Whether a model with PagedAttention has recurrent layers."""
+    return any(port.any_name.startswith(STATE_TABLES) for port in model.inputs)
+
+
+def has_sums(model: ov.Model) -> bool:
+    """Whether some states are sums over all tokens. In bfloat16 these lose more with each step."""
+    return any(port.any_name.startswith(_SUMS) for port in model.inputs)
+
+
+class StateTables:
+    """The tables of one compiled model. `slot_bytes` is the size of a slot over all layers."""
+
+    def __init__(self, model: ov.CompiledModel) -> None:
+        self.ports = [port for port in model.inputs if port.any_name.startswith(STATE_TABLES)]
+        self.slot_bytes = sum(map(_bytes_of, self.ports))
+        self.precisions = ", ".join(sorted({port.element_type.get_type_name() for port in self.ports}))
+        self._arena: KVArena | None = None
+        self._tensors: list[ov.Tensor] = []
+
+    @property
+    def layout(self) -> Sequence[tuple[str, str]]:
+        """Names and types, in order. Graphs with the same layout can share the tables."""
+        return sorted((port.any_name, f"{port.element_type} {port.partial_shape}") for port in self.ports)
+
+    def allocate(self, num_slots: int, requests: Iterable[ov.InferRequest], *, huge_pages: bool) -> None:
+        """Make the tables for `num_slots` slots and those that belong to no request, all zero, and set them in the
+        inference requests. ConfigurationError if there is no memory."""
+        num_slots += FIRST_STATE_SLOT
+        size_bytes = num_slots * self.slot_bytes
+        try:
+            arena = self._arena = KVArena(size_bytes, len(self.ports), huge_pages=huge_pages)
+        except (OSError, OverflowError) as error:
+            raise ConfigurationError(
+                f"no memory for {size_bytes / (1 << 30):.1f} GiB of states of recurrent layers; ask for less with "
+                "--max-num-seqs or --kv-cache-gb"
+            ) from error
+        self._tensors = []
+        for port in self.ports:
+            piece = arena.take(num_slots * _bytes_of(port))
+            shape = ov.Shape([num_slots, *_dims(port)])
+            self._tensors.append(ov.Tensor(piece, shape, port.element_type))
+        for request in requests:
+            for port, tensor in zip(self.ports, self._tensors, strict=True):
+                request.set_tensor(port.any_name, tensor)
+
+
+def _is_table(name: str) -> bool:
+    return name.startswith(STATE_TABLES)
+
+
+def _dims(port: ov.Output) -> list[int]:
+    return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]
+
+
+def _bytes_of(port: ov.Output) -> int:
+    return math.prod(_dims(port)) * int(port.element_type.bitwidth) // 8
