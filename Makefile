@@ -185,28 +185,28 @@ bench-engine: .venv/.dev
 	@touch $@
 
 bench-router: .venv/.bench
-	DYN_LOG=error $(BIN)/python -m benchmarks.router_decision
-	$(BIN)/python -m benchmarks.router_fleet
-	$(BIN)/python -m benchmarks.router_overhead
+	DYN_LOG=error $(BIN)/python -m benchmarks.router.decision
+	$(BIN)/python -m benchmarks.router.fleet
+	$(BIN)/python -m benchmarks.router.overhead
 
 bench-gateway: .venv/.dev
-	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.gateway.tokens
 
 # Alternating pairs, with and without, and beside openvino-genai's prompt lookup.
 bench-speculation: .venv/.dev .links/headrace
 	$(BIN)/python -m benchmarks speculation
 
 # Peers beside the environment that exports models, so that its tests do not see them.
-.make/sentence-transformers/.done: .make/architectures/.done benchmarks/sentence_transformers.txt
+.make/sentence-transformers/.done: .make/architectures/.done benchmarks/models/sentence_transformers.txt
 	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps --target .make/sentence-transformers \
-	    --upgrade -r benchmarks/sentence_transformers.txt
+	    --upgrade -r benchmarks/models/sentence_transformers.txt
 	@touch $@
 
 bench-embeddings: .venv/.dev .links/headrace .make/sentence-transformers/.done
-	$(BIN)/python -m benchmarks.embeddings $(ARGS)
+	$(BIN)/python -m benchmarks.models.embeddings $(ARGS)
 
 bench-kv: .venv/.dev
-	$(BIN)/python -m benchmarks.kv $(ARGS)
+	$(BIN)/python -m benchmarks.cache.restart $(ARGS)
 
 # Alternating runs of one batch, the base model alone and one adapter at a time; then 1,000 adapters, 16 in memory.
 bench-lora: .venv/.dev .links/headrace

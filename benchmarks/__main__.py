@@ -14,15 +14,15 @@ MODEL = "smollm2-135m"
 # What each runs, in turn. Where the two sides need not be alike, each has what suits it best.
 RUNS: dict[str, list[str]] = {
     "engine": [
-        "engine --case closed behind identical",
-        "engine --case poisson --our-tokens 1024",
-        "engine --case mixed --our-tokens 512 --our-mixed-tokens 512 --their-tokens 512",
+        "engine.throughput --case closed behind identical",
+        "engine.throughput --case poisson --our-tokens 1024",
+        "engine.throughput --case mixed --our-tokens 512 --our-mixed-tokens 512 --their-tokens 512",
     ],
-    "http_throughput": ["http_throughput"],
-    "overhead": ["overhead", "overhead --text"],
-    "fan_out": ["fan_out"],
-    "speculation": ["speculation"],
-    "lora": ["lora", "lora_churn"],
+    "http_throughput": ["gateway.http_throughput"],
+    "overhead": ["engine.overhead", "engine.overhead --text"],
+    "fan_out": ["gateway.fan_out"],
+    "speculation": ["engine.speculation"],
+    "lora": ["models.lora", "models.lora_churn"],
 }
 
 

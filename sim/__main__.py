@@ -103,7 +103,7 @@ def read_step_cost(path: Path | None, flag: str = "--step-cost") -> step_cost.St
     try:
         return step_cost.read(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {flag}: {error}; benchmarks/step_cost.py writes such a file") from None
+        raise UsageError(f"cannot read {flag}: {error}; benchmarks/engine/step_cost.py writes such a file") from None
 
 
 def read_draft_cost(path: Path | None, acceptance: float | None) -> step_cost.StepCost | None:
@@ -246,7 +246,7 @@ def print_table(answer: Answer) -> None:
     "--step-cost",
     "cost_file",
     type=click.Path(path_type=Path),
-    help="File with a step cost from benchmarks/step_cost.py.",
+    help="File with a step cost from benchmarks/engine/step_cost.py.",
 )
 @click.option(
     "--acceptance",

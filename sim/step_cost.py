@@ -11,7 +11,7 @@
 The other quantities are fields of `headrace.worker.engine.step_cost.StepShape`. The model that a worker fits at run
 time is simpler: its `base` is linear, and `reread` and `context` share a coefficient.
 
-benchmarks/step_cost.py fits the coefficients to a worker's model runner; `default()` is the committed fit. Pure.
+benchmarks/engine/step_cost.py fits the coefficients to a worker's model runner; `default()` is the committed fit. Pure.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.large_model import STEP_COST, TPOT_S, WAYS, Way, gaps_ms, goodput, jobs_of
+from benchmarks.router.large_model import STEP_COST, TPOT_S, WAYS, Way, gaps_ms, goodput, jobs_of
 from headrace.sim import step_cost
 from headrace.sim.one_worker import OneWorker
 

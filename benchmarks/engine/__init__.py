@@ -1,0 +1,1 @@
+"""Benchmarks of the engine: its throughput, its steps, its start."""

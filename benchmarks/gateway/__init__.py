@@ -1,0 +1,1 @@
+"""Benchmarks of the gateway and of whole systems over HTTP."""

@@ -1,0 +1,1 @@
+"""Benchmarks of adapters and of encoders."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the router and the fleet, real and simulated."""
