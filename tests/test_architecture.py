@@ -131,6 +131,7 @@ TIERS = {
         ("speculation",),
         ("engine", "adapters"),
         ("encoder", "tiers", "stateful"),
+        ("allocation",),
         ("loading", "server", "check"),
         ("serving",),
         ("__main__",),

@@ -16,6 +16,7 @@ from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.adapters.reader import Layers
 from headrace.worker.adapters.reader_process import ReaderProcess
+from headrace.worker.allocation import allocate, kept_bytes
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
@@ -26,12 +27,11 @@ from headrace.worker.engine.thread import EngineThread
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
-from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.disk_cipher import read_key
 from headrace.worker.kv.host_memory import HostMemory
-from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
-from headrace.worker.kv.memory import GIB, available_bytes, budget_for, kv_cache_budget, num_blocks_for
+from headrace.worker.kv.kept_cache import KeptCache
+from headrace.worker.kv.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
@@ -47,7 +47,6 @@ from headrace.worker.speculation.load import (
     speculation_for,
     weights_of_draft,
 )
-from headrace.worker.stateful import divide_memory
 from headrace.worker.states.slots import StateBudget
 from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
 from headrace.worker.weights.file_memory import give_back_files
@@ -114,26 +113,19 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     limits = step_limits(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
     )
-    states, draft_runner = None, None
+    draft_runner = None
     if runner.state_tables is not None:
         speculation = "off"
-        if kept is not None:  # of no use without states
-            kept.discard()
-            kept = None
-        num_blocks, states, limits = divide_memory(config, runner, budget_for(config), limits)
-        arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
     else:
         draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
-        num_blocks, arena = allocate_cache(config, runner, kept, draft_runner)
+    num_blocks, region, limits, states, kept = allocate(config, runner, limits, kept, draft_runner)
     log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     log_limits(limits, runner.exact_rows)
     # Touching the first pages while the first kernels are built saves a quarter of a second.
     touching = threading.Thread(target=runner.touch, name="touch")
     touching.start()
     sampler = sampler_for(runner, threads)
-    draft = None
-    if draft_runner is not None:
-        draft = Draft(draft_runner, sampler_for(draft_runner, threads), kind=kind_of_drafts(heads))
+    draft = draft_of(draft_runner, heads, threads)
     journal = kept.journal if kept is not None else None
     engine = engine_for(
         config, runner, sampler, num_blocks, limits, journal, speculation=speculation, draft=draft, states=states
@@ -148,16 +140,18 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     fingerprint = for_context(hashing.result(), longest) if runner.depends_on_context else hashing.result()
     if kept is not None:
         kept.restore(pool, fingerprint)
-    card = model_card(
-        config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
-    )
-    region = Region(arena.address, arena.size_bytes)
     tiers = tiers_for(config, runner, kv_layout(runner, fingerprint), pool, kept, disk_key, transport)
-    card.kv_block_bytes = runner.block_bytes
-    card.state_interval_tokens = states.interval if states is not None else 0
-    if tiers.handover is not None:
-        card.kv_layout = tiers.handover.source.layout
+    card = card_of(config, pool, model_dir, fingerprint, runner, states, tiers)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
+
+
+def draft_of(
+    runner: OpenVINOModelRunner | EagleRunner | MedusaRunner | None,
+    heads: EagleHeads | MedusaHeads | None,
+    threads: int,
+) -> Draft | None:
+    """What proposes tokens beside the engine; None without a model or heads for it."""
+    return None if runner is None else Draft(runner, sampler_for(runner, threads), kind=kind_of_drafts(heads))
 
 
 def sampler_for(runner: OpenVINOModelRunner | EagleRunner | MedusaRunner, threads: int) -> BatchSampler:
@@ -236,7 +230,7 @@ def compile_model(
         config.model_dir,
         kv_precision=config.kv_precision,
         execution_mode=config.execution_mode,
-        available=available_bytes() + _kept_bytes(kept),
+        available=available_bytes() + kept_bytes(kept),
     )
     return OpenVINOModelRunner(
         config.model_dir,
@@ -249,45 +243,6 @@ def compile_model(
         speculates=speculates,
         states=None if heads is None else heads.reader,
     )
-
-
-def allocate_cache(
-    config: WorkerConfig,
-    runner: OpenVINOModelRunner,
-    kept: KeptCache | None,
-    draft: OpenVINOModelRunner | EagleRunner | MedusaRunner | None,
-) -> tuple[int, KVArena]:
-    """Allocate the KV cache, and the part of the draft model in its blocks. Returns the number of blocks, and the
-    memory of the former."""
-    num_blocks, arena = _allocate_own(config, runner, kept, draft.block_bytes if draft is not None else 0)
-    if draft is not None:
-        draft.allocate(num_blocks, huge_pages=config.huge_pages)
-    return num_blocks, arena
-
-
-def _allocate_own(
-    config: WorkerConfig, runner: OpenVINOModelRunner, kept: KeptCache | None, draft_bytes: int
-) -> tuple[int, KVArena]:
-    """Allocate the KV cache. `draft_bytes` more of each block are allocated elsewhere."""
-    shapes, block_bytes = runner.block_shapes, runner.block_bytes + draft_bytes
-    sizing = f"{config.kv_cache_bytes} {config.kv_cache_share} {config.memory_node} {config.kv_cache_node_share}"
-    sizing += f" {draft_bytes}" if draft_bytes else ""
-    if kept is None:
-        num_blocks = num_blocks_for(config, block_bytes)
-        return num_blocks, runner.allocate(num_blocks, huge_pages=config.huge_pages)
-    # Available memory varies, and another number of blocks would be another cache.
-    before = kept.num_blocks_for(runner.numerics, sizing, shapes)
-    if before is not None and before * block_bytes <= available_bytes() + _kept_bytes(kept):
-        num_blocks = before - 1
-    else:
-        num_blocks = num_blocks_for(config, block_bytes, _kept_bytes(kept), kept.memory.room_bytes)
-    wanted = CacheFormat(runner.numerics, sizing, num_blocks + 1, runner.block_size, shapes)
-    return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
-
-
-def _kept_bytes(kept: KeptCache | None) -> int:
-    """Memory that already belongs to the KV cache."""
-    return 0 if kept is None else kept.memory.resident_bytes
 
 
 def engine_for(
@@ -362,6 +317,26 @@ def give_back_weights(config: WorkerConfig) -> None:
         private_bytes() / GIB,
         given_back / GIB,
     )
+
+
+def card_of(
+    config: WorkerConfig,
+    pool: BlockPool,
+    model_dir: ModelDir,
+    fingerprint: str,
+    runner: OpenVINOModelRunner,
+    states: StateBudget | None,
+    tiers: Tiers,
+) -> worker_pb2.ModelCard:
+    """The model card, with what routers have to know of the KV cache."""
+    card = model_card(
+        config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
+    )
+    card.kv_block_bytes = runner.block_bytes
+    card.state_interval_tokens = states.interval if states is not None else 0
+    if tiers.handover is not None:
+        card.kv_layout = tiers.handover.source.layout
+    return card
 
 
 def model_card(

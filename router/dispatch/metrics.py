@@ -55,38 +55,24 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        placements = Counter(
-            "headrace_router_placements",
-            "Placed requests, by the reason of the placement",
-            ["reason"],
-            registry=self.registry,
-        )
+        placements = self._counter("placements", "Placed requests, by the reason of the placement", "reason")
         self.placements = {reason: placements.labels(reason.value) for reason in PlacementReason}
-        self.resumes = Counter(
-            "headrace_router_resumes",
+        self.resumes = self._counter(
+            "resumes",
             "Requests that continued on another worker because theirs was lost, with or without delivered tokens",
-            registry=self.registry,
         )
-        worker_refusals = Counter(
-            "headrace_router_worker_refusals",
-            "Attempts that a worker refused because it was full or draining",
-            ["reason"],
-            registry=self.registry,
+        worker_refusals = self._counter(
+            "worker_refusals", "Attempts that a worker refused because it was full or draining", "reason"
         )
         self.worker_refusals = {reason: worker_refusals.labels(reason) for reason in ("full", "draining")}
-        self.given_back = Counter(
-            "headrace_router_given_back",
+        self.given_back = self._counter(
+            "given_back",
             "Placements that a worker gave back because other routers had given it more work than was believed",
-            registry=self.registry,
         )
-        self.handovers = Counter(
-            "headrace_router_handovers",
-            "Draining workers whose cached blocks this router handed over to others",
-            registry=self.registry,
+        self.handovers = self._counter(
+            "handovers", "Draining workers whose cached blocks this router handed over to others"
         )
-        self.blocks_handed_over = Counter(
-            "headrace_router_blocks_handed_over", "Cached KV blocks handed over", registry=self.registry
-        )
+        self.blocks_handed_over = self._counter("blocks_handed_over", "Cached KV blocks handed over")
         self.decision_seconds = Histogram(
             "headrace_router_decision_seconds",
             "Time of one placement, hashing of the prompt included",
@@ -99,15 +85,13 @@ class RouterMetrics:
             buckets=_QUEUE_BUCKETS_S,
             registry=self.registry,
         )
-        self.requests = Counter(
-            "headrace_router_requests", "Requests that ended, by gRPC status", ["code"], registry=self.registry
+        self.requests = self._counter("requests", "Requests that ended, by gRPC status", "code")
+        self._refusals = self._counter(
+            "refusals", "Requests that this router itself ended with an error, by reason", "reason"
         )
-        self._refusals = Counter(
-            "headrace_router_refusals",
-            "Requests that this router itself ended with an error, by reason",
-            ["reason"],
-            registry=self.registry,
-        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"headrace_router_{name}", text, labels, registry=self.registry)
 
     def refused(self, reason: Reason) -> None:
         """Count a request that this router itself ended with an error."""

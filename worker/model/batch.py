@@ -126,11 +126,7 @@ def build_batch(
     """The inputs of a step. Every request has blocks for its computed and scheduled tokens. `states` has an entry for
     each request; None if the model has no recurrent layers."""
     sequences = _Sequences(block_size)
-    rows: list[int] = []
-    sampled: list[Request] = []
-    ahead: list[int] = []
-    later_rows: list[int] = []
-    later: list[Request] = []
+    sampled = _SampledRows([], [], [], [], [])
     prompt_rows: list[int] = []
     prompts: list[PromptRows] = []
     has_drafts = False
@@ -140,7 +136,6 @@ def build_batch(
         first = len(sequences.input_ids)
         if request.draft:
             has_drafts = True
-            num_tokens = 1
             end = past + 1
         sequences.add(request, past, request.token_ids[past:end])
         if request.wants_prompt_logprobs:
@@ -148,30 +143,43 @@ def build_batch(
             prompt_rows.extend(range(first, first + num_rows))
             prompts.append(PromptRows(request, past, num_rows))
         if end == len(request.token_ids):
-            rows.append(len(sequences.input_ids) - 1)
-            sampled.append(request)
-            ahead.append(0)
+            sampled.add(len(sequences.input_ids) - 1, request, 0)
         for number, token_id in enumerate(request.draft, 1):
             sequences.add(request, past + number, (token_id,))
-            if depends_on_tokens(request.sampling):
-                later_rows.append(first + number)
-                later.append(request)
-            else:
-                rows.append(first + number)
-                sampled.append(request)
-                ahead.append(number)
+            sampled.add(first + number, request, number)
     return Batch(
         **sequences.inputs(),
-        sampled_tokens_indices=np.array(rows + later_rows + prompt_rows, np.int64),
-        sampled=sampled,
-        ahead=np.array(ahead, np.intp) if has_drafts else None,
-        later=later,
+        sampled_tokens_indices=np.array(sampled.rows + sampled.later_rows + prompt_rows, np.int64),
+        sampled=sampled.requests,
+        ahead=np.array(sampled.ahead, np.intp) if has_drafts else None,
+        later=sampled.later,
         copies=copies,
         prompts=prompts,
-        sums=Sums.NONE if prompts else sums_for((*sampled, *later)),
+        sums=Sums.NONE if prompts else sums_for((*sampled.requests, *sampled.later)),
         adapter_slots=_adapter_slots(scheduled),
         states=None if states is None else _state_inputs(states),
     )
+
+
+class _SampledRows(NamedTuple):
+    """The rows that are sampled together, with their requests and how far they are ahead of them; and the rows that
+    are sampled later, because they depend on the tokens before them."""
+
+    rows: list[int]
+    requests: list[Request]
+    ahead: list[int]
+    later_rows: list[int]
+    later: list[Request]
+
+    def add(self, row: int, request: Request, ahead: int) -> None:
+        """A row that is `ahead` tokens beyond those that its request has."""
+        if ahead and depends_on_tokens(request.sampling):
+            self.later_rows.append(row)
+            self.later.append(request)
+        else:
+            self.rows.append(row)
+            self.requests.append(request)
+            self.ahead.append(ahead)
 
 
 def one_by_one(scheduled: Sequence[Scheduled], block_size: int) -> Batch:

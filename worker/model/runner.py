@@ -121,8 +121,13 @@ class OpenVINOModelRunner:
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
+        self._describe(core, main, execution_mode)
+
+    def _describe(self, core: ov.Core, main: _Graph, execution_mode: str) -> None:
+        """Read the shapes and types of the KV cache."""
         caches = self._caches = main.caches
         self.state_tables = main.state_tables
+        self.vocab_size = main.vocab_size
         self._check_layouts()
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
@@ -132,7 +137,6 @@ class OpenVINOModelRunner:
         self.numerics = " ".join(
             (ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision)
         )
-        self.vocab_size = main.vocab_size
 
     def _check_layouts(self) -> None:
         """ConfigurationError unless all graphs have the same KV cache."""
