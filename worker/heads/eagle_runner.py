@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from headrace.worker.model.head import InputTensors
 from headrace.worker.model.paging import STEP_INPUTS, read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.sampling.logits import Logits
+from headrace.worker.states.tables import bytes_of, dims_of
 
 _LOWEST = np.float32(-3e38)
 _FEATURE_BYTES = 2
@@ -74,8 +74,8 @@ class EagleRunner:
         self._batch: Batch | None = None
         self._width = files.shape.size
         self.vocab_size = files.shape.vocab_size
-        self.block_size = _dims(self._caches[0])[1]
-        self._kv_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in self._caches)
+        self.block_size = dims_of(self._caches[0])[1]
+        self._kv_bytes = sum(map(bytes_of, self._caches))
         self.block_bytes = self._kv_bytes + self.block_size * self._width * _FEATURE_BYTES
         self.infer_s = 0.0
 
@@ -90,9 +90,9 @@ class EagleRunner:
                 f"no memory for the heads' part of {num_blocks} KV blocks; ask for less with --kv-cache-gb"
             ) from error
         for port in self._caches:
-            piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
+            piece = arena.take(num_blocks * bytes_of(port))
             self._request.set_tensor(
-                port.any_name, ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
+                port.any_name, ov.Tensor(piece, ov.Shape([num_blocks, *dims_of(port)]), port.element_type)
             )
             self._cache_views.append(piece)  # it owns the memory
 
@@ -146,8 +146,3 @@ def _check_embeddings(files: EagleFiles, target: ov.Model) -> None:
             f"the heads in {path} have no embeddings of their own, and this model's have another size than "
             f"{shape.size}; name heads that were trained for this model"
         )
-
-
-def _dims(port: ov.Output) -> list[int]:
-    """Dimensions of a cache input after the number of blocks."""
-    return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]

@@ -11,7 +11,6 @@ Decode steps of few sequences may use a separate graph, compiled for other kerne
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from headrace.worker.model.paging import STATE_INPUTS, STEP_INPUTS, read_paged, 
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.row_sums import RowSums
-from headrace.worker.states.tables import StateTables, has_states, has_sums
+from headrace.worker.states.tables import StateTables, bytes_of, dims_of, has_states, has_sums
 from headrace.worker.weights.file_memory import FileMemory
 from headrace.worker.weights.scales import widen_scales
 
@@ -131,8 +130,8 @@ class OpenVINOModelRunner:
         self._check_layouts()
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
-        self.num_kv_heads, self.block_size = _dims(value)[:2]
-        self.block_bytes = sum(math.prod(_dims(port)) * port.element_type.bitwidth // 8 for port in caches)
+        self.num_kv_heads, self.block_size = dims_of(value)[:2]
+        self.block_bytes = sum(map(bytes_of, caches))
         self.kv_precision = str(key.element_type.get_type_name())
         self.numerics = " ".join(
             (ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision)
@@ -158,7 +157,7 @@ class OpenVINOModelRunner:
         """The part of a block in each of the arena's pieces."""
         shapes = []
         for port in self._caches:
-            heads, tokens, size = _dims(port)
+            heads, tokens, size = dims_of(port)
             shapes.append(BlockShape(heads, tokens, size * port.element_type.bitwidth // 8))
         return tuple(shapes)
 
@@ -185,8 +184,8 @@ class OpenVINOModelRunner:
                 f"no memory for a KV cache of {size_bytes / (1 << 30):.1f} GiB; ask for less with --kv-cache-gb"
             ) from error
         for port in self._caches:
-            piece = arena.take(num_blocks * math.prod(_dims(port)) * port.element_type.bitwidth // 8)
-            tensor = ov.Tensor(piece, ov.Shape([num_blocks, *_dims(port)]), port.element_type)
+            piece = arena.take(num_blocks * bytes_of(port))
+            tensor = ov.Tensor(piece, ov.Shape([num_blocks, *dims_of(port)]), port.element_type)
             for slot in (slot for graph in self._graphs.values() for slot in graph.slots):
                 slot.request.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
@@ -322,13 +321,8 @@ class _Slot:
         self.num_adapters = 0
 
 
-def _dims(port: ov.Output) -> list[int]:
-    """Dimensions of a cache input after the number of blocks: heads, tokens, head size with scales of quantisation."""
-    return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]
-
-
 def _layout(caches: Sequence[ov.Output]) -> list[tuple[str, str, list[int]]]:
-    return sorted((port.any_name, port.element_type.get_type_name(), _dims(port)) for port in caches)
+    return sorted((port.any_name, port.element_type.get_type_name(), dims_of(port)) for port in caches)
 
 
 def _check_cache(asked: _Asked, precision: str) -> None:

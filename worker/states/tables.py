@@ -46,7 +46,7 @@ class StateTables:
 
     def __init__(self, model: ov.CompiledModel) -> None:
         self.ports = [port for port in model.inputs if port.any_name.startswith(STATE_TABLES)]
-        self.slot_bytes = sum(map(_bytes_of, self.ports))
+        self.slot_bytes = sum(map(bytes_of, self.ports))
         self.precisions = ", ".join(sorted({port.element_type.get_type_name() for port in self.ports}))
         self._arena: KVArena | None = None
         self._tensors: list[ov.Tensor] = []
@@ -70,8 +70,8 @@ class StateTables:
             ) from error
         self._tensors = []
         for port in self.ports:
-            piece = arena.take(num_slots * _bytes_of(port))
-            shape = ov.Shape([num_slots, *_dims(port)])
+            piece = arena.take(num_slots * bytes_of(port))
+            shape = ov.Shape([num_slots, *dims_of(port)])
             self._tensors.append(ov.Tensor(piece, shape, port.element_type))
         for request in requests:
             for port, tensor in zip(self.ports, self._tensors, strict=True):
@@ -82,9 +82,12 @@ def _is_table(name: str) -> bool:
     return name.startswith(STATE_TABLES)
 
 
-def _dims(port: ov.Output) -> list[int]:
+def dims_of(port: ov.Output) -> list[int]:
+    """Dimensions of an input that has a table's slots or a cache's blocks, after their number. Of a cache: heads,
+    tokens, head size with scales of quantisation."""
     return [int(dimension.get_length()) for dimension in list(port.partial_shape)[1:]]
 
 
-def _bytes_of(port: ov.Output) -> int:
-    return math.prod(_dims(port)) * int(port.element_type.bitwidth) // 8
+def bytes_of(port: ov.Output) -> int:
+    """The bytes of one slot or block of such an input."""
+    return math.prod(dims_of(port)) * int(port.element_type.bitwidth) // 8
