@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request, RequestState
 from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
-from tests.worker.fake_runner import FakeRunner
+from tests.worker.fake_runner import FakeRunner, expected_tokens
 
 # Steps of a random load. The tests have twenty seeds: 6,000 steps in all, or 100,000 as a soak.
 RANDOM_STEPS = 5000 if os.environ.get("HEADRACE_SOAK") else 300
@@ -123,6 +124,50 @@ def make_engine(
         runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, speculation=speculation, draft=draft
     )
     return EngineUnderTest(engine, runner)
+
+
+class RandomRequests:
+    """Makes requests for `run_random_load`, some of which share a prefix, are resumed or ask for log-probabilities.
+    `bias` is the share of those whose answers may differ where they have token 0. `more` gives further options, given
+    the right tokens."""
+
+    def __init__(
+        self,
+        engine: EngineUnderTest,
+        rng: random.Random,
+        more: Callable[[list[int]], dict[str, Any]] | None = None,
+        *,
+        bias: float = 0.3,
+    ) -> None:
+        self.right: dict[Request, list[int]] = {}
+        self._engine, self._rng, self._more, self._bias = engine, rng, more, bias
+        self._prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
+
+    def arrive(self) -> Request:
+        """A new request."""
+        rng = self._rng
+        prompt = rng.choice(self._prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
+        count = rng.randint(1, 20)
+        tokens = expected_tokens(prompt, count, VOCAB_SIZE)
+        resumed = tokens[: rng.randrange(count)] if rng.random() < 0.2 else []
+        options: dict[str, Any] = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
+        options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
+        options |= {"logit_bias": ((0, -1.0),)} if rng.random() < self._bias else {}
+        options |= self._more(tokens) if self._more is not None else {}
+        priority = rng.choice([0, 0, 0, 1])
+        request = self._engine.request(prompt, count, priority=priority, resume_token_ids=resumed, **options)
+        self.right[request] = tokens
+        return request
+
+    def check(self, cancelled: set[Request]) -> None:
+        """Assert that each answer is right, as far as it goes if it was cancelled."""
+        for request, tokens in self._engine.tokens.items():
+            if request in cancelled:
+                assert tokens == self.right[request][: len(tokens)]
+                assert request not in self._engine.last
+            elif 0 not in self.right[request] or not request.sampling.logit_bias:
+                assert tokens == self.right[request]
+                assert self._engine.last[request].finish is FinishReason.LENGTH
 
 
 def run_random_load(engine: EngineUnderTest, rng: random.Random, arrive: Callable[[], Request]) -> set[Request]:

@@ -16,9 +16,16 @@ import pytest
 
 from headrace.worker.engine.build import Draft
 from headrace.worker.model.batch import Batch
-from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.sampling.sampler import BatchSampler
-from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, KnownCosts, make_engine, run_random_load
+from tests.worker.conftest import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    EngineUnderTest,
+    KnownCosts,
+    RandomRequests,
+    make_engine,
+    run_random_load,
+)
 from tests.worker.fake_runner import FakeRunner, expected_tokens
 from tests.worker.speculation.test_engine_with_drafts import SAMPLINGS, answers
 
@@ -170,28 +177,9 @@ def test_random_load_with_a_draft_model_keeps_every_promise(seed: int) -> None:
         max_num_batched_tokens=rng.randint(10, 60),
     )
     engine.is_pipelined = seed % 2 == 1
-    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
-    expected: dict[Request, list[int]] = {}
-
-    def arrive() -> Request:
-        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
-        count = rng.randint(1, 20)
-        tokens = expected_tokens(prompt, count, VOCAB_SIZE)
-        resumed = tokens[: rng.randrange(count)] if rng.random() < 0.2 else []
-        options: dict[str, Any] = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
-        options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
-        options |= {"logit_bias": ((0, -1.0),)} if rng.random() < 0.3 else {}
-        request = engine.request(prompt, count, priority=rng.choice([0, 0, 0, 1]), resume_token_ids=resumed, **options)
-        expected[request] = tokens
-        return request
-
-    cancelled = run_random_load(engine, rng, arrive)
-    for request, tokens in engine.tokens.items():
-        if request in cancelled:
-            assert tokens == expected[request][: len(tokens)]
-        elif 0 not in expected[request] or not request.sampling.logit_bias:
-            assert tokens == expected[request]
-            assert engine.last[request].finish is FinishReason.LENGTH
-        if right == 1.0:
+    requests = RandomRequests(engine, rng)
+    requests.check(run_random_load(engine, rng, requests.arrive))
+    if right == 1.0:
+        for request in engine.tokens:
             assert request.num_accepted == request.num_drafted, "the smaller model has read a wrong token"
     assert any(request.num_accepted for request in engine.tokens)

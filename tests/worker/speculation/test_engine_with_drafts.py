@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace.worker.request.request import FinishReason, Request
+from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
-from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine, run_random_load
+from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, RandomRequests, make_engine, run_random_load
 from tests.worker.fake_runner import expected_tokens
 
 SAMPLINGS: list[dict[str, Any]] = [
@@ -147,28 +147,10 @@ def test_random_load_with_drafts_cancels_and_preemptions_keeps_every_promise(see
         speculation=rng.choice(["ngram", "auto"]),
     )
     engine.is_pipelined = seed % 2 == 1
-    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
-    right: dict[Request, list[int]] = {}
 
-    def arrive() -> Request:
-        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
-        count = rng.randint(1, 20)
-        tokens = expected_tokens(prompt, count, VOCAB_SIZE)
-        resumed = tokens[: rng.randrange(count)] if rng.random() < 0.2 else []
-        options: dict[str, Any] = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
-        options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
-        options |= {"logit_bias": ((0, -1.0),)} if rng.random() < 0.3 else {}
-        options |= {"prediction": prediction_of(rng, tokens, rng.choice([0.0, 0.1, 0.5]))}
-        request = engine.request(prompt, count, priority=rng.choice([0, 0, 0, 1]), resume_token_ids=resumed, **options)
-        right[request] = tokens
-        return request
+    def prediction(tokens: list[int]) -> dict[str, Any]:
+        return {"prediction": prediction_of(rng, tokens, rng.choice([0.0, 0.1, 0.5]))}
 
-    cancelled = run_random_load(engine, rng, arrive)
-    for request, tokens in engine.tokens.items():
-        if request in cancelled:
-            assert tokens == right[request][: len(tokens)]
-            assert request not in engine.last
-        elif 0 not in right[request] or not request.sampling.logit_bias:
-            assert tokens == right[request]
-            assert engine.last[request].finish is FinishReason.LENGTH
+    requests = RandomRequests(engine, rng, prediction)
+    requests.check(run_random_load(engine, rng, requests.arrive))
     assert any(request.num_accepted for request in engine.tokens)

@@ -17,7 +17,6 @@ from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.heads.medusa_runner import LastStates
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.step_limits import StepLimits
-from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.medusa import MedusaModel
@@ -27,6 +26,7 @@ from tests.worker.conftest import (
     VOCAB_SIZE,
     EngineUnderTest,
     KnownCosts,
+    RandomRequests,
     make_engine,
     run_random_load,
 )
@@ -135,24 +135,9 @@ def test_random_load_with_medusa_heads_keeps_every_promise(seed: int) -> None:
         max_num_batched_tokens=rng.randint(10, 60),
     )
     engine.is_pipelined = seed % 2 == 1
-    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(4)]
-    expected: dict[Request, list[int]] = {}
-
-    def arrive() -> Request:
-        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 8))]
-        count = rng.randint(1, 20)
-        tokens = expected_tokens(prompt, count, VOCAB_SIZE)
-        resumed = tokens[: rng.randrange(count)] if rng.random() < 0.2 else []
-        options: dict[str, Any] = {"num_prompt_logprobs": 0} if rng.random() < 0.1 else {}
-        options |= {"num_logprobs": 1} if rng.random() < 0.2 else {}
-        request = engine.request(prompt, count, priority=rng.choice([0, 0, 0, 1]), resume_token_ids=resumed, **options)
-        expected[request] = tokens
-        return request
-
-    cancelled = run_random_load(engine, rng, arrive)
-    for request, tokens in engine.tokens.items():
-        assert tokens == expected[request][: len(tokens)]
-        assert request in cancelled or len(tokens) == len(expected[request])
-        if wrong is None:
+    requests = RandomRequests(engine, rng, bias=0.0)
+    requests.check(run_random_load(engine, rng, requests.arrive))
+    if wrong is None:
+        for request in engine.tokens:
             assert request.num_accepted == request.num_drafted, "a state of another position was read"
     assert any(request.num_accepted for request in engine.tokens) or wrong == 0
