@@ -18,7 +18,7 @@ single calls. For a server without sessions, the client falls back to Generate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
@@ -96,7 +96,7 @@ class Turns:
 
     @property
     def has_room(self) -> bool:
-        """Whether at most `MAX_UNSENT_BYTES` are unsent."""
+        """Whether fewer than `MAX_UNSENT_BYTES` are unsent."""
         return self._num_bytes < MAX_UNSENT_BYTES
 
     async def room(self) -> None:
@@ -116,11 +116,12 @@ class Turns:
         async with self._sending:
             self._something.clear()
             items, self._unsent = self._unsent, []
-            is_one_batch = not self._has_shared and self._num_bytes <= MAX_MESSAGE_BYTES
+            batches: Iterable[list[Any]] = _batches(items)
+            if items and not self._has_shared and self._num_bytes <= MAX_MESSAGE_BYTES:
+                batches = [[item for item, _, _ in items]]  # the answers of a step need not be counted one by one
             self._num_bytes, self._has_shared = 0, False
             self._room.set()
-            # The answers of a step are the common case, which need not be counted one by one.
-            for batch in [[item for item, _, _ in items]] if items and is_one_batch else _batches(items):
+            for batch in batches:
                 await self._send(batch)
                 self.has_sent = True
 
