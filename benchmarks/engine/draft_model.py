@@ -1,16 +1,17 @@
 """Compares the speed-up of a draft model or of heads with what the costs of steps predict, for given shares of right
 drafts.
 
-    python -m benchmarks.engine.draft_model MODEL_DIR DRAFT_DIR [--rounds 2] [--tokens 96] [--right 0.5 0.7 0.9]
+    python -m benchmarks.engine.draft_model MODEL_DIR DRAFT_DIR [--rounds 5] [--tokens 80] [--right 0.5 0.7 0.9]
     python -m benchmarks.engine.draft_model MODEL_DIR --random-heads      EAGLE-3 heads of the model's size
 
 Both models compute all their steps. What the draft model proposes is then replaced: at a share p of the answer's places
 by the token that the model will choose, else by another one. So any two models will do, and p is known. One greedy
 stream.
 
-The prediction comes from steps with fixed numbers k of draft tokens, none of which is right: T(k) is the time of such a
-step, drafts included. It is the best of (1 + p + ... + p^k) * T(0) / T(k) over k. The measured speed-up is the
-prediction times three ratios:
+Every round has a run without drafts, one with each fixed number k of draft tokens, none of which is right, and one for
+each p, in a changing order. The time of a run is the mean of its steps, drafts included: T(k). The prediction of a
+round is (1 + p + ... + p^k) * T(0) / T(k), for the k that is best over all rounds. A figure is the median over the
+rounds (min to max). The measured speed-up is about the prediction times three ratios, of the steps of all rounds:
 
     choice    expected tokens a second for the k that were chosen, by the best fixed k
     luck      tokens of the steps, by those expected for their k
@@ -24,9 +25,9 @@ import json
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.speculation.acceptance_rate import AcceptanceRate
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
 from headrace.worker.speculation.speculation import MAX_DRAFT, Speculation
@@ -125,6 +127,15 @@ class Step(NamedTuple):
     milliseconds: float
 
 
+class Round(NamedTuple):
+    """The steps of a round's runs: without drafts, for each fixed number of draft tokens, for each share of right
+    ones."""
+
+    alone: list[Step]
+    fixed: dict[int, list[Step]]
+    drafted: dict[float, list[Step]]
+
+
 def run(engine: Engine, num_tokens: int, warm_up: int = WARM_UP_TOKENS) -> tuple[list[Step], list[int]]:
     """The steps after the first `warm_up` tokens that give at least `num_tokens`, and the whole answer. It could go on,
     so no draft is cut short."""
@@ -150,14 +161,24 @@ def token_ms(steps: Sequence[Step]) -> float:
     return sum(step.milliseconds for step in steps) / sum(step.num_tokens for step in steps)
 
 
+def step_ms(steps: Sequence[Step]) -> float:
+    """Milliseconds of a step."""
+    return statistics.fmean(step.milliseconds for step in steps)
+
+
+def expected_tokens(right: float, count: int) -> float:
+    """Tokens of a step with so many draft tokens."""
+    return sum(right**depth for depth in range(count + 1))
+
+
 def main() -> None:
     """Measure, and print each share of right drafts with its speed-up and prediction."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("draft_dir", type=Path, nargs="?")
     parser.add_argument("--random-heads", action="store_true")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--right", type=float, nargs="*", default=[0.5, 0.7, 0.9])
     args = parser.parse_args()
     print(describe(), flush=True)
@@ -170,32 +191,61 @@ def main() -> None:
 def measure(args: argparse.Namespace, draft_dir: Path) -> None:
     """Run all rounds, and print what they found."""
     off, engine, known = engines(args.model_dir, draft_dir)
-    speculation = engine.scheduler.speculation
-    assert speculation is not None
-    fixed = FixedSpeculation(speculation)
     _, known.answer = run(off, args.tokens + MAX_DRAFT)
-    alone: list[float] = []
-    curves: dict[int, list[float]] = {}
-    drafted: dict[float, list[list[Step]]] = {}
-    for number in range(args.rounds + 1):
-        steps, _ = run(off, args.tokens)
-        alone += [token_ms(steps)] if number else []
-        known.set_right(0.0)
-        for count in COUNTS:
-            fixed.fix(count)
-            steps, _ = run(engine, 16 if number else 2, FIXED_WARM_UP if number else 2)
-            curves.setdefault(count, []).extend(step.milliseconds for step in steps if number)
-        fixed.fix(None)
-        for right in args.right:
-            known.set_right(right)
-            steps, answer = run(engine, args.tokens)
-            if answer != known.answer[: len(answer)]:
-                print(f"p = {right}: the answer is another one", flush=True)
-            drafted.setdefault(right, []).extend([steps] if number else [])
-    curve = {0: statistics.median(alone), **{count: statistics.median(values) for count, values in curves.items()}}
-    print("T(k) ms:", ", ".join(f"{count}: {curve[count]:.1f}" for count in sorted(curve)))
+    runs = Runs(off, engine, known, args.right)
+    runs.of_round(0, min(40, args.tokens), 4)
+    rounds = [runs.of_round(number, args.tokens, 24) for number in range(1, args.rounds + 1)]
+    curve = {0: statistics.median(step_ms(each.alone) for each in rounds)}
+    curve |= {count: statistics.median(step_ms(each.fixed[count]) for each in rounds) for count in COUNTS}
+    print("T(k) ms, and that of the best and the worst round by T(0) of the same round:")
+    for count, milliseconds in curve.items():
+        ratios = [step_ms(each.fixed.get(count, each.alone)) / step_ms(each.alone) for each in rounds]
+        print(f"    {count}: {milliseconds:.1f}, {spread(ratios)}")
     for right in args.right:
-        report(right, curve, alone, drafted[right])
+        report(right, curve, rounds)
+
+
+class Runs:
+    """Runs the kinds of a round. Each share of right drafts has its own knowledge of how often drafts are accepted."""
+
+    def __init__(self, off: Engine, engine: Engine, known: KnownDraftRunner, shares: Sequence[float]) -> None:
+        speculation = engine.scheduler.speculation
+        assert speculation is not None
+        self._off, self._engine, self._known, self._speculation = off, engine, known, speculation
+        self._fixed = FixedSpeculation(speculation)
+        self._rates: dict[float, AcceptanceRate] = {share: AcceptanceRate() for share in shares}
+
+    def of_round(self, number: int, num_tokens: int, num_fixed: int) -> Round:
+        """Run everything once: so many tokens, and so many steps with a fixed number of draft tokens."""
+        found = Round([], {}, {})
+
+        def alone() -> None:
+            found.alone.extend(run(self._off, num_tokens)[0])
+
+        def fixed(count: int) -> None:
+            self._fixed.fix(count)
+            self._known.set_right(0.0)
+            self._speculation._rate = AcceptanceRate()
+            found.fixed[count], _ = run(self._engine, num_fixed, FIXED_WARM_UP)
+
+        def drafted(right: float) -> None:
+            self._fixed.fix(None)
+            self._known.set_right(right)
+            self._speculation._rate = self._rates[right]
+            found.drafted[right], answer = run(self._engine, num_tokens)
+            if answer != self._known.answer[: len(answer)]:
+                print(f"p = {right}: the answer is another one", flush=True)
+
+        kinds = [alone, *(partial(drafted, right) for right in self._rates), *(partial(fixed, k) for k in COUNTS)]
+        at = number % len(kinds)
+        for kind in (*kinds[at:], *kinds[:at]):
+            kind()
+        return found
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and largest."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def engines(model_dir: Path, draft_dir: Path) -> tuple[Engine, Engine, KnownDraftRunner]:
@@ -231,35 +281,34 @@ def engines(model_dir: Path, draft_dir: Path) -> tuple[Engine, Engine, KnownDraf
     return off, engine, known
 
 
-def report(right: float, curve: dict[int, float], alone: Sequence[float], runs: Sequence[Sequence[Step]]) -> None:
+def report(right: float, curve: dict[int, float], rounds: Sequence[Round]) -> None:
     """Print the measured and the predicted speed-up, and what their ratio is made of."""
-
-    def expected(count: int) -> float:
-        return sum(right**depth for depth in range(count + 1))
 
     def cost(count: int) -> float:
         return float(np.interp(count, sorted(curve), [curve[each] for each in sorted(curve)]))
 
-    best = max(expected(count) / curve[count] for count in curve)
-    steps = [step for each in runs for step in each]
+    best = max(curve, key=lambda count: expected_tokens(right, count) / curve[count])
+    measured = [token_ms(each.alone) / token_ms(each.drafted[right]) for each in rounds]
+    predicted = [
+        expected_tokens(right, best) * step_ms(each.alone) / step_ms(each.fixed.get(best, each.alone))
+        for each in rounds
+    ]
+    ratios = [ours / theirs for ours, theirs in zip(measured, predicted, strict=True)]
+    steps = [step for each in rounds for step in each.drafted[right]]
     predicted_ms = sum(cost(step.num_drafted) for step in steps)
-    hoped = sum(expected(step.num_drafted) for step in steps)
-    choice = hoped / predicted_ms / best
+    hoped = sum(expected_tokens(right, step.num_drafted) for step in steps)
+    choice = hoped / predicted_ms * curve[best] / expected_tokens(right, best)
     luck = sum(step.num_tokens for step in steps) / hoped
     costs = predicted_ms / sum(step.milliseconds for step in steps)
-    ratios = [without / token_ms(each) for without, each in zip(alone, runs, strict=True)]
-    measured, predicted = statistics.median(ratios), best * curve[0]
-    chosen = ", ".join(f"{count}: {number}" for count, number in sorted(Counter(s.num_drafted for s in steps).items()))
     print(
-        f"p = {right}: {measured:.3f} times as fast ({min(ratios):.3f} to {max(ratios):.3f}), predicted "
-        f"{predicted:.3f}, ratio {measured / predicted:.3f}: choice {choice:.3f}, luck {luck:.3f}, cost {costs:.3f}; "
-        f"steps by k: {chosen}",
-        flush=True,
+        f"p = {right}: {spread(measured)} times as fast, predicted {spread(predicted)} with k = {best}, ratio "
+        f"{spread(ratios)}: choice {choice:.3f}, luck {luck:.3f}, cost {costs:.3f}"
     )
-    by_count: dict[int, list[float]] = {}
+    by_count: dict[int, list[Step]] = {}
     for step in steps:
-        by_count.setdefault(step.num_drafted, []).append(step.milliseconds)
-    print("   ms by k:", ", ".join(f"{count}: {statistics.median(by_count[count]):.1f}" for count in sorted(by_count)))
+        by_count.setdefault(step.num_drafted, []).append(step)
+    chosen = (f"{count}: {len(of)} of {step_ms(of):.1f} ms" for count, of in sorted(by_count.items()))
+    print("    steps by k:", ", ".join(chosen), flush=True)
 
 
 def write_random_heads(model_dir: Path, directory: Path) -> None:
