@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-gateway soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv bench-lora bench-embeddings dev clean
+.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-chaos soak-gateway soak-speculation soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv bench-lora bench-embeddings dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make soak-step-cost                           what a worker learns of its steps, over days of virtual time'
 	@echo 'make soak-chaos                               an hour of random faults under random clients'
 	@echo 'make soak-gateway                             20,000 made-up requests, and long runs of properties'
+	@echo 'make soak-speculation [ARGS="-k ngram"]        500 prompts with each proposer, up to 64 at once; hours'
 	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
 	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
 	@echo 'make bench-engine                             of these, only the engine beside openvino-genai'
@@ -110,6 +111,10 @@ soak: .venv/.dev .links/headrace
 # HEADRACE_SEED repeats a run's choices.
 soak-chaos: .venv/.dev .links/headrace
 	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_chaos.py $(ARGS)
+
+# Each answer is compared with that without drafts, bit for bit. ARGS="-k '64 and plain'" runs some of it.
+soak-speculation: .venv/.dev .links/headrace
+	HEADRACE_SOAK=1 $(BIN)/pytest -n 0 -s tests/e2e/test_speculation_exact.py --timeout 14400 $(ARGS)
 
 # What checks images, compose files and manifests: large, and of no use to tests.
 .venv/.check: .venv/.dev
