@@ -19,6 +19,14 @@ from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import Serve, serving, until
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import Stream, chat_body, load, run_streams
+from tests.worker.heads.files import (
+    TARGET_SIZE,
+    VOCAB_SIZE,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    write_heads,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -139,15 +147,17 @@ async def test_streams_survive_a_worker_that_hangs(two_workers: Serve, sampling:
 
 
 @pytest.mark.timeout(240 + 60 * ROUNDS)
-async def test_streams_with_drafts_of_a_smaller_model_survive() -> None:
-    flags = ("--workers", "2", "--threads", "1", "--execution-mode", "accuracy", "--draft-model", str(small_model()))
+@pytest.mark.parametrize("proposer", ["draft", "eagle3", "medusa"])
+async def test_streams_with_drafts_of_a_smaller_model_or_of_heads_survive(proposer: str, tmp_path: Path) -> None:
+    flags = ("--workers", "2", "--threads", "1", "--execution-mode", "accuracy")
+    flags += ("--draft-model", str(draft_directory(proposer, tmp_path)))
     # Longer answers: drafts begin when the costs of steps are known.
     asked = [chat_body(number, 3 * MAX_TOKENS, **SEEDED, **more) for number in range(2) for more in ({}, {"top_k": 5})]
     with serving(*flags) as system:
         until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
         undisturbed = await run_streams(system.base_url, asked)
         for _ in range(ROUNDS):
-            drafting = [row for row in system.status() if "draft" in (row.get("draft_tokens_by_proposer") or ())]
+            drafting = [row for row in system.status() if proposer in (row.get("draft_tokens_by_proposer") or ())]
             assert drafting, "no worker has drafted"
             victim = drafting[0]
 
@@ -158,6 +168,17 @@ async def test_streams_with_drafts_of_a_smaller_model_survive() -> None:
             tell("a drafting worker died", streams)
             assert differences(streams, undisturbed) == []
             until_whole_and_idle(system)
+
+
+def draft_directory(proposer: str, directory: Path) -> Path:
+    """The model itself as a smaller one, or random heads."""
+    if proposer == "eagle3":
+        config = eagle_config()
+        return write_heads(directory, config, eagle_tensors(config))
+    if proposer == "medusa":
+        config = {"medusa_num_heads": 1, "medusa_num_layers": 1}
+        return write_heads(directory, config, medusa_tensors(TARGET_SIZE, VOCAB_SIZE, 1, 1))
+    return small_model()
 
 
 def until_whole_and_idle(system: Serve) -> None:
