@@ -1,4 +1,5 @@
-"""`python -m headrace.worker.check DIR`: whether a worker can serve the model in a directory. Compiles nothing.
+"""`python -m headrace.worker.check DIR`: whether a worker can serve the model, or use the heads, in a directory.
+Compiles nothing.
 
 The exit status is 0, or 2 with one line, `error: SENTENCE`, on standard error: the sentence with which a worker would
 end.
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import openvino as ov
 
+from headrace.common.model_files.heads import HeadsKind, heads_kind
 from headrace.common.model_files.task import task_of
 from headrace.worker.config import ConfigurationError
 from headrace.worker.encoder.files import read_encoder_files, refuse_embedder_with_cache
 from headrace.worker.encoder.runner import read_encoder
-from headrace.worker.model.directory import read_model_dir
+from headrace.worker.heads.eagle_files import read_eagle
+from headrace.worker.heads.medusa_files import read_medusa
+from headrace.worker.model.directory import REQUIRED_FILES, read_model_dir
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import replace_head
 from headrace.worker.model.paging import read_paged
@@ -24,7 +28,11 @@ from headrace.worker.weights.file_memory import FileMemory
 
 
 def check_servable(model_dir: Path) -> None:
-    """Raise ConfigurationError for a model that a worker would refuse to load."""
+    """Raise ConfigurationError for a model that a worker would refuse to load, or for heads that cannot be read."""
+    kind = heads_kind(model_dir)
+    if kind is not None and not (model_dir / REQUIRED_FILES[0]).is_file():
+        (read_eagle if kind is HeadsKind.EAGLE3 else read_medusa)(model_dir)
+        return
     read_model_dir(model_dir)
     if task := task_of(model_dir):
         read_encoder(ov.Core(), model_dir, read_encoder_files(model_dir, task, None))

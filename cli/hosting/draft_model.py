@@ -7,37 +7,35 @@ from pathlib import Path
 import click
 
 from headrace.cli.errors import CommandError
-from headrace.cli.models.model_cache import cached_names, check_model_directory, is_model_name, model_directory
-from headrace.common.model_files.heads import heads_kind, heads_weights
+from headrace.cli.models.model_cache import cached_names, check_cached_directory, is_model_name, model_directory
+from headrace.cli.models.reference import parse_reference
 
 
-def find_draft_model(model: str) -> Path:
-    """The directory of a model in the cache, or of the directory `model`. CommandError if there is none, or if it
-    lacks files."""
-    path = Path(model).expanduser()
-    if is_model_name(model) and model_directory(model).exists():
-        path = model_directory(model)
+def find_draft_model(model: str, *, offline: bool = False) -> Path:
+    """The directory of a model or heads in the cache, of the directory `model`, or of what is pulled from a hub by this
+    name. CommandError if there is none, or if it lacks files."""
+    path, reference = Path(model).expanduser(), parse_reference(model)
+    name = model if reference is None else reference.name
+    if is_model_name(name) and model_directory(name).exists():
+        path = model_directory(name)
     elif not path.is_dir():
-        known = ", ".join(sorted(cached_names())) or "nothing"
-        raise CommandError(
-            f"--draft-model {model!r} is neither a directory nor a model in the cache, which has {known}; get it with "
-            "headrace pull"
-        )
-    if heads_kind(path) is None:
-        check_model_directory(path)
-    elif not heads_weights(path):
-        raise CommandError(f"the heads in {path} have no model.safetensors; copy it there")
+        if reference is None:
+            known = ", ".join(sorted(cached_names())) or "nothing"
+            raise CommandError(
+                f"--draft-model {model!r} is neither a directory nor a model in the cache, which has {known}; get it "
+                "with headrace pull, or name one on a hub as OWNER/NAME"
+            )
+        # A deferred import: serving what is in the cache does not need it.
+        from headrace.cli.models.pull import pull_model, source_of
+
+        return pull_model(source_of(model), offline=offline)
+    check_cached_directory(path)
     return path.absolute()
-
-
-def _found(_context: click.Context, _option: click.Parameter, model: str | None) -> Path | None:
-    return None if model is None else find_draft_model(model)
 
 
 draft_model_option = click.option(
     "--draft-model",
     metavar="NAME_OR_DIR",
-    callback=_found,
-    help="Smaller model with the same tokenizer, in the cache or in a directory, or directory of EAGLE-3 or Medusa "
-    "heads for this model, that proposes tokens.",
+    help="Smaller model with the same tokenizer, or EAGLE-3 or Medusa heads for this model, that propose tokens: name "
+    "in the cache, directory, or OWNER/NAME on a hub.",
 )

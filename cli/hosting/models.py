@@ -19,7 +19,8 @@ from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import (
     cache_directory,
     cached_names,
-    check_model_directory,
+    check_cached_directory,
+    heads_in,
     model_directory,
     model_lock,
     no_pulls,
@@ -31,6 +32,7 @@ from headrace.cli.models.requirements import GIB, kv_cache_gib, worker_bytes
 from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common.model_files.config import config_in
+from headrace.common.model_files.heads import HeadsKind, heads_weights
 
 _CONTEXTS = (8192, 32768)
 _CATALOGUE_TITLES = ("name", "source", "licence", "size", "context", "memory 8k", "32k", "tools", "checked")
@@ -47,6 +49,7 @@ class CachedModel:
     weight_bytes: int
     config: dict[str, Any]
     problem: str
+    heads: HeadsKind | None = None
 
     @property
     def origin(self) -> str:
@@ -57,8 +60,8 @@ class CachedModel:
 
     @property
     def shape(self) -> ModelShape | None:
-        """The shape in the model's config.json."""
-        return shape_of(self.config)
+        """The shape in the model's config.json; None for heads."""
+        return shape_of(self.config) if self.heads is None else None
 
 
 def cached_model(name: str) -> CachedModel:
@@ -77,9 +80,10 @@ def cached_model(name: str) -> CachedModel:
         directory,
         source,
         sum(path.stat().st_size for path in _files(directory)),
-        _size(directory / "openvino_model.bin"),
+        sum(map(_size, _weights(directory))),
         config_in(directory / "config.json"),
         _problem(directory),
+        heads_in(directory),
     )
 
 
@@ -91,9 +95,13 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
+def _weights(directory: Path) -> list[Path]:
+    return [directory / "openvino_model.bin"] if heads_in(directory) is None else heads_weights(directory)
+
+
 def _problem(directory: Path) -> str:
     try:
-        check_model_directory(directory)
+        check_cached_directory(directory)
     except CommandError as error:
         return error.message
     return ""
@@ -109,6 +117,7 @@ def _row(model: CachedModel) -> dict[str, Any]:
         "source": model.source,
         "bytes": model.num_bytes,
         "weight_bytes": model.weight_bytes,
+        "heads": None if model.heads is None else model.heads.value,
         "architecture": model.config.get("model_type"),
         "context_tokens": context or None,
         "kv_bytes_per_token": None if shape is None else shape.kv_bytes_per_token,
@@ -237,7 +246,9 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
     if architecture := model.config.get("model_type"):
         yield "architecture", str(architecture)
     shape = model.shape
-    if shape is None:
+    if model.heads is not None:
+        yield "heads", f"{model.heads.value}, for --draft-model"
+    elif shape is None:
         yield "memory", f"{worker_bytes(model.weight_bytes) / GIB:.1f} GiB plus the KV cache"
     else:
         if shape.context_tokens:

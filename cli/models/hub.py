@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -19,6 +20,8 @@ from headrace.cli.models.download import DownloadError, Wanted, download
 from headrace.cli.models.progress import progress_for
 from headrace.cli.models.reference import HubReference
 from headrace.cli.models.selection import HubFile, HubListing
+from headrace.common.model_files.config import config_in
+from headrace.common.model_files.heads import HEADS_CONFIG
 
 _PUBLIC_ENDPOINT = "https://huggingface.co"
 _DEFAULT_REVISION = "main"
@@ -106,6 +109,13 @@ def download_files(
             _download(client, reference, listing, file, target)
         fetched[file.path] = target
     return fetched
+
+
+def fetched_config(client: httpx.Client, reference: HubReference, listing: HubListing, folder: Path) -> dict[str, Any]:
+    """The repository's config.json, downloaded into `folder`; empty if there is none. Raises CommandError."""
+    configs = [file for file in listing.files if file.path == HEADS_CONFIG]
+    found = download_files(client, reference, listing, configs, folder)
+    return config_in(found[HEADS_CONFIG]) if found else {}
 
 
 def _waiting(listing: HubListing, file: HubFile, folder: Path) -> Path:

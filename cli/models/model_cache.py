@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.errors import CommandError
+from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 REQUIRED_FILES = (
@@ -115,11 +116,36 @@ def _name_of(directory: Path) -> str:
     return manifest.name if manifest is not None else directory.name.replace("--", "/", 1)
 
 
+def heads_in(directory: Path) -> HeadsKind | None:
+    """The format of the heads in a directory; None if it has a model."""
+    return None if (directory / REQUIRED_FILES[0]).is_file() else heads_kind(directory)
+
+
+def check_cached_directory(directory: Path) -> None:
+    """Check a directory with a model, or with heads. Raises CommandError that names the problem."""
+    if heads_in(directory) is None:
+        check_model_directory(directory)
+    else:
+        check_heads_directory(directory)
+
+
+def check_heads_directory(directory: Path) -> None:
+    """Check that heads have weights, of the size that they were pulled with. Raises CommandError."""
+    if not heads_weights(directory):
+        raise CommandError(f"the heads in {directory} have no model.safetensors; copy it there")
+    _check_sizes(directory)
+
+
 def check_model_directory(directory: Path) -> None:
     """Check that every required file exists with the size that it was pulled with. Raises CommandError that names the
     problem."""
     if not directory.is_dir():
         raise CommandError(f"there is no model directory {directory}")
+    if (kind := heads_in(directory)) is not None:
+        raise CommandError(
+            f"{directory} has {kind.value} heads and no model; serve the model that they were trained for, and name "
+            "them with --draft-model"
+        )
     missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
     if missing:
         raise CommandError(

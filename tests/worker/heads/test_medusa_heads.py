@@ -12,11 +12,18 @@ import openvino as ov
 import pytest
 
 from headrace.common.model_files.heads import HeadsKind, heads_kind
+from headrace.worker.check import check_servable
 from headrace.worker.config import ConfigurationError
 from headrace.worker.heads.medusa_files import read_medusa
 from headrace.worker.heads.medusa_runner import LastStates, MedusaRunner, build_head
 from tests.worker.adapters.files import safetensors
-from tests.worker.heads.files import medusa_reference, medusa_tensors
+from tests.worker.heads.files import (
+    eagle_config,
+    eagle_tensors,
+    medusa_reference,
+    medusa_tensors,
+    write_heads,
+)
 
 SIZE, VOCAB_SIZE, NUM_HEADS = 64, 200, 3
 CONFIG = {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": 2}
@@ -73,6 +80,22 @@ def test_other_heads_are_refused(tmp_path: Path, config: dict[str, Any], tensors
     given = {**medusa_tensors(SIZE, VOCAB_SIZE, NUM_HEADS, 2), **tensors}
     with pytest.raises(ConfigurationError, match=problem):
         read_medusa(write_medusa(tmp_path, config, given))
+
+
+def test_pulled_heads_are_checked_by_reading_them(tmp_path: Path) -> None:
+    config = eagle_config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, vocab_size=1000)
+    config |= {"intermediate_size": 32, "draft_vocab_size": 50}
+    eagle = write_heads(tmp_path / "eagle", config, eagle_tensors(config))
+    (tmp_path / "medusa").mkdir()
+    medusa = write_medusa(tmp_path / "medusa", CONFIG, medusa_tensors(SIZE, VOCAB_SIZE, NUM_HEADS, 2))
+    for directory, weights, problem in (
+        (eagle, "model.safetensors", "there is no model.safetensors"),
+        (medusa, "medusa_lm_head.safetensors", "there is no medusa_lm_head.safetensors"),
+    ):
+        check_servable(directory)
+        (directory / weights).unlink()
+        with pytest.raises(ConfigurationError, match=problem):
+            check_servable(directory)
 
 
 def test_heads_of_another_vocabulary_and_other_files_are_refused(tmp_path: Path) -> None:
