@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
+from msgspec import structs
+
 from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.text.detokenizer import Detokenizer
 from headrace.gateway.text.stop_strings import StopMatcher
@@ -60,8 +63,7 @@ class Ending:
     """Cached tokens that a worker read from a disk, and that it got from another worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """The next part of a choice. Only the last piece has an ending."""
 
     text: str
@@ -138,7 +140,7 @@ class Choice:
 
     def push(self, message: GenerateResponse) -> Piece:
         """The piece that this message adds. If it has an ending, the generation may be cancelled."""
-        if message.HasField("num_cached_tokens") and self._num_tokens == 0:
+        if self._num_tokens == 0 and message.HasField("num_cached_tokens"):
             self.num_cached_tokens = message.num_cached_tokens - message.num_cached_tokens % self._block_size
             self.num_disk_tokens, self.num_peer_tokens = message.num_disk_tokens, message.num_peer_tokens
         self._num_drafted_tokens += message.num_drafted_tokens
@@ -149,7 +151,7 @@ class Choice:
         if not self._wants_tokens:
             return Piece("", 0, (), Ending("length", None, 0, self.num_cached_tokens), prompt_logprobs=of_prompt)
         piece = self._push_tokens(message)
-        return replace(piece, prompt_logprobs=of_prompt) if of_prompt else piece
+        return structs.replace(piece, prompt_logprobs=of_prompt) if of_prompt else piece
 
     def _push_tokens(self, message: GenerateResponse) -> Piece:
         finish = message.finish if message.HasField("finish") else None

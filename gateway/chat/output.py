@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob
 from headrace.gateway.chat.formats import ModelFormat
 from headrace.gateway.chat.output_parsers.families import OutputFormat, OutputParser
@@ -21,8 +23,7 @@ from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.checks import unsupported
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPiece:
+class ChatPiece(msgspec.Struct, frozen=True):
     """The next part of a chat's choice. Only the last piece has an ending."""
 
     deltas: Sequence[Delta]

@@ -87,8 +87,9 @@ class _Answer:
             if message.start_pos != len(self.delivered):
                 return False
             self.delivered.extend(token_ids)
-        self._identity = message.model_identity or self._identity
-        self._num_cached_tokens = self._num_cached_tokens or message.num_cached_tokens
+        if message.HasField("num_cached_tokens"):  # the first message of an attempt
+            self._identity = message.model_identity or self._identity
+            self._num_cached_tokens = self._num_cached_tokens or message.num_cached_tokens
         return True
 
     def closing(self) -> GenerateResponse | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import msgspec
 
 from headrace.gateway.chat.output_parsers.source import SPACE, MismatchError, Source, Steps
 
@@ -12,30 +13,26 @@ Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The tools that were offered: the JSON schema of the parameters by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(msgspec.Struct, frozen=True):
     """More of the answer's text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """More of the reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallDelta:
+class CallDelta(msgspec.Struct, frozen=True):
     """A tool call begins; its arguments follow."""
 
     index: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentsDelta:
+class ArgumentsDelta(msgspec.Struct, frozen=True):
     """More of a call's arguments. All of them together are a JSON object, or its beginning if the text was cut off."""
 
     index: int
