@@ -82,8 +82,14 @@ test: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done
 	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps $(addprefix -r ,$^)
 	@touch $@
 
+# Versions of transformers that optimum-intel needs for some architectures, in front of the packages above.
+.make/transformers-%/.done: .make/architectures/.done
+	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target .make/transformers-$* transformers==$* huggingface_hub==1.21.0
+	@touch $@
+
 # All families, and prompts of 2,000 tokens; the models are exported once, which takes minutes.
-test-architectures: .venv/.dev .links/headrace .make/architectures/.done
+test-architectures: .venv/.dev .links/headrace .make/transformers-5.2.0/.done .make/transformers-5.5.4/.done
 	HEADRACE_ARCHITECTURES=1 $(BIN)/pytest tests/architectures --timeout 3600 $(ARGS)
 
 # The kernel that the emulated machine boots: Debian's for clouds, which needs no module to get to its first process.

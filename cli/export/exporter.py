@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import resource
 import shutil
@@ -36,19 +37,44 @@ class ExportError(Exception):
 
 def check(directory: Path) -> None:
     """Raise ExportError if no model of this configuration can be exported. Reads config.json alone."""
-    from optimum.exporters.tasks import TasksManager
     from transformers import AutoConfig
 
+    model_type = json.loads((directory / "config.json").read_bytes()).get("model_type")
+    if model_type:
+        check_type(model_type)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise ExportError(f"transformers cannot read its config.json: {_first_line(error)}") from None
+    if config.model_type != model_type:
+        check_type(config.model_type)
+
+
+def check_type(model_type: str) -> None:
+    """Raise ExportError if optimum-intel cannot export the architecture, or not with this version of transformers."""
+    import transformers
+    from optimum.exporters.tasks import TasksManager
+    from packaging.version import Version
+
     try:
-        tasks = TasksManager.get_supported_tasks_for_model_type(config.model_type, "openvino", library_name=_LIBRARY)
+        tasks = TasksManager.get_supported_tasks_for_model_type(model_type, "openvino", library_name=_LIBRARY)
     except KeyError:
         tasks = {}
     if _TASK not in tasks:
-        raise ExportError(f"optimum-intel exports no text-generating models of its architecture ({config.model_type})")
+        raise ExportError(f"optimum-intel exports no text-generating models of its architecture ({model_type})")
+    kind = tasks[_TASK].func
+    least, most = (Version(str(limit)) if limit else None for limit in _limits(kind))
+    installed = Version(transformers.__version__)
+    if (least and installed < least) or (most and installed > most):
+        wanted = " and ".join(f"{what} {limit}" for what, limit in (("at least", least), ("at most", most)) if limit)
+        raise ExportError(
+            f"optimum-intel exports its architecture ({model_type}) with transformers of {wanted}, and this Python has "
+            f"{installed}; set HEADRACE_EXPORT_PYTHON to a Python with such a version"
+        )
+
+
+def _limits(kind: Any) -> tuple[Any, Any]:
+    return getattr(kind, "MIN_TRANSFORMERS_VERSION", None), getattr(kind, "MAX_TRANSFORMERS_VERSION", None)
 
 
 def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from tests.architectures.export import log_probabilities, model_of
-from tests.architectures.families import FAMILIES, VOCABULARY
+from tests.architectures.families import FAMILIES, VOCABULARY, directory_name
 
 LENGTH = 60
 NUM_ADAPTERS = 8
@@ -116,5 +116,5 @@ def export(name: str, directory: Path) -> None:
 
 if __name__ == "__main__":
     for family in sys.argv[2:]:
-        if not (Path(sys.argv[1]) / family).is_dir():
-            export(family, Path(sys.argv[1]) / family)
+        if not (Path(sys.argv[1]) / directory_name(family)).is_dir():
+            export(family, Path(sys.argv[1]) / directory_name(family))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.architectures.export import model_of, tokenizer
-from tests.architectures.families import FAMILIES
+from tests.architectures.families import FAMILIES, directory_name
 
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -30,5 +30,5 @@ def write(name: str, directory: Path) -> None:
 
 if __name__ == "__main__":
     for family in sys.argv[2:]:
-        if not (Path(sys.argv[1]) / family).is_dir():
-            write(family, Path(sys.argv[1]) / family)
+        if not (Path(sys.argv[1]) / directory_name(family)).is_dir():
+            write(family, Path(sys.argv[1]) / directory_name(family))

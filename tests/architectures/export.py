@@ -2,8 +2,8 @@
 
 Runs in an environment of its own (`make test-architectures`), with PyTorch and optimum-intel; nothing is downloaded.
 
-OUTDIR/NAME/           the model as optimum-intel writes it, with a small tokenizer
-OUTDIR/NAME/reference.npz
+OUTDIR/DIRECTORY/      the model as optimum-intel writes it, with a small tokenizer; see `directory_name`
+OUTDIR/DIRECTORY/reference.npz
     tokens  i64 [LONG]                   a random text
     short   f32 [SHORT, vocabulary]      log-probabilities behind each of its first tokens, of a text of that length
     long    f32 [LONG, vocabulary]       the same, computed of the whole text
@@ -34,7 +34,7 @@ from optimum.exporters.openvino import export_from_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.architectures.families import FAMILIES, VOCABULARY, Family
+from tests.architectures.families import FAMILIES, VOCABULARY, Family, directory_name
 
 SHORT, LONG, GREEDY = 300, 2000, 12
 # The first token of a continuation is clear if it leads by this log-probability. So many prompts are tried.
@@ -43,7 +43,7 @@ _NETWORK = "openvino_model.xml"
 # Mark what nncf multiplies with scales: the names of weights are in front of it.
 _DECOMPRESSED = "/fq_weights_"
 _UNCOMPRESSED = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-_WITHOUT_SDPA = {"gpt_oss", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "mamba"}
+_WITHOUT_SDPA = {"gpt_oss", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "mamba", "falcon_mamba"}
 
 
 def model_of(family: Family) -> PreTrainedModel:
@@ -196,8 +196,8 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     root = Path(sys.argv[1])
     for name in sys.argv[2:]:
-        if not (root / name).is_dir():
-            export(name, root / name)
+        if not (root / directory_name(name)).is_dir():
+            export(name, root / directory_name(name))
 
 
 if __name__ == "__main__":

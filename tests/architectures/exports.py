@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.cli.models.model_cache import cache_directory
+from tests.architectures.families import FAMILIES, directory_name
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PYTHON = ROOT / ".make/architectures/bin/python"
-_MADE_BY = ("requirements.txt", "export.py", "families.py")
+_MADE_BY = ("requirements.txt", "export.py")
 
 
-def exported(names: Sequence[str]) -> Path:
-    """The directory with one directory per model. Missing models are exported."""
-    return _made(names, "export", _MADE_BY)
+def exported(names: Sequence[str]) -> Mapping[str, Path]:
+    """The directory of each model. Missing models are exported."""
+    return _of_families(names, "export", _MADE_BY)
 
 
-def exported_adapters(names: Sequence[str]) -> Path:
-    """The directory with one directory of adapters per model. Missing ones are created."""
-    return _made(names, "adapters", (*_MADE_BY, "adapters.py"))
+def exported_adapters(names: Sequence[str]) -> Mapping[str, Path]:
+    """The directory of adapters of each model. Missing ones are created."""
+    return _of_families(names, "adapters", (*_MADE_BY, "adapters.py"))
 
 
-def written_checkpoints(names: Sequence[str]) -> Path:
-    """The directory with one checkpoint in safetensors form per model. Missing ones are written."""
-    return _made(names, "checkpoints", (*_MADE_BY, "checkpoints.py"))
+def written_checkpoints(names: Sequence[str]) -> Mapping[str, Path]:
+    """The checkpoint of each model in safetensors form. Missing ones are written."""
+    return _of_families(names, "checkpoints", (*_MADE_BY, "checkpoints.py"))
 
 
 def exported_encoders(names: Sequence[str]) -> Path:
@@ -41,15 +43,37 @@ def exported_small_encoders(names: Sequence[str]) -> Path:
     return _made(names, "small_encoders", ("requirements.txt", "small_encoders.py"))
 
 
-def _made(names: Sequence[str], module: str, made_by: Sequence[str]) -> Path:
+def _of_families(names: Sequence[str], module: str, made_by: Sequence[str]) -> Mapping[str, Path]:
+    directories = {name: directory_name(name) for name in names}
+    root = _made(names, module, made_by, directories)
+    return {name: root / directory for name, directory in directories.items()}
+
+
+def _made(
+    names: Sequence[str], module: str, made_by: Sequence[str], directories: Mapping[str, str] | None = None
+) -> Path:
+    """The directory with what the module makes of each name: in `directories`, or under the names themselves."""
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in made_by)).hexdigest()[:16]
     root = cache_directory() / "test-architectures" / digest
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [name for name in names if not (root / name).is_dir()]
-        if missing:
-            command = [PYTHON, "-m", f"tests.architectures.{module}", root, *missing]
-            made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            assert made.returncode == 0, made.stderr[-3000:]
+        missing: dict[str, list[str]] = {}
+        for name in names:
+            if not (root / (directories or {}).get(name, name)).is_dir():
+                version = FAMILIES[name].transformers if directories else ""
+                missing.setdefault(version, []).append(name)
+        for version, group in missing.items():
+            _run([str(PYTHON), "-m", f"tests.architectures.{module}", str(root), *group], version)
     return root
+
+
+def _run(command: Sequence[str], version: str) -> None:
+    """Run a command that exports, with the packages of another version of transformers in front of the others."""
+    environment = dict(os.environ)
+    if version:
+        packages = ROOT / f".make/transformers-{version}"
+        assert packages.is_dir(), f"make .make/transformers-{version}/.done makes what exports this model"
+        environment["PYTHONPATH"] = os.pathsep.join((str(packages), environment.get("PYTHONPATH", "")))
+    made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-3000:]

@@ -6,6 +6,7 @@ models, and the one that serves them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,8 @@ class Family:
     """A model type of transformers, and the values of its configuration that are not the common ones. `refused` is what
     the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run. `weights`
     is f32, f16 or bf16, or one of nncf's modes (int4 ones in groups of 32). Some layers of `is_recurrent` families keep
-    a state instead of keys and values."""
+    a state instead of keys and values. `transformers` is the version that exports the model, if it is not the one in
+    requirements.txt."""
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class Family:
     refused: str = ""
     weights: str = "f32"
     is_recurrent: bool = False
+    transformers: str = ""
 
     @property
     def whole_config(self) -> dict[str, Any]:
@@ -80,6 +83,17 @@ _GPT2 = {
     "n_positions": CONTEXT,
 }
 _SLIDING = {"sliding_window": 64, "head_dim": 32, **_GROUPED}
+
+_GATED_DELTA = {
+    **_GROUPED,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", _GROUPED, is_short=True),
@@ -185,6 +199,20 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family("gpt_oss", {**_SLIDING, **_MOE, "layer_types": ["sliding_attention", "full_attention"]}),
     "hunyuan_v1_dense": Family("hunyuan_v1_dense", {**_GROUPED, "head_dim": 32}),
     "mamba": Family("mamba", {"state_size": 16}, refused="recurrent"),
+    "falcon_mamba": Family("falcon_mamba", {"state_size": 16}, refused="recurrent"),
+    "zamba2": Family(
+        "zamba2",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "mamba_d_state": 16,
+            "n_mamba_heads": 4,
+            "num_key_value_heads": 4,
+            "mamba_ngroups": 1,
+            "num_mem_blocks": 1,
+        },
+        refused="cannot page",
+    ),
     "lfm2": Family(
         "lfm2",
         {**_GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
@@ -192,19 +220,31 @@ FAMILIES: Mapping[str, Family] = {
         is_recurrent=True,
     ),
     "qwen3_next": Family(
-        "qwen3_next",
+        "qwen3_next", {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 64}, is_recurrent=True
+    ),
+    # The positions of a step's tokens are counted from one past length.
+    "qwen3_5_text": Family("qwen3_5_text", _GATED_DELTA, refused="over all tokens", transformers="5.2.0"),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
         {
             **_GROUPED,
             **_MOE,
-            "head_dim": 32,
             "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            "shared_expert_intermediate_size": 64,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "shared_intermediate_size": 64,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "position_embedding_type": "nope",
         },
         is_recurrent=True,
+        transformers="5.5.4",
     ),
 }
+
+
+def directory_name(name: str) -> str:
+    """The directory of a family's model. Another configuration has another one."""
+    digest = hashlib.sha256(repr(FAMILIES[name]).encode()).hexdigest()
+    return f"{name}-{digest[:8]}"

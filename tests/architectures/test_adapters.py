@@ -39,9 +39,9 @@ class Adapted:
     """A compiled model with all of its adapters in memory, and their reference."""
 
     def __init__(self, name: str, model_dir: Path | None = None) -> None:
-        directory = exported_adapters(NAMES) / name
+        directory = exported_adapters(NAMES)[name]
         self.runner = OpenVINOModelRunner(
-            model_dir or exported(NAMES) / name,
+            model_dir or exported(NAMES)[name],
             threads=2,
             kv_precision="f32",
             execution_mode="accuracy",
@@ -108,7 +108,7 @@ def test_adapters_make_a_difference() -> None:
 
 def test_adapters_of_a_model_converted_from_gguf_are_those_of_transformers(tmp_path: Path) -> None:
     """Its graph has no names, and its file has the rows of queries and keys in another order."""
-    directory = exported_adapters(NAMES) / "llama"
+    directory = exported_adapters(NAMES)["llama"]
     with np.load(directory / "weights.npz") as weights:
         model = Adapted("llama", write_converted(tmp_path, weights))
     requests = [model.request(adapter, 60) for adapter in ["base", *model.adapters]]
@@ -123,7 +123,7 @@ def test_adapters_of_a_model_converted_from_gguf_are_those_of_transformers(tmp_p
 def test_gguf_adapters_are_those_of_transformers(tmp_path: Path) -> None:
     """The adapter of PEFT in llama.cpp's format, in a model that an exporter wrote."""
     model, adapter = adapted("llama"), "a3"
-    directory = exported_adapters(NAMES) / "llama"
+    directory = exported_adapters(NAMES)["llama"]
     weights = directory / adapter / "adapter_model.safetensors"
     tensors = {key: floats_of(values) for key, values in _tensors(weights.read_bytes(), weights).items()}
     heads = {"q_proj": HEADS, "k_proj": KV_HEADS}
@@ -148,7 +148,7 @@ def test_slots_of_a_step_follow_its_requests() -> None:
         request = model.request(model.adapters[slot], 40)
         first = model.run([request], 1024)[request.request_id]
         assert abs(first - float(model.reference[model.adapters[slot]][39].max())) < TOLERANCE
-    directory = exported_adapters(NAMES) / "llama"
+    directory = exported_adapters(NAMES)["llama"]
     assert model.runner.adapters is not None
     for other in (3, 0):
         files = read_peft(directory / model.adapters[other], model.runner.linears)

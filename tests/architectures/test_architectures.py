@@ -90,7 +90,7 @@ class Served:
 
 @lru_cache(maxsize=1)
 def served(name: str) -> Served:
-    return Served(exported(NAMES) / name)
+    return Served(exported(NAMES)[name])
 
 
 def scored(tokens: Sequence[int]) -> Request:
@@ -184,7 +184,7 @@ def test_states_of_preempted_and_resumed_requests_are_those_of_the_unpaged_model
 @pytest.mark.parametrize("name", RECURRENT[:1])
 def test_a_worker_loads_a_model_with_states_and_says_where_they_are_saved(name: str, tmp_path: Path) -> None:
     address = "127.0.0.1:0"
-    config = WorkerConfig(exported(NAMES) / name, name, "w", address, address, kv_cache_bytes=1 << 24, threads=2)
+    config = WorkerConfig(exported(NAMES)[name], name, "w", address, address, kv_cache_bytes=1 << 24, threads=2)
     model = load_model(config)
     slots, saved = model.engine.scheduler.kv_cache.num_states
     assert model.card.state_interval_tokens == 256
@@ -202,7 +202,7 @@ def test_a_worker_loads_a_model_with_states_and_says_where_they_are_saved(name: 
 def test_long_prompts_are_those_of_transformers(name: str) -> None:
     """Prompts run in chunks of 512, together with a short prompt. Models with two sets of rotary factors must use the
     second."""
-    model = Served(exported(NAMES) / name, max_context_tokens=CONTEXT)
+    model = Served(exported(NAMES)[name], max_context_tokens=CONTEXT)
     requests = [scored(model.tokens), scored(model.tokens[:20])]
     model.run(model.engine(512), requests)
     for request in requests:
@@ -212,7 +212,7 @@ def test_long_prompts_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name in {"phi3-longrope", "phi4-mini"}])
 def test_one_request_does_not_change_the_rotary_factors_of_another(name: str) -> None:
     """If the context needs the second set of factors, every prompt uses it, alone and in a batch."""
-    model = Served(exported(NAMES) / name, max_context_tokens=CONTEXT)
+    model = Served(exported(NAMES)[name], max_context_tokens=CONTEXT)
     assert model.runner.depends_on_context
     alone, beside, longer = scored(model.tokens[:300]), scored(model.tokens[:300]), scored(model.tokens)
     model.run(model.engine(512), [alone])
@@ -224,19 +224,19 @@ def test_one_request_does_not_change_the_rotary_factors_of_another(name: str) ->
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(ConfigurationError, match=FAMILIES[name].refused):
-        read_paged(ov.Core(), exported(NAMES) / name)
+        read_paged(ov.Core(), exported(NAMES)[name])
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if name in {"gpt2", "phi3", "bloom", "falcon", "gpt_neox"}])
 def test_a_product_that_gives_query_key_and_value_is_computed_once(name: str) -> None:
-    model = read_paged(ov.Core(), exported(NAMES) / name).graph
+    model = read_paged(ov.Core(), exported(NAMES)[name]).graph
     before = num_weights(model)
     fuse_projections(model, FileMemory([]))
     assert num_weights(model) <= before
 
 
 def test_a_table_of_positions_has_an_end() -> None:
-    directory = exported(NAMES) / "gpt2"
+    directory = exported(NAMES)["gpt2"]
     read_paged(ov.Core(), directory, CONTEXT)
     with pytest.raises(ConfigurationError, match=f"{CONTEXT} positions"):
         read_paged(ov.Core(), directory, CONTEXT + 1)
@@ -259,7 +259,7 @@ def unpaged(name: str, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
     """Log-probabilities after each token, computed by the exported model as it is: [tokens, vocabulary]."""
     core = ov.Core()
     properties = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_PRECISION_HINT": "f32"}
-    compiled = core.compile_model(core.read_model(exported(NAMES) / name / "openvino_model.xml"), "CPU", properties)
+    compiled = core.compile_model(core.read_model(exported(NAMES)[name] / "openvino_model.xml"), "CPU", properties)
     inputs = {
         "input_ids": np.array([tokens], np.int64),
         "attention_mask": np.ones((1, len(tokens)), np.int64),

@@ -7,12 +7,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.export import exporter as exporter_file
 from headrace.cli.export import run as exporting
 from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, weights_named
 from headrace.cli.main import cli
@@ -167,6 +171,44 @@ def test_failures_of_the_exporter_are_sentences(
     with pytest.raises(CommandError, match=sentence) as raised:
         exporting.check_exportable("o/m", CONFIG)
     assert raised.type is kind
+
+
+@pytest.mark.parametrize(
+    ("model_type", "problem"),
+    [
+        ("fits", ""),
+        (
+            "newer",
+            r"\(newer\) with transformers of at least 5.5.0, and this Python has 4.57.6; set HEADRACE_EXPORT_PYTHON",
+        ),
+        ("between", "of at least 5.2.0 and at most 5.2.99,"),
+        ("older", "of at most 4.56.0,"),
+        ("pictures", r"no text-generating models of its architecture \(pictures\)"),
+        ("unknown", r"no text-generating models of its architecture \(unknown\)"),
+    ],
+)
+def test_an_architecture_that_needs_another_transformers_is_refused(
+    model_type: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {
+        "newer": ("5.5.0", None),
+        "between": ("5.2.0", "5.2.99"),
+        "older": (None, "4.56.0"),
+        "fits": ("4.5", None),
+    }
+
+    def supported(model_type: str, _exporter: str, library_name: str) -> dict[str, object]:
+        if model_type == "pictures":
+            return {"image-to-text": partial(object)}
+        least, most = limits[model_type]
+        made = type("Config", (), {"MIN_TRANSFORMERS_VERSION": least, "MAX_TRANSFORMERS_VERSION": most})
+        return {"text-generation-with-past": partial(made)}
+
+    tasks = SimpleNamespace(TasksManager=SimpleNamespace(get_supported_tasks_for_model_type=supported))
+    monkeypatch.setitem(sys.modules, "optimum.exporters.tasks", tasks)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="4.57.6"))  # type: ignore[arg-type]
+    with pytest.raises(exporter_file.ExportError, match=problem) if problem else nullcontext():
+        exporter_file.check_type(model_type)
 
 
 def test_sizes_follow_bits_and_groups() -> None:

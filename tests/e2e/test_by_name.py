@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def checkpoint() -> Path:
     """A small model with weights as safetensors."""
-    return written_checkpoints(["llama"]) / "llama"
+    return written_checkpoints(["llama"])["llama"]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.model.batch import StateInputs
 from headrace.worker.model.directory import NETWORK, context_of, has_windows, read_config, uses_alibi
 from headrace.worker.model.positions import UnservableError, settle_positions
-from headrace.worker.states.tables import STATE_TABLES, UNTESTED_TABLE, set_table_types
+from headrace.worker.states.tables import STATE_TABLES, set_table_types
 
 # Inputs of the operators that replace recurrent layers, and the beginnings of the names of their tables of states.
 STATE_INPUTS = tuple(f"la.{name}" for name in StateInputs._fields)
@@ -101,11 +101,6 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
             raise UnservableError(_LOSES_ALIBI.format(kind)) from error
         log.info("OpenVINO says: %s", reason_of(error))
         raise UnservableError(f"OpenVINO cannot page the attention of its architecture ({kind}); {_REMEDY}") from error
-    if any(port.any_name.startswith(UNTESTED_TABLE) for port in model.inputs):
-        raise UnservableError(
-            f"layers of its architecture ({kind}) keep the recurrent state of a state space, which is not supported; "
-            "serve a model of another architecture"
-        )
     if any(node.get_type_name() == "ReadValue" for node in model.get_ops()):
         raise UnservableError(
             f"layers of its architecture ({kind}) keep a recurrent state that OpenVINO cannot page; {_REMEDY}"

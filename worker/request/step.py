@@ -23,17 +23,18 @@ class Scheduled(NamedTuple):
 
 # Slots of states that belong to no request: zeros, from which sequences start, and one that padding tokens write.
 ZERO_SLOT, PADDING_SLOT, FIRST_STATE_SLOT = range(3)
+# Longer than any step. With an interval of 0, OpenVINO writes no state of a state space, and one of other layers.
+AT_THE_END = 1 << 30
 
 
 class StateStep(NamedTuple):
     """What a step does with the states of a request's recurrent layers. It reads `source`. Each time that `past` plus
-    the tokens computed is a multiple of `interval`, and at the end of the step, it writes the next of `destinations`.
-    With an interval of 0 it writes at the end only."""
+    the tokens computed is a multiple of `interval`, and at the end, it writes the next of `destinations`."""
 
     source: int
     destinations: Sequence[int]
     past: int = 0
-    interval: int = 0
+    interval: int = AT_THE_END
 
 
 class Sampled(NamedTuple):

@@ -16,10 +16,8 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.request.step import FIRST_STATE_SLOT
 
-_SUMS = "gated_delta_state_table."
-STATE_TABLES = ("conv_state_table.", _SUMS)
-# The table of a state space, which no test has compared with transformers.
-UNTESTED_TABLE = "selective_ssm_state_table."
+_SUMS = ("gated_delta_state_table.", "selective_ssm_state_table.")
+STATE_TABLES = ("conv_state_table.", *_SUMS)
 
 
 def set_table_types(model: ov.Model) -> None:

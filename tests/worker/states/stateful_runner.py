@@ -35,18 +35,19 @@ class StatefulRunner(FakeRunner):
     def _run(self, batch: Batch, states: StateInputs, sequence: int) -> list[int]:
         """The state after a sequence's tokens."""
         source, *slots = states.block_indices[slice(*states.block_indices_begins[sequence : sequence + 2])].tolist()
-        interval, begun = int(states.cache_interval[sequence]), 0
-        if interval:
-            begun = int(states.past_lens[sequence]) % interval
+        interval = int(states.cache_interval[sequence])
+        if not interval:
+            assert slots == [PADDING_SLOT], "without an interval, states of state spaces are not written"
+            return []
+        begun = int(states.past_lens[sequence]) % interval
         tokens = batch.input_ids[slice(*batch.subsequence_begins[sequence : sequence + 2])].tolist()
         before = self.slots[source]
         assert before is not None, "a slot is read that nobody wrote"
         state = list(before)
         for number, token_id in enumerate(tokens, 1):
             state.append(token_id)
-            is_border = interval > 0 and (begun + number) % interval == 0
-            if is_border or number == len(tokens):
-                slot = slots[(begun + number - 1) // interval] if interval else slots[0]
+            if (begun + number) % interval == 0 or number == len(tokens):
+                slot = slots[(begun + number - 1) // interval]
                 self.slots[slot] = list(state)
                 self.num_state_writes += 1
         return state
