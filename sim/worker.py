@@ -270,7 +270,7 @@ class SimulatedWorker:
             num_uncached_tokens=report.num_uncached_tokens,
             num_blocks=report.num_blocks,
             num_free_blocks=report.num_free_blocks,
-            num_cached_blocks=report.num_cached_blocks,
+            num_cached_blocks=report.num_cached_blocks + report.num_partial_blocks,
             prefill_tokens_per_s=report.prefill_tokens_per_s,
             decode_step_ms=report.decode_step_ms,
             max_num_seqs=self.settings.max_num_seqs,

@@ -43,7 +43,7 @@ class ReportedLoad:
             num_uncached_tokens=load.num_uncached_tokens,
             num_blocks=load.num_blocks,
             num_free_blocks=load.num_free_blocks,
-            num_cached_blocks=load.num_cached_blocks,
+            num_cached_blocks=load.num_cached_blocks + load.num_partial_blocks,
             prefill_tokens_per_s=_rate(load.prefill_tokens_per_s),
             decode_step_ms=_rate(load.decode_step_ms),
             max_num_seqs=load.max_num_seqs,

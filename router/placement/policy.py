@@ -7,7 +7,8 @@ All costs are in milliseconds of expected time, so that a cached prefix, a queue
             + prefill_ms    computation of the uncached part of this prompt
             + decode_ms     generation of the answer, in a batch that is larger by this request, together with the
                             remaining prompts
-            + eviction_ms   cached blocks that must be evicted, times the probability that they are needed again
+            + eviction_ms   cached blocks that must be evicted, times the probability that they are needed again, which
+                            is higher for those that give way to copies of another worker's blocks
             + pressure_ms   missing blocks: another request is preempted and computed again
             + adapter_ms    time to read the request's LoRA adapter into memory
             + transfer_ms   time to fetch cached blocks from the disk or another worker, where that saves computation
@@ -172,7 +173,8 @@ def place(
     if transfers is not None:
         moved = worth_moving(transfers, candidates.values, cached_tokens, 1000.0 / rates[0], most_tokens)
     held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
-    terms = _weighed(request, candidates.values, rates, cached_tokens, held_tokens, now_s, priors)
+    copied_tokens = None if moved is None else moved.copied_tokens
+    terms = _weighed(request, candidates.values, rates, cached_tokens, held_tokens, copied_tokens, now_s, priors)
     for row, more_ms in ((_TRANSFER, None if moved is None else moved.ms), (_ADAPTER, adapter_ms)):
         if more_ms is not None:
             terms[row] = more_ms
@@ -240,10 +242,12 @@ def _weighed(
     rates: tuple[Values, Values],
     cached_tokens: Values,
     held_tokens: Values,
+    copied_tokens: Values | None,
     now_s: float,
     priors: Priors,
 ) -> Values:
-    """The expected cost at each candidate: a row for each field of CostTerms. `held_tokens` includes fetched ones."""
+    """The expected cost at each candidate: a row for each field of CostTerms. `held_tokens` includes fetched ones, and
+    `copied_tokens` are those fetched from other workers."""
     answer = _answer_tokens(request, priors)
     double = priors.batch_for_double_step
     running, uncached, max_num_seqs = values[RUNNING], values[UNCACHED_TOKENS], values[MAX_NUM_SEQS]
@@ -279,9 +283,8 @@ def _weighed(
     decode_ms += np.minimum(behind_ms, ms_per_token * (answer * priors.prompt_tokens_per_step))
     np.minimum(backlog_ms, ahead_ms, out=backlog_ms)
 
-    _weigh_blocks(
-        terms, request.num_prompt_tokens - cached_tokens + answer, answer, values, ms_per_token, step_ms, priors
-    )
+    new_tokens = request.num_prompt_tokens - cached_tokens + answer
+    _weigh_blocks(terms, new_tokens, copied_tokens, answer, values, ms_per_token, step_ms, priors)
     terms[:_TOTAL].sum(axis=0, out=terms[_TOTAL])
     return terms
 
@@ -289,13 +292,15 @@ def _weighed(
 def _weigh_blocks(
     terms: Values,
     new_tokens: Values,
+    copied_tokens: Values | None,
     answer: int,
     values: Values,
     ms_per_token: Values,
     step_ms: Values,
     priors: Priors,
 ) -> None:
-    """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer."""
+    """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer, and
+    `copied_tokens` stay at another worker too."""
     queue_ms, eviction_ms, pressure_ms = terms[0], terms[4], terms[5]
     size, blocks = values[BLOCK_SIZE], values[BLOCKS]
     ms_per_block = size * ms_per_token
@@ -304,7 +309,10 @@ def _weigh_blocks(
     # At least so many are empty: cached blocks that are in use are not among the free.
     displaced = needed - np.maximum(free - values[CACHED_BLOCKS], 0.0)
     is_known = blocks > 0.0
-    np.multiply(np.maximum(displaced, 0.0), ms_per_block * priors.reuse_chance, out=eviction_ms, where=is_known)
+    lost = np.maximum(displaced, 0.0) * priors.reuse_chance
+    if copied_tokens is not None:
+        lost += np.clip(displaced, 0.0, copied_tokens / size) * priors.copy_chance
+    np.multiply(lost, ms_per_block, out=eviction_ms, where=is_known)
     short = needed - np.maximum(free, 0.0)
     # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.
     missing = short + np.floor(values[UNCACHED_TOKENS] / size) - np.floor(answer / size)

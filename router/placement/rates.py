@@ -23,6 +23,8 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
     batch_for_double_step: float = 32.0
     # Chance that a cached block that gives way would have been used again.
     reuse_chance: float = 0.1
+    # As much more if it gives way to a copy of blocks that another worker keeps: then the fleet has fewer blocks.
+    copy_chance: float = 1.0
     # A request goes to its session's worker if that costs at most this much more than the best.
     session_slack_ms: float = 250.0
     # Costs that differ by less are equal.

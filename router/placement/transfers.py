@@ -75,11 +75,12 @@ class BlockFacts(NamedTuple):
 
 class Moved(NamedTuple):
     """For each candidate: the tokens that it should fetch, the time for them in milliseconds, and whether they are on
-    its disk, and not at another worker."""
+    its disk, and not at another worker. `copied_tokens` are those of another worker, which keeps them."""
 
     tokens: Values
     ms: Values
     is_on_disk: npt.NDArray[np.bool_]
+    copied_tokens: Values
 
 
 def worth_moving(
@@ -95,7 +96,8 @@ def worth_moving(
         transfers.disk_tokens, values[DISK_BYTES_PER_S], 0.0, transfers, cached_tokens, ms_per_computed, most_tokens
     )
     is_on_disk = (disk_saved_ms >= peers_saved_ms) & (from_disk > 0.0)
-    return Moved(np.where(is_on_disk, from_disk, from_peers), np.where(is_on_disk, disk_ms, peers_ms), is_on_disk)
+    tokens, copied = np.where(is_on_disk, from_disk, from_peers), np.where(is_on_disk, 0.0, from_peers)
+    return Moved(tokens, np.where(is_on_disk, disk_ms, peers_ms), is_on_disk, copied)
 
 
 def _weighed(

@@ -65,6 +65,22 @@ def test_who_has_the_prefix_gets_the_request_if_it_is_as_idle() -> None:
     assert found.costs["a"].transfer_ms == 0.0
 
 
+@pytest.mark.parametrize(
+    ("num_full_blocks", "num_uncached_tokens", "worker_id"),
+    [(0, 150, "b"), (1000, 150, "a"), (985, 150, "b"), (1000, 500, "b")],
+)
+def test_a_copy_drives_out_other_blocks_only_if_the_wait_is_longer_than_computing(
+    num_full_blocks: int, num_uncached_tokens: int, worker_id: str
+) -> None:
+    holder = msgspec.structs.replace(BUSY, num_uncached_tokens=num_uncached_tokens)
+    found = placed(holder, msgspec.structs.replace(IDLE, num_cached_blocks=num_full_blocks), 0.1)
+    assert found.worker_id == worker_id
+    assert found.source == ("a" if worker_id == "b" else "")
+    # 22 blocks of 16 ms are taken, and 10 of them are copies.
+    displaced = max(0, 22 - (1000 - num_full_blocks))
+    assert found.costs["b"].eviction_ms == pytest.approx(1.6 * displaced + 16.0 * min(displaced, 10))
+
+
 def test_what_takes_as_long_as_computing_is_computed() -> None:
     found = placed(BUSY, IDLE, 0.9)
     assert found.num_moved_tokens == 0

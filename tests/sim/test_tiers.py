@@ -87,3 +87,19 @@ def test_a_disk_reads_one_after_the_other_and_the_oldest_blocks_give_way() -> No
     assert disk.take_ended() == [first, second]
     assert (first.num_read, second.num_read) == (2, 0), "a block that has gone ends the fetch"
     assert woken == [1.0, 2.0]
+
+
+def test_copies_do_not_cost_hits_where_memory_is_full_and_workers_are_busy() -> None:
+    """40 prefixes of 512 tokens at 4 workers, which have room for each prefix once."""
+
+    def found(tiers: TierSettings) -> PolicyReport:
+        generated = trace.Generated(500, 40, 512, prompt_median=60, prompt_sigma=0.5, output_mean=16)
+        worker = WorkerSettings(step_cost.default(), MEMORY, BLOCK, max_num_seqs=8, tiers=tiers)
+        jobs = trace.at_rate([job.hashed(BLOCK) for job in generated.jobs(random.Random(2))], 12.0)
+        outcome = Simulation(jobs, POLICIES["headrace"], FleetSettings(worker, num_workers=4, seed=3)).run()
+        return report_of("headrace", 1, outcome, Objective(10_000, 300))
+
+    alone, together = found(TierSettings()), found(TierSettings(peer_rate=80_000))
+    assert together.peer_share > 0.0
+    assert together.hit_share >= alone.hit_share
+    assert together.ttft_ms.mean <= alone.ttft_ms.mean

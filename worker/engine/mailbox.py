@@ -36,6 +36,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_partial_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_ms: float = 0.0
     counters: dict[str, int] = {}

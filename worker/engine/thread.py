@@ -173,6 +173,7 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
         num_blocks=pool.num_blocks,
         num_free_blocks=pool.num_free_blocks,
         num_cached_blocks=pool.num_cached_blocks,
+        num_partial_blocks=pool.num_partial_blocks,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_step_ms=rates.decode_token_ms,
         counters=counters,

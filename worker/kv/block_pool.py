@@ -113,6 +113,11 @@ class BlockPool:
         """Number of blocks that can be found by their hash, referenced or not."""
         return len(self._block_of_hash)
 
+    @property
+    def num_partial_blocks(self) -> int:
+        """Number of blocks of which only a beginning can be found, referenced or not."""
+        return len(self._content) - len(self._block_of_hash)
+
     def is_findable(self, block_hash: int) -> bool:
         """Whether some block has this hash."""
         return block_hash in self._block_of_hash

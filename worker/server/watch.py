@@ -336,6 +336,7 @@ class WatchHub:
             num_blocks=report.num_blocks,
             num_free_blocks=report.num_free_blocks,
             num_cached_blocks=report.num_cached_blocks,
+            num_partial_blocks=report.num_partial_blocks,
             prefill_tokens_per_s=report.prefill_tokens_per_s,
             decode_step_ms=report.decode_step_ms,
             max_num_seqs=self._max_num_seqs,

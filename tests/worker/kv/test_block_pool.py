@@ -102,8 +102,10 @@ def test_a_block_that_fills_up_is_found_by_its_hash_and_its_old_beginning_is_for
     pool = BlockPool(2, 4)
     (block,) = pool.take(1)
     pool.make_beginning_findable(block, 9, tokens(1, 2), is_first=True)
+    assert (pool.num_cached_blocks, pool.num_partial_blocks) == (0, 1)
     pool.make_findable(block, 100, 9, tokens(1, 2, 3, 4), is_first=True)
     assert pool.find_beginning(9, tokens(1, 2, 3, 4)) == (block, 4)
+    assert (pool.num_cached_blocks, pool.num_partial_blocks) == (1, 0)
     assert pool.take_events() == ([100], [])
     pool.check()
 
