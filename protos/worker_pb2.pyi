@@ -226,7 +226,7 @@ class AdjustWatchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids", "adapters", "adapters_in_memory", "adapter_changes", "disk_events")
+    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids", "adapters", "adapters_in_memory", "adapter_changes", "disk_events", "state_events")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +238,7 @@ class WatchResponse(_message.Message):
     ADAPTERS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_CHANGES_FIELD_NUMBER: _ClassVar[int]
     DISK_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     kv_events: KvEvents
@@ -249,7 +250,8 @@ class WatchResponse(_message.Message):
     adapters_in_memory: AdapterNames
     adapter_changes: AdapterChanges
     disk_events: KvEvents
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., watcher_rank: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., adapters_in_memory: _Optional[_Union[AdapterNames, _Mapping]] = ..., adapter_changes: _Optional[_Union[AdapterChanges, _Mapping]] = ..., disk_events: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
+    state_events: KvEvents
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., watcher_rank: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., adapters_in_memory: _Optional[_Union[AdapterNames, _Mapping]] = ..., adapter_changes: _Optional[_Union[AdapterChanges, _Mapping]] = ..., disk_events: _Optional[_Union[KvEvents, _Mapping]] = ..., state_events: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
 
 class AdapterChanges(_message.Message):
     __slots__ = ("known", "unloaded")

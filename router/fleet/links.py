@@ -346,8 +346,8 @@ class WorkerLink:
         events = message.kv_events
         if events.reset:
             self._index.reset(self.address)
-            self._index.disk.reset(self.slot)
         self._index.disk.apply(self.slot, message.disk_events.stored, message.disk_events.evicted)
+        self._index.states.apply(self.slot, message.state_events.stored, message.state_events.evicted)
         for change, hashes in ((self._index.evict, events.evicted), (self._index.store, events.stored)):
             await self._in_slices(change, hashes)
         self.num_routers = message.num_watchers or 1

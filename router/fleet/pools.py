@@ -75,11 +75,14 @@ class Members:
         return Candidates(self.worker_ids, self.numbers, table.at(self.slots))
 
     def cached_blocks(self, index: PrefixIndex, hashes: Callable[[worker_pb2.ModelCard], Sequence[int]]) -> Depths:
-        """For each worker, the number of blocks from the start of a prompt that are cached there. `hashes` gives the
-        hashes of the prompt's blocks for a card."""
+        """For each worker, the number of blocks from the start of a prompt that are cached there and of use. `hashes`
+        gives the hashes of the prompt's blocks for a card."""
         cached_blocks: Depths = np.zeros(len(self), np.intp)
         for card, numbers in self.chains:
-            cached_blocks[numbers] = index.depths(hashes(card))[self.slots[numbers]]
+            depths = index.depths(hashes(card))[self.slots[numbers]]
+            if card.state_interval_tokens:
+                depths = index.states.cut(hashes(card), self.slots[numbers], depths)
+            cached_blocks[numbers] = depths
         return cached_blocks
 
     def transfers(

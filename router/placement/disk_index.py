@@ -1,4 +1,5 @@
-"""Which blocks the workers' disks hold, so that a prefix counts there that has left the memory. Pure.
+"""Which blocks the workers' disks hold, so that a prefix counts there that has left the memory. The same for the blocks
+behind which a worker has saved a state of recurrent layers. Pure.
 
 Unlike those in memory, the blocks on a disk are not closed under prefixes: the first blocks of a chain may still be in
 memory, and were never written. So a chain is looked up from where the memory ends.
@@ -14,7 +15,8 @@ from headrace.router.placement.candidates import Places
 
 
 class DiskIndex:
-    """Slot of a worker -> hashes on its disk, at most `max_entries` in all. Further ones are left out."""
+    """Slot of a worker -> hashes on its disk, or before its states, at most `max_entries` in all. Further ones are left
+    out."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -42,6 +44,18 @@ class DiskIndex:
         self._num_entries += len(found)
         if not found:
             del self._on_disk[slot]
+
+    def cut(self, hashes: Sequence[int], slots: Places, depths: Places) -> Places:
+        """For each of the workers at `slots`, which have `depths` blocks of a chain in memory: the blocks up to
+        the last one in this index, from which the worker can continue."""
+        ends = np.zeros_like(depths)
+        for number, slot in enumerate(slots.tolist()):
+            found = self._on_disk.get(slot, ())
+            end = int(depths[number])
+            while end and hashes[end - 1] not in found:
+                end -= 1
+            ends[number] = end
+        return ends
 
     def extend(self, hashes: Sequence[int], slots: Places, depths: Places) -> Places | None:
         """For each of the workers at `slots`, which have `depths` blocks of a chain in memory: the number of blocks

@@ -80,6 +80,7 @@ class PrefixIndex:
         assert max_entries > 0, "the index needs room"
         self.max_entries = max_entries
         self.disk = DiskIndex(max_entries)
+        self.states = DiskIndex(max_entries)
         self._num_entries = 0
         self._num_dropped = 0
         self._mask: dict[int, int] = {}
@@ -139,17 +140,18 @@ class PrefixIndex:
             self.reset(worker_id)
             holding = self._holdings.pop(worker_id)
             self._holding_of_slot[holding.slot] = None
-            self.disk.reset(holding.slot)
             self._giver = None
 
     def reset(self, worker_id: str) -> None:
-        """Forget all blocks of a known worker, predicted ones included."""
+        """Forget all blocks of a known worker, predicted ones included, and its disk and states."""
         holding = self._holdings[worker_id]
         self._take_out(holding, holding.log)
         assert not holding.count, "the log names all"
         self._gapped &= ~holding.bit
         holding.log = array("Q")
         self._predictions.forget(holding.bit)
+        self.disk.reset(holding.slot)
+        self.states.reset(holding.slot)
 
     def evict(self, worker_id: str, hashes: Iterable[int]) -> None:
         """Remove these blocks, and all blocks that follow them, from a known worker. Hashes that it does not have here

@@ -75,6 +75,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.end_without_finish = False
         self.cached: set[int] = set()
         self.on_disk: list[int] = []
+        self.states: list[int] = []
         self.adapters: dict[str, worker_pb2.Adapter] = {}
         self.requests: list[bytes] = []
         self.metadata: list[dict[str, str | bytes]] = []
@@ -141,6 +142,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         report = worker_pb2.WatchResponse(
             kv_events=worker_pb2.KvEvents(reset=True, stored=sorted(self.cached)),
             disk_events=worker_pb2.KvEvents(reset=True, stored=self.on_disk),
+            state_events=worker_pb2.KvEvents(reset=True, stored=self.states),
             load=self.load,
             adapters=self.adapter_list(),
         )

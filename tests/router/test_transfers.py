@@ -231,6 +231,42 @@ async def test_what_is_on_a_disk_counts_at_its_worker(start_router: StartRouter,
     await until(lambda: len(router.fleet.index.disk) == 0)
 
 
+def test_a_prefix_is_used_up_to_the_last_state() -> None:
+    index = DiskIndex(100)
+    hashes, slots = list(range(10, 20)), np.array([0, 1, 2])
+    index.apply(0, [13, 16, 19], [])
+    index.apply(1, [15], [])
+    assert index.cut(hashes, slots, np.array([10, 5, 7])).tolist() == [10, 0, 0]
+    assert index.cut(hashes, slots, np.array([9, 6, 0])).tolist() == [7, 6, 0]
+    index.apply(0, [], [16])
+    assert index.cut(hashes, slots, np.array([9, 10, 0])).tolist() == [4, 6, 0]
+
+
+async def test_blocks_without_a_state_do_not_count_at_a_model_with_recurrent_layers(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """The first has more of the prompt in blocks, the second has a state further on."""
+    blocks, state = await start_worker("blocks"), await start_worker("state")
+    hashes = prompt_hashes(blocks, PROMPT)
+    for worker, last in ((blocks, 5), (state, 20)):
+        worker.card.state_interval_tokens = 4 * BLOCK_SIZE
+        worker.states = [hashes[last - 1]]
+    router = await start_router(blocks, state)
+    blocks.report(stored=hashes[:30])
+    state.report(stored=hashes[:25])
+    await until(lambda: len(router.fleet.index) == 55)
+    told = await router.router.Explain(router_pb2.ExplainRequest(token_ids=PROMPT))
+    assert told.worker_id == "state"
+    assert sorted(worker.num_cached_tokens for worker in told.workers) == [5 * BLOCK_SIZE, 20 * BLOCK_SIZE]
+    await router.generate(PROMPT)
+    assert request_of(state).belief.num_cached_tokens == 20 * BLOCK_SIZE
+    await blocks.kill()
+    await until(lambda: router.fleet.num_ready == 1)
+    blocks.states = []
+    await blocks.restart()
+    await until(lambda: len(router.fleet.index.states) == 1)
+
+
 async def test_a_worker_that_learned_to_be_slow_computes(start_router: StartRouter, start_worker: StartWorker) -> None:
     router, warm, cold = await two_workers(start_router, start_worker)
     warm.report(draining=True)

@@ -51,6 +51,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Hashes that came to the disk (True) or left it."""
     num_state_slots: int = 0
     num_saved_states: int = 0
+    state_changes: dict[int, bool] = {}
+    """Hashes of blocks behind which a state was saved (True) or lost."""
 
 
 class Command(NamedTuple):

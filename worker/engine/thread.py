@@ -182,4 +182,5 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
         num_taken=num_taken,
         num_state_slots=num_state_slots,
         num_saved_states=num_saved_states,
+        state_changes=scheduler.kv_cache.take_state_changes(),
     )

@@ -41,6 +41,10 @@ class KVCacheManager:
         """The slots for states of recurrent layers, and the states that can be found."""
         return 0, 0
 
+    def take_state_changes(self) -> dict[int, bool]:
+        """What changed in the saved states since the last call: hash of the block before one -> whether it is saved."""
+        return {}
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """The number of blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)

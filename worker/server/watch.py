@@ -25,18 +25,18 @@ from headrace.worker.server.arrivals import Arrivals, is_contradicted
 MIN_INTERVAL_S = 0.02
 # Hashes in one message. At 8 bytes each this is well below the limit of a message.
 MAX_HASHES = 65536
-# Those of the disk beside them.
+# Those of the disk, and those of states, beside them.
 MAX_DISK_HASHES = 16384
 # Placements that are kept for a slow watcher. Routers learn of older ones by their first tokens.
 MAX_PLACEMENTS = 65536
 
 
-class _DiskChanges:
-    """The unsent changes of what is on the disk: hash -> whether it is there."""
+class _Changes:
+    """The unsent changes of what is on the disk, or of saved states: hash -> whether it is there."""
 
-    def __init__(self, on_disk: dict[int, None]) -> None:
+    def __init__(self, present: dict[int, None]) -> None:
         self._is_new = True
-        self._changes = dict.fromkeys(on_disk, True)
+        self._changes = dict.fromkeys(present, True)
 
     def __len__(self) -> int:
         return len(self._changes)
@@ -68,6 +68,7 @@ class _Watcher:
         *,
         takes_adapter_changes: bool = False,
         on_disk: dict[int, None] = {},  # noqa: B006  it is only read
+        states: dict[int, None] = {},  # noqa: B006  it is only read
     ) -> None:
         self.watcher_id = watcher_id
         self.takes_adapter_changes = takes_adapter_changes
@@ -76,7 +77,7 @@ class _Watcher:
         self.reset = True
         self.stored = findable.copy()
         self.evicted: dict[int, None] = {}
-        self.disk = _DiskChanges(on_disk)
+        self.disk, self.states = _Changes(on_disk), _Changes(states)
         self.placement_ids: deque[int] = deque(maxlen=MAX_PLACEMENTS)
         self.adapters = self.adapters_in_memory = True
         """Whether it has to be told of all adapters, and of those in memory."""
@@ -100,6 +101,7 @@ class _Watcher:
             else:
                 self.stored[block_hash] = None
         self.disk.note(report.disk_changes)
+        self.states.note(report.state_changes)
         self.changed.set()
 
     def take_events(self) -> worker_pb2.KvEvents | None:
@@ -159,6 +161,8 @@ class WatchHub:
         """The findable hashes, in the order in which they came."""
         self.on_disk: dict[int, None] = {}
         """The hashes that are known to be on the disk."""
+        self.states: dict[int, None] = {}
+        """The hashes of blocks behind which a state is saved."""
         self._watchers: set[_Watcher] = set()
         self.silent_because: str | None = None
         """Why nothing is sent to watchers at the moment; None if it is."""
@@ -179,11 +183,12 @@ class WatchHub:
         for block_hash in report.evicted:
             self.findable.pop(block_hash, None)
         self.findable.update(dict.fromkeys(report.stored))
-        for block_hash, is_there in report.disk_changes.items():
-            if is_there:
-                self.on_disk[block_hash] = None
-            else:
-                self.on_disk.pop(block_hash, None)
+        for present, changes in ((self.on_disk, report.disk_changes), (self.states, report.state_changes)):
+            for block_hash, is_there in changes.items():
+                if is_there:
+                    present[block_hash] = None
+                else:
+                    present.pop(block_hash, None)
         for watcher in self._watchers:
             watcher.note(report)
 
@@ -290,6 +295,7 @@ class WatchHub:
             watcher_id,
             takes_adapter_changes=takes_adapter_changes,
             on_disk=self.on_disk,
+            states=self.states,
         )
         self._watchers.add(watcher)
         try:
@@ -303,6 +309,7 @@ class WatchHub:
                     sequence=sequence,
                     kv_events=watcher.take_events(),
                     disk_events=watcher.disk.take(),
+                    state_events=watcher.states.take(),
                     load=self.load(),
                     placement_ids=watcher.take_placements(),
                     num_watchers=len(others) + 1,
@@ -310,7 +317,7 @@ class WatchHub:
                     **self._take_adapters(watcher),
                 )
                 sequence += 1
-                if watcher.stored or watcher.evicted or watcher.disk:
+                if watcher.stored or watcher.evicted or watcher.disk or watcher.states:
                     continue
                 await asyncio.sleep(watcher.interval_s)
                 with contextlib.suppress(TimeoutError):

@@ -67,6 +67,10 @@ class StatefulCacheManager(KVCacheManager):
         """See `KVCacheManager`."""
         return self.slots.num_slots, self.slots.num_saved
 
+    def take_state_changes(self) -> dict[int, bool]:
+        """See `KVCacheManager`."""
+        return self.slots.take_changes()
+
     def num_computed_by_now(self, request: Request) -> int:
         """See `KVCacheManager`."""
         index = super().num_computed_by_now(request) // self.block_size

@@ -46,6 +46,7 @@ class StateSlots:
         self._key_of_slot: dict[int, StateKey] = {}
         # Saved slots that nobody holds, in the order of eviction.
         self._unheld: OrderedDict[int, None] = OrderedDict()
+        self._changes: dict[int, bool] = {}
 
     @property
     def num_available(self) -> int:
@@ -56,6 +57,11 @@ class StateSlots:
     def num_saved(self) -> int:
         """States that can be found."""
         return len(self._slot_of_hash)
+
+    def take_changes(self) -> dict[int, bool]:
+        """What changed since the last call: hash of the block before a state -> whether it is saved."""
+        changes, self._changes = self._changes, {}
+        return changes
 
     def is_saved(self, block_hash: int) -> bool:
         """Whether there is a state after the block with this hash."""
@@ -105,6 +111,7 @@ class StateSlots:
         assert slot not in self._key_of_slot, "the slot is saved already"
         self._slot_of_hash[key.block_hash] = slot
         self._key_of_slot[slot] = key
+        self._changes[key.block_hash] = True
         return True
 
     def evict_soon(self, block_hash: int) -> None:
@@ -132,4 +139,6 @@ class StateSlots:
         assert {key.block_hash: slot for slot, key in self._key_of_slot.items()} == self._slot_of_hash
 
     def _forget(self, slot: int) -> None:
-        del self._slot_of_hash[self._key_of_slot.pop(slot).block_hash]
+        block_hash = self._key_of_slot.pop(slot).block_hash
+        del self._slot_of_hash[block_hash]
+        self._changes[block_hash] = False

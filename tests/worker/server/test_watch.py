@@ -100,6 +100,21 @@ async def test_watchers_hear_of_the_disk_in_parts(monkeypatch: pytest.MonkeyPatc
     assert set(hub.on_disk) == {1, 2, 3, 4}
 
 
+async def test_watchers_hear_of_saved_states() -> None:
+    hub = WatchHub(1, 4, 4)
+    hub.publish(LoadReport(state_changes={7: True, 8: True}))
+    messages = hub.watch(10.0)
+    first = (await anext(messages)).state_events
+    assert (first.reset, set(first.stored), list(first.evicted)) == (True, {7, 8}, [])
+    hub.publish(LoadReport(state_changes={7: False, 9: True}))
+    second = (await anext(messages)).state_events
+    assert (second.reset, list(second.stored), list(second.evicted)) == (False, [9], [7])
+    hub.publish(LoadReport())
+    assert not (await anext(messages)).HasField("state_events")
+    await messages.aclose()
+    assert set(hub.states) == {8, 9}
+
+
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Notes the times for which anything sleeps, in seconds, instead of sleeping."""

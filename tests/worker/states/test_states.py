@@ -198,6 +198,11 @@ def test_a_random_load_keeps_every_promise(seed: int) -> None:
 
     run_random_load(engine, rng, arrive)  # type: ignore[arg-type]
     assert_answers(engine)
+    slots = slots_of(engine)
+    changes = slots.take_changes()
+    assert all(slots.is_saved(block_hash) is is_saved for block_hash, is_saved in changes.items())
+    assert sum(changes.values()) == slots.num_saved
+    assert not slots.take_changes()
     assert engine.scheduler.stats.prompt_tokens_cached > 0
     slots = slots_of(engine)
     assert slots.num_available == slots.num_slots
