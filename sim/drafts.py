@@ -23,6 +23,7 @@ class SimulatedDrafts:
 
     source = Source.DRAFT
     max_tokens = MAX_MODEL_DRAFT
+    has_branches = False
 
     def __init__(
         self, acceptance: float, cost: StepCost | None, right_token: Callable[[Request], int], seed: int = 0

@@ -11,7 +11,8 @@ stream.
 Every round has a run without drafts, one with each fixed number k of draft tokens, none of which is right, and one for
 each p, in a changing order. The time of a run is the mean of its steps, drafts included: T(k). The prediction of a
 round is (1 + p + ... + p^k) * T(0) / T(k), for the k that is best over all rounds. A figure is the median over the
-rounds (min to max). The measured speed-up is about the prediction times three ratios, of the steps of all rounds:
+rounds (min to max). Beside each is the same from the medians of all steps with the same k, which other programs on the
+machine disturb less. The measured speed-up is about the prediction times three ratios, of the steps of all rounds:
 
     choice    expected tokens a second for the k that were chosen, by the best fixed k
     luck      tokens of the steps, by those expected for their k
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import time
@@ -61,7 +63,7 @@ NUM_BLOCKS = 64
 PROMPT = [11 * number % 1000 for number in range(100)]
 COUNTS = (1, 3, 5, 7, 11)
 # Tokens before the measured ones, in which costs and acceptance are learned, and those of steps with fixed drafts.
-WARM_UP_TOKENS, FIXED_WARM_UP = 40, 12
+WARM_UP_TOKENS, FIXED_WARM_UP = 32, 4
 
 
 class KnownDraftRunner:
@@ -115,7 +117,7 @@ class FixedSpeculation:
 
     def fix(self, count: int | None) -> None:
         """Draft so many tokens for each stream."""
-        chosen = self._choose if count is None else lambda _streams, drafts, _line: [count] * len(drafts)
+        chosen = self._choose if count is None else lambda _streams, drafts, *_: [count] * len(drafts)
         self._speculation._counts = chosen  # type: ignore[method-assign]
 
 
@@ -166,6 +168,11 @@ def step_ms(steps: Sequence[Step]) -> float:
     return statistics.fmean(step.milliseconds for step in steps)
 
 
+def median_ms(steps: Sequence[Step]) -> float:
+    """The median of the milliseconds of steps."""
+    return statistics.median(step.milliseconds for step in steps)
+
+
 def expected_tokens(right: float, count: int) -> float:
     """Tokens of a step with so many draft tokens."""
     return sum(right**depth for depth in range(count + 1))
@@ -178,6 +185,7 @@ def main() -> None:
     parser.add_argument("draft_dir", type=Path, nargs="?")
     parser.add_argument("--random-heads", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--right", type=float, nargs="*", default=[0.5, 0.7, 0.9])
     args = parser.parse_args()
@@ -190,18 +198,30 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, draft_dir: Path) -> None:
     """Run all rounds, and print what they found."""
+    begun_s = time.perf_counter()
     off, engine, known = engines(args.model_dir, draft_dir)
     _, known.answer = run(off, args.tokens + MAX_DRAFT)
     runs = Runs(off, engine, known, args.right)
-    runs.of_round(0, min(40, args.tokens), 4)
-    rounds = [runs.of_round(number, args.tokens, 24) for number in range(1, args.rounds + 1)]
+    runs.of_round(0, min(8, args.tokens), 1)
+    rounds: list[Round] = []
+    longest_s = 0.0
+    while len(rounds) < args.rounds and time.perf_counter() - begun_s + longest_s < args.seconds:
+        start_s = time.perf_counter()
+        rounds.append(runs.of_round(len(rounds) + 1, args.tokens, 10))
+        longest_s = max(longest_s, time.perf_counter() - start_s)
+        print(f"\nafter {len(rounds)} rounds of up to {longest_s:.0f} s:", flush=True)
+        report_all(args.right, rounds)
+
+
+def report_all(shares: Sequence[float], rounds: Sequence[Round]) -> None:
+    """Print what the rounds so far say."""
     curve = {0: statistics.median(step_ms(each.alone) for each in rounds)}
     curve |= {count: statistics.median(step_ms(each.fixed[count]) for each in rounds) for count in COUNTS}
     print("T(k) ms, and that of the best and the worst round by T(0) of the same round:")
     for count, milliseconds in curve.items():
         ratios = [step_ms(each.fixed.get(count, each.alone)) / step_ms(each.alone) for each in rounds]
         print(f"    {count}: {milliseconds:.1f}, {spread(ratios)}")
-    for right in args.right:
+    for right in shares:
         report(right, curve, rounds)
 
 
@@ -307,6 +327,11 @@ def report(right: float, curve: dict[int, float], rounds: Sequence[Round]) -> No
     by_count: dict[int, list[Step]] = {}
     for step in steps:
         by_count.setdefault(step.num_drafted, []).append(step)
+    typical_ms = sum(len(of) * median_ms(of) for of in by_count.values()) / sum(step.num_tokens for step in steps)
+    alone_ms = median_ms([step for each in rounds for step in each.alone])
+    best_ms = median_ms([step for each in rounds for step in each.fixed.get(best, each.alone)])
+    typical, hoped_for = alone_ms / typical_ms, expected_tokens(right, best) * alone_ms / best_ms
+    print(f"    by the medians of all steps: {typical:.3f}, predicted {hoped_for:.3f}, ratio {typical / hoped_for:.3f}")
     chosen = (f"{count}: {len(of)} of {step_ms(of):.1f} ms" for count, of in sorted(by_count.items()))
     print("    steps by k:", ", ".join(chosen), flush=True)
 

@@ -105,7 +105,8 @@ class SeenHeads:
 
 
 class SeenMedusa:
-    """The same with heads in the format of Medusa. A request is known by its last hidden state."""
+    """The same with heads in the format of Medusa. A request is known by its last hidden state. The right token is
+    often the second of the first head."""
 
     def __init__(self, runner: MedusaRunner) -> None:
         self.right: dict[str, Sequence[int]] = {}
@@ -132,6 +133,8 @@ class SeenMedusa:
             place, answer = request.num_generated_tokens + head, self.right.get(request.request_id, ())
             if place < len(answer) and self._random.random() < 0.8:
                 row[answer[place]] = 1e6
+                if head == 0 and self._random.random() < 0.4:
+                    row[answer[place] - 1] = 2e6
         return Logits(values)
 
 
@@ -326,7 +329,8 @@ def test_answers_are_bit_for_bit_those_without(
     if proposer == "draft" and not SOAK:
         assert num_accepted > 0.5 * num_drafted, "the same model in another precision is nearly always right"
     elif proposer in ("eagle3", "medusa"):
-        assert num_accepted > 0.3 * num_drafted, "the right token is proposed in most rows"
+        share = 0.3 if proposer == "eagle3" else 0.2
+        assert num_accepted > share * num_drafted, "the right token is proposed in most rows"
     elif proposer == "draft" or kind != "penalties":
         assert num_accepted > 0
 

@@ -168,7 +168,7 @@ class Scheduler:
         self._admit()
         scheduled = self._reserve(self._share_budget())
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
-        num_draft_tokens = sum(len(request.draft) for request, _ in scheduled)
+        num_draft_tokens = sum(num_tokens - 1 for request, num_tokens in scheduled if request.draft)
         copies, states = self.kv_cache.take_copies(), self.kv_cache.plan_states(scheduled)
         return SchedulerOutput(scheduled, self._num_tokens, copies, num_draft_tokens, states)
 
@@ -320,6 +320,7 @@ class Scheduler:
                 continue
             while not self.kv_cache.reserve(request, request.num_computed_tokens + num_tokens):
                 if request.draft:
+                    self.kv_cache.end_branch(request)
                     request.draft, num_tokens = (), 1
                     continue
                 if len(self.running) == 1 and self.num_fetching:
@@ -365,6 +366,7 @@ class Scheduler:
                 break
         token_ids = tuple(request.token_ids[request.num_prompt_tokens + start_pos :])
         drafted = self.speculation.observe(request, token_ids) if self.speculation and request.draft else (0, 0)
+        self.kv_cache.end_branch(request, token_ids)
         request.num_computed_tokens = request.num_tokens - 1
         self.kv_cache.publish(request)
         self.stats.tokens_generated += len(token_ids)

@@ -9,6 +9,7 @@ Each head is a graph of its own, so a short draft does not compute the heads beh
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -50,10 +51,21 @@ class MedusaHeads(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The last hidden states `[rows, size]` of a request's latest positions, from `first` on."""
+    """The last hidden states `[rows, size]` of a request's rows: at position `first`, after each token of its draft,
+    and after each of `branch`."""
 
     first: int
     states: FloatArray
+    num_draft: int
+    branch: Sequence[int]
+
+    def after(self, token_ids: Sequence[int]) -> FloatArray | None:
+        """The state after these tokens, which follow `first`; None if the step did not compute it."""
+        if not token_ids:
+            return np.asarray(self.states[0])
+        is_branch = len(self.branch) > 0 and self.branch[0] == token_ids[0]
+        begin, count = (1 + self.num_draft, len(self.branch)) if is_branch else (1, self.num_draft)
+        return np.asarray(self.states[begin + len(token_ids) - 1]) if len(token_ids) <= count else None
 
 
 class LastStates:
@@ -88,13 +100,15 @@ class LastStates:
         for row, sampled in enumerate((*batch.sampled, *batch.later)):
             rows.setdefault(sampled, []).append(row)
         for sampled, of_request in rows.items():
-            self._rows[sampled] = _Rows(sampled.num_tokens - 1, found[of_request])
+            branch = () if sampled.branch is None else sampled.branch.token_ids
+            self._rows[sampled] = _Rows(sampled.num_tokens - 1, found[of_request], len(sampled.draft), branch)
 
     def of(self, request: Request) -> FloatArray | None:
         """The last hidden state `[size]` before the request's latest token; None if it is not known."""
         rows = self._rows.get(request)
-        place = -1 if rows is None else request.num_tokens - 2 - rows.first
-        return rows.states[place] if rows is not None and 0 <= place < len(rows.states) else None
+        if rows is None or request.num_tokens < rows.first + 2:
+            return None
+        return rows.after(request.token_ids[rows.first + 1 : request.num_tokens - 1])
 
 
 class MedusaRunner:

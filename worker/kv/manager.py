@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.protos.block_hash import next_hash, token_bytes_of
 from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.request.request import Request
+from headrace.worker.request.request import Branch, Request
 from headrace.worker.request.step import Scheduled, StateStep
 
 # At least this many tokens are computed after a cache hit. One would be enough for the logits, but different kernels
@@ -156,6 +157,35 @@ class KVCacheManager:
         request.block_table.extend(self.pool.take(missing))
         return True
 
+    def num_repeated(self, request: Request) -> int:
+        """How many tokens a branch of the request's draft computes again: its latest, unless a block ends there."""
+        return int(request.num_tokens % self.block_size != 0)
+
+    def add_branch(self, request: Request, token_ids: Sequence[int], num_spared: int) -> bool:
+        """Take blocks for a branch, with a copy of what is computed of the first of them. Returns False and changes
+        nothing if fewer than `num_spared` blocks would stay free."""
+        first = request.num_tokens // self.block_size
+        count = self.num_blocks_for(request.num_tokens + len(token_ids)) - first
+        if self.pool.num_free_blocks < count + num_spared:
+            return False
+        blocks = self.pool.take(count)
+        if request.num_computed_tokens > first * self.block_size:
+            self._copies.append(BlockCopy(request.block_table[first], blocks[0]))
+        request.branch = Branch(token_ids, first, blocks)
+        return True
+
+    def end_branch(self, request: Request, token_ids: Sequence[int] = ()) -> None:
+        """Release the blocks of the request's branch, if it has one. If the branch begins as `token_ids` do, which
+        follow the request's latest token, its blocks take the place of the draft's."""
+        branch, request.branch = request.branch, None
+        if branch is None:
+            return
+        given_up: Sequence[int] = branch.blocks
+        if branch.token_ids[0] in token_ids[:1]:
+            given_up = request.block_table[branch.first_block :]
+            request.block_table[branch.first_block :] = array("i", branch.blocks)
+        self.pool.release(reversed(given_up))
+
     def publish(self, request: Request) -> None:
         """Make the request's full blocks findable.
 
@@ -209,6 +239,7 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Release all blocks of the request, and reset its number of computed tokens."""
+        self.end_branch(request)
         self.pool.release(reversed(request.block_table))
         del request.block_table[:]
         request.num_computed_tokens = 0

@@ -13,7 +13,8 @@ For two sequences, the first with 40 cached tokens and 1 new one, the second wit
 
 The tokens of a draft are sequences of one token each, over the blocks of their request. The operator stores the keys
 and values of a step before it computes any attention, so each token also sees the draft before it. It has the bits that
-it would have if it were computed alone (docs/decisions/0048).
+it would have if it were computed alone (docs/decisions/0048). The tokens of a branch come after those of the draft,
+over a copy of the last block (docs/decisions/0069).
 
 Source of the layout: the operator's description in OpenVINO's paged_attention_extension.
 """
@@ -31,7 +32,7 @@ import numpy.typing as npt
 
 from headrace.worker.kv.manager import BlockCopy
 from headrace.worker.request.params import SamplingParams
-from headrace.worker.request.request import Request
+from headrace.worker.request.request import Branch, Request
 from headrace.worker.request.step import PADDING_SLOT, ZERO_SLOT, Scheduled, StateStep
 
 Ahead = npt.NDArray[np.intp]
@@ -147,6 +148,8 @@ def build_batch(
         for number, token_id in enumerate(request.draft, 1):
             sequences.add(request, past + number, (token_id,))
             sampled.add(first + number, request, number)
+        if request.branch is not None:
+            _add_branch(sequences, sampled, request, request.branch)
     return Batch(
         **sequences.inputs(),
         sampled_tokens_indices=np.array(sampled.rows + sampled.later_rows + prompt_rows, np.int64),
@@ -159,6 +162,18 @@ def build_batch(
         adapter_slots=_adapter_slots(scheduled),
         states=None if states is None else _state_inputs(states),
     )
+
+
+def _add_branch(sequences: _Sequences, sampled: _SampledRows, request: Request, branch: Branch) -> None:
+    """Add the tokens of a branch, over its own blocks. If the first of them has the place of the request's latest
+    token, this is computed there too."""
+    past = request.num_tokens - 1
+    table = request.block_table[: branch.first_block] + array("i", branch.blocks)
+    if past // sequences.block_size == branch.first_block:
+        sequences.add(request, past, request.token_ids[past:], table)
+    for number, token_id in enumerate(branch.token_ids, 1):
+        sampled.add(len(sequences.input_ids), request, number)
+        sequences.add(request, past + number, (token_id,), table)
 
 
 class _SampledRows(NamedTuple):
@@ -214,18 +229,18 @@ class _Sequences:
     """The sequences of a step, one after the other."""
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self.input_ids, self._block_indices = array("I"), array("i")
         self._past_lens: list[int] = []
         self._begins, self._block_begins = [0], [0]
         self._max_context_len = 0
 
-    def add(self, request: Request, past: int, token_ids: Sequence[int]) -> None:
-        """Add new tokens of a request, after `past` others."""
+    def add(self, request: Request, past: int, token_ids: Sequence[int], table: array[int] | None = None) -> None:
+        """Add new tokens of a request, after `past` others. `table` has other blocks than the request's."""
         self.input_ids.extend(token_ids)
         end = past + len(token_ids)
-        num_blocks = -(-end // self._block_size)
-        table = request.block_table
+        num_blocks = -(-end // self.block_size)
+        table = request.block_table if table is None else table
         self._block_indices.extend(table if len(table) == num_blocks else table[:num_blocks])
         self._past_lens.append(past)
         self._begins.append(len(self.input_ids))
@@ -310,7 +325,7 @@ def _adapter_slots(scheduled: Sequence[Scheduled]) -> IntArray | None:
     if all(request.adapter_slot < 0 for request, _ in scheduled):
         return None
     slots = np.array([request.adapter_slot for request, _ in scheduled], np.int32)
-    return np.repeat(slots, [1 + len(request.draft) if request.draft else num for request, num in scheduled])
+    return np.repeat(slots, [num_tokens for _, num_tokens in scheduled])
 
 
 def _positions(past_lens: IntArray, begins: IntArray) -> LongArray:

@@ -9,7 +9,8 @@ the next token:
               |- 8 computed -| 7 to compute, then one more is sampled
 
 A step may also verify a draft, tokens that are proposed to follow. It then samples a token after each of them, and
-keeps those up to the first that differs. Only accepted tokens count as computed.
+keeps those up to the first that differs. Only accepted tokens count as computed. A branch of a draft has other tokens
+from the first on, and blocks of its own.
 
 This covers chunked prefill, prefix hits (start with some tokens computed), preemption (start again from 0 and keep the
 generated tokens) and resumption after a failure (start with generated tokens).
@@ -42,6 +43,15 @@ class RequestState(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
+
+
+class Branch(NamedTuple):
+    """Other tokens proposed to follow a request's tokens than those of its draft, and the blocks in which a step
+    computes them: those of the block table from `first_block` on."""
+
+    token_ids: Sequence[int]
+    first_block: int
+    blocks: Sequence[int]
 
 
 class StepNote(NamedTuple):
@@ -107,6 +117,8 @@ class Request:
     num_preemptions: int = 0
     draft: Sequence[int] = ()
     """Tokens proposed to follow `token_ids`, while a step verifies them."""
+    branch: Branch | None = None
+    """Other tokens, which begin with another one, while the same step verifies them."""
     num_drafted: int = 0
     """Draft tokens that steps have verified."""
     num_accepted: int = 0
@@ -157,3 +169,11 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that are not in the KV cache yet."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    def proposed_after(self, token_id: int) -> tuple[Sequence[int], int]:
+        """The proposed tokens of which this one is the first: those of the branch, else of the draft. Also how many
+        proposed tokens come before them in the step."""
+        branch = self.branch
+        if branch is not None and branch.token_ids[0] == token_id:
+            return branch.token_ids, len(self.draft)
+        return self.draft, 0

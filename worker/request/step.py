@@ -15,7 +15,8 @@ NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits for this request
 
 
 class Scheduled(NamedTuple):
-    """A request, and the number of its next tokens that the step computes. Tokens beyond its last one are its draft."""
+    """A request, and the number of tokens that the step computes for it. Tokens beyond its last one are its draft, and
+    what its branch adds."""
 
     request: Request
     num_tokens: int

@@ -7,6 +7,9 @@ tokens. Each random draw depends only on seed and position, so the answer is the
     rows        r0  r1 r2 r3
     sampled     a   b  x  y      a, b and x are the next tokens; y is dropped, because c is not x
 
+A draft may have a branch, other tokens from the first on. Its rows come after those of the draft, and count instead of
+them if the first sampled token is the branch's.
+
 Rows that depend only on the model's logits are sampled together. If penalties, a grammar or bad words also depend on
 earlier tokens, a row is sampled after the rows before it, and only if they were accepted.
 """
@@ -14,7 +17,10 @@ earlier tokens, a row is sampled after the rows before it, and only if they were
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from headrace.worker.model.batch import Batch
 from headrace.worker.request.request import Request
@@ -38,14 +44,17 @@ def verify(batch: Batch, sampled: Sequence[Sampled], sample_later: SampleLater) 
     assert batch.ahead is not None
     rows = [_DROPPED] * (len(batch.sampled) + len(batch.later))
     found: dict[Request, list[Sampled]] = {}
-    for row, (request, ahead, entry) in enumerate(zip(batch.sampled, batch.ahead.tolist(), sampled, strict=True)):
-        if ahead == 0:
-            found[request] = [entry]
-        elif _is_accepted(found[request], request, ahead) and entry.token_id >= 0:
-            found[request].append(entry)
-        else:
-            continue
-        rows[row] = entry
+    firsts = np.flatnonzero(batch.ahead == 0).tolist()
+    for row, end in pairwise((*firsts, len(batch.sampled))):
+        request, entries = batch.sampled[row], [sampled[row]]
+        found[request], rows[row] = entries, sampled[row]
+        draft, num_before = request.proposed_after(entries[0].token_id)
+        for ahead in range(1, len(draft) + 1 if end - row > 1 else 0):
+            entry = sampled[row + num_before + ahead]
+            if not _is_accepted(entries, draft, ahead) or entry.token_id < 0:
+                break
+            entries.append(entry)
+            rows[row + num_before + ahead] = entry
     _verify_later(batch, found, rows, sample_later)
     tokens = [
         entries[0]._replace(more=tuple(entry.token_id for entry in entries[1:])) if len(entries) > 1 else entries[0]
@@ -54,9 +63,9 @@ def verify(batch: Batch, sampled: Sequence[Sampled], sample_later: SampleLater) 
     return Verified(tokens, rows)
 
 
-def _is_accepted(entries: Sequence[Sampled], request: Request, ahead: int) -> bool:
+def _is_accepted(entries: Sequence[Sampled], draft: Sequence[int], ahead: int) -> bool:
     """Whether the first `ahead` tokens of the draft are what was sampled."""
-    return len(entries) == ahead and entries[-1].token_id == request.draft[ahead - 1]
+    return len(entries) == ahead and entries[-1].token_id == draft[ahead - 1]
 
 
 def _verify_later(
@@ -67,13 +76,14 @@ def _verify_later(
     row_of: dict[Request, int] = {}
     for row, request in enumerate(batch.later, len(batch.sampled)):
         row_of.setdefault(request, row)
+    drafts = {request: request.proposed_after(found[request][0].token_id) for request in row_of}
     num_tokens = {request: request.num_tokens for request in row_of}
     active, ahead = list(row_of), 1
     try:
-        while active := [request for request in active if _may_continue(request, found[request], ahead)]:
+        while active := [each for each in active if _may_continue(each, drafts[each][0], found[each], ahead)]:
             for request in active:
                 request.token_ids.append(found[request][-1].token_id)
-            places = [row_of[request] + ahead - 1 for request in active]
+            places = [row_of[request] + drafts[request][1] + ahead - 1 for request in active]
             for request, row, entry in zip(active, places, sample_later(active, places), strict=True):
                 if entry.token_id >= 0:
                     found[request].append(entry)
@@ -84,8 +94,8 @@ def _verify_later(
             del request.token_ids[count:]
 
 
-def _may_continue(request: Request, entries: Sequence[Sampled], ahead: int) -> bool:
+def _may_continue(request: Request, draft: Sequence[int], entries: Sequence[Sampled], ahead: int) -> bool:
     """Whether there is a row after `ahead` draft tokens, and it counts."""
-    if ahead > len(request.draft) or not _is_accepted(entries, request, ahead):
+    if ahead > len(draft) or not _is_accepted(entries, draft, ahead):
         return False
     return entries[-1].token_id not in request.sampling.stop_token_ids

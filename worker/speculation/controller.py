@@ -10,11 +10,16 @@ to be prepared. So sizes are few. A change to more tokens has to pay at once; ha
 likely to be right, because the next step then has this size too. A change to fewer counts as far as drafts are likely
 to be right soon, which would change it back. Otherwise a stream would keep a size that it has no use for.
 
-Steps have at least so many tokens, padding included. A draft token in place of padding costs nothing. Pure.
+Steps have at least so many tokens, padding included. A draft token in place of padding costs nothing.
+
+A branch has other tokens than a stream's draft, from the first on. Its first token costs two, because the stream's
+latest token is computed again in the branch's blocks. So a tree is taken when that is worth more than a longer draft.
+Pure.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -69,6 +74,46 @@ def rounded_size(num_tokens: int) -> int:
     return -(-num_tokens // grain) * grain
 
 
+class BranchChance(NamedTuple):
+    """A branch of a stream's draft. Its first token is accepted with probability `first`, each later one with `chance`
+    if those before it are. There are up to `length`. The first costs `num_repeated` tokens more."""
+
+    stream: int
+    first: float
+    chance: float
+    length: int
+    num_repeated: int
+
+
+class _Gain(NamedTuple):
+    """A draft token that a step may have. It is accepted with probability `expected`, and counts `num_tokens` tokens of
+    the step. `place` is its stream, or behind all streams its branch. Tokens are taken in the order of `rank`."""
+
+    rank: float
+    expected: float
+    num_tokens: int
+    place: int
+
+
+def _gains(chances: Sequence[float], lengths: Sequence[int], branches: Sequence[BranchChance]) -> list[_Gain]:
+    """All draft tokens, the most worthwhile first. No token comes before those that it follows, and none of a branch
+    before that of the draft at the same position."""
+    gains = []
+    for stream, (chance, length) in enumerate(zip(chances, lengths, strict=True)):
+        for depth in range(length):
+            expected = chance ** (depth + 1)
+            gains.append(_Gain(expected, expected, 1, stream))
+    for place, branch in enumerate(branches, len(chances)):
+        rank = 1.0
+        for depth in range(branch.length):
+            num_tokens = 1 if depth else 1 + branch.num_repeated
+            expected = branch.first * branch.chance**depth
+            rank = min(rank, expected / num_tokens, chances[branch.stream] ** (depth + 1))
+            gains.append(_Gain(rank, expected, num_tokens, place))
+    gains.sort(key=lambda gain: -gain.rank)
+    return gains
+
+
 class DraftSteps:
     """The cost of the steps in which a smaller model computes drafts. Step d computes token d of each draft."""
 
@@ -104,6 +149,7 @@ def best_counts(
     least_tokens: int = 1,
     is_modelled: Sequence[bool] | None = None,
     draft_line: StepLine | None = None,
+    branches: Sequence[BranchChance] = (),
 ) -> list[int]:
     """How many draft tokens of each of B streams to verify. A token of stream i is accepted with probability
     `chances[i]` if those before it are; there are `lengths[i]`. Steps with drafts have at most `most_tokens` tokens and
@@ -111,34 +157,32 @@ def best_counts(
     the number of tokens of the step before.
 
     A smaller model has to compute the tokens of streams that are `is_modelled`, one of each stream in a step;
-    `draft_line` is the cost of its steps with all of these streams."""
+    `draft_line` is the cost of its steps with all of these streams. After the counts of the streams come those of
+    `branches`, whose tokens cost it nothing."""
+    gains, drafting = _gains(chances, lengths, branches), DraftSteps(draft_line, is_modelled)
     num_streams = len(chances)
-    gains = [
-        (chance ** (depth + 1), stream, depth)
-        for stream, (chance, length) in enumerate(zip(chances, lengths, strict=True))
-        for depth in range(length)
-    ]
-    gains.sort(key=lambda gain: -gain[0])
-    drafting = DraftSteps(draft_line, is_modelled)
     least_size = max(num_streams, least_tokens)
     back_ms = line.change_ms * min(max(_CHANGE_BACK, _STEPS_AHEAD * max(chances)), 1.0)
     without_ms = line.base_ms * correction(least_size)
     if least_size != size_before:
         without_ms += back_ms
     best_rate, best = _MARGIN * num_streams / without_ms, 0
-    expected = float(num_streams)
-    for count, (gain, stream, depth) in enumerate(gains[: max(0, most_tokens - num_streams)], 1):
-        expected += gain
-        drafting.add(stream, depth)
-        size = max(num_streams + count, least_tokens)
+    expected, num_tokens, counts = float(num_streams), num_streams, [0] * (num_streams + len(branches))
+    for count, gain in enumerate(gains, 1):
+        expected += gain.expected
+        num_tokens += gain.num_tokens
+        if num_tokens > most_tokens:
+            break
+        if gain.place < num_streams:
+            drafting.add(gain.place, counts[gain.place])
+        counts[gain.place] += 1
+        size = max(num_tokens, least_tokens)
         if size not in (size_before, rounded_size(size)):
             continue
         cost_ms = (line.base_ms + line.token_ms * (size - least_size)) * correction(size) + drafting.cost_ms
         if size != size_before:
-            cost_ms += back_ms if size < size_before else line.change_ms * max(_CHANGE_UP, 1.0 - gain)
+            cost_ms += back_ms if size < size_before else line.change_ms * max(_CHANGE_UP, 1.0 - gain.expected)
         if cost_ms <= most_ms and expected / cost_ms > best_rate:
             best_rate, best = expected / cost_ms, count
-    counts = [0] * num_streams
-    for _, stream, _ in gains[:best]:
-        counts[stream] += 1
-    return counts
+    taken = Counter(gain.place for gain in gains[:best])
+    return [taken[place] for place in range(len(counts))]

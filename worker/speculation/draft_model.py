@@ -19,7 +19,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from headrace.worker.grammar.constraint import Constraint
@@ -84,6 +84,23 @@ class DraftTimes(Protocol):
         ...
 
 
+class Asked(NamedTuple):
+    """A request to continue by up to `num_tokens` tokens. `constraint` is a branch of its grammar, if it has one. With
+    `has_branch`, a second first token is proposed too."""
+
+    request: Request
+    num_tokens: int
+    constraint: Constraint | None = None
+    has_branch: bool = False
+
+
+class Proposal(NamedTuple):
+    """Proposed tokens, and another first token."""
+
+    token_ids: list[int]
+    other: int | None = None
+
+
 @dataclass(slots=True)
 class Progress:
     """What the smaller model has of a request: `tokens` that it has computed, in the blocks of `table`. The first
@@ -107,6 +124,8 @@ class DraftModel:
     source: ClassVar[Source] = Source.DRAFT
     max_tokens: int = MAX_MODEL_DRAFT
     """The longest draft."""
+    has_branches: ClassVar[bool] = False
+    """Whether it can propose a second first token."""
     _lag: ClassVar[int] = 0
     """How many places further on a token is in the request than in the smaller model's sequence."""
 
@@ -145,12 +164,11 @@ class DraftModel:
             progress.tokens.extend(request.token_ids[len(progress.tokens) : len(progress.tokens) + num_tokens])
             progress.table = request.block_table[:]
 
-    def propose(self, asked: Sequence[tuple[Request, int, Constraint | None]]) -> list[list[int]]:
-        """Continue each request by up to so many tokens. The requests have blocks for them. A constraint is a branch of
-        the request's grammar, if it has one."""
+    def propose(self, asked: Sequence[Asked]) -> list[Proposal]:
+        """Continue requests, which have blocks for that."""
         found: list[list[int]] = [[] for _ in asked]
         shadows = []
-        for request, count, constraint in asked:
+        for request, count, constraint, _ in asked:
             progress = self._follow(request)
             self._forget(request, len(progress.tokens), request.num_tokens + count - 1)
             shadows.append(self._shadow(request, progress, constraint))
@@ -160,13 +178,14 @@ class DraftModel:
             active = [
                 place
                 for place, entry in zip(active, sampled, strict=True)
-                if self._take(shadows[place], found[place], entry.token_id) and len(found[place]) < asked[place][1]
+                if self._take(shadows[place], found[place], entry.token_id)
+                and len(found[place]) < asked[place].num_tokens
             ]
         for (request, *_), shadow in zip(asked, shadows, strict=True):
             progress = self._progress[request]
             progress.tokens = shadow.token_ids[: self._num_kept(request, shadow)]
             progress.table = request.block_table[:]
-        return found
+        return [Proposal(token_ids) for token_ids in found]
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
         """Run prompts of so many tokens and decode steps, before there are requests, to build kernels and learn

@@ -9,14 +9,22 @@ from typing import ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.request.request import Request
+from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.speculation.draft_model import DraftModel, DraftSampler, DraftTimes, Progress
+from headrace.worker.speculation.draft_model import (
+    Asked,
+    DraftModel,
+    DraftSampler,
+    DraftTimes,
+    Progress,
+    Proposal,
+)
 from headrace.worker.speculation.proposer import Source
 
 FloatArray = npt.NDArray[np.float32]
+_LOWEST = np.float32(-3e38)
 
 
 class States(Protocol):
@@ -48,9 +56,11 @@ class MedusaHeads(Protocol):
 
 class MedusaModel(DraftModel):
     """The heads, for the requests of one scheduler. They have no keys and values, and are never behind. Head h is drawn
-    from at the place of token h of a draft, as if the tokens before it were the answer's."""
+    from at the place of token h of a draft, as if the tokens before it were the answer's. A branch begins with the
+    second token of the first head, and continues as the draft does."""
 
     source: ClassVar[Source] = Source.MEDUSA
+    has_branches: ClassVar[bool] = True
 
     def __init__(
         self, runner: MedusaHeads, sampler: DraftSampler, kv_cache: KVCacheManager, times: DraftTimes, vocab_size: int
@@ -70,14 +80,15 @@ class MedusaModel(DraftModel):
     def catch_up(self, request: Request, num_tokens: int) -> None:
         """Nothing: it is never behind."""
 
-    def propose(self, asked: Sequence[tuple[Request, int, Constraint | None]]) -> list[list[int]]:
+    def propose(self, asked: Sequence[Asked]) -> list[Proposal]:
         """See `DraftModel.propose`."""
         found: list[list[int]] = [[] for _ in asked]
-        shadows = [self._shadow(request, Progress(), constraint) for request, _, constraint in asked]
+        others: dict[int, int | None] = {}
+        shadows = [self._shadow(request, Progress(), constraint) for request, _, constraint, _ in asked]
         states = [self._heads.states.of(request) for request, *_ in asked]
         active = [place for place, state in enumerate(states) if state is not None]
         for head in range(self.max_tokens):
-            active = [place for place in active if len(found[place]) == head < asked[place][1]]
+            active = [place for place in active if len(found[place]) == head < asked[place].num_tokens]
             if not active:
                 break
             requests = [shadows[place] for place in active]
@@ -85,12 +96,33 @@ class MedusaModel(DraftModel):
             rows = np.stack([state for place in active if (state := states[place]) is not None])
             logits = self._compute(head, rows)
             sampled = self._sampler.sample(requests, logits, plan)
+            if head == 0:
+                branching = [row for row, place in enumerate(active) if asked[place].has_branch]
+                found_others = self._others(requests, logits, sampled, branching)
+                others = {active[row]: other for row, other in zip(branching, found_others, strict=True)}
             active = [
                 place
                 for place, entry in zip(active, sampled, strict=True)
                 if self._take(shadows[place], found[place], entry.token_id)
             ]
-        return found
+        return [Proposal(token_ids, others.get(place)) for place, token_ids in enumerate(found)]
+
+    def _others(
+        self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled], rows: Sequence[int]
+    ) -> list[int | None]:
+        """For each of `rows` the token that is drawn without the one that was sampled; None if there is no other."""
+        if not rows:
+            return []
+        firsts = [sampled[row].token_id for row in rows]
+        values = logits.values[np.asarray(rows)]
+        values[np.arange(len(rows)), firsts] = _LOWEST
+        branching = [requests[row] for row in rows]
+        plan = self._sampler.plan(branching, self._heads.vocab_size)
+        entries = self._sampler.sample(branching, Logits(values), plan)
+        return [
+            entry.token_id if 0 <= entry.token_id < self._vocab_size and entry.token_id != first else None
+            for entry, first in zip(entries, firsts, strict=True)
+        ]
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
         """Compute all heads a few times, before there are requests, to build kernels and learn costs."""

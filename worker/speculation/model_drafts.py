@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -11,7 +11,7 @@ from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.controller import StepLine
-from headrace.worker.speculation.draft_model import MAX_BEHIND, DraftModel
+from headrace.worker.speculation.draft_model import MAX_BEHIND, Asked, DraftModel, Proposal
 from headrace.worker.speculation.proposer import NO_DRAFT, Draft
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ModelDrafts:
     """The drafts of a smaller model. A failure of it ends no request: they continue without drafts."""
 
     def __init__(self, model: DraftModel, grammars: Branches) -> None:
-        self.source, self.max_tokens = model.source, model.max_tokens
+        self.source, self.max_tokens, self.has_branches = model.source, model.max_tokens, model.has_branches
         self._model, self._grammars = model, grammars
         self._barred: WeakSet[Request] = WeakSet()
         self._num_failures = 0
@@ -65,7 +65,7 @@ class ModelDrafts:
         A draft is dropped if there are no blocks for it, or if the smaller model has yet to catch up with the request.
         It does so a piece at a time, so that no step takes twice as long."""
         done = [NO_DRAFT if draft.source is self.source else draft for draft in drafts]
-        asked: list[tuple[int, int, Constraint | None]] = []
+        asked: dict[int, Asked] = {}
         behind: tuple[Request, int] | None = None
         failing = streams
         try:
@@ -76,11 +76,11 @@ class ModelDrafts:
                 if self._model.num_behind(request) > MAX_BEHIND:
                     behind = behind or (request, count)
                 elif self._has_blocks(request, count, len(streams), kv_cache):
-                    self._ask(place, request, count, asked)
-            failing = [streams[place] for place, *_ in asked]
-            found = self._model.propose([(streams[place], count, branch) for place, count, branch in asked])
-            for (place, *_), token_ids in zip(asked, found, strict=True):
-                done[place] = drafts[place]._replace(token_ids=token_ids)
+                    self._ask(place, request, draft, asked)
+            failing = [streams[place] for place in asked]
+            found = self._model.propose(list(asked.values()))
+            for place, proposal in zip(asked, found, strict=True):
+                done[place] = _completed(drafts[place], proposal, streams[place].sampling.stop_token_ids)
             if behind is not None:
                 failing = behind[:1]
                 self._catch_up(*behind, line, len(streams))
@@ -89,12 +89,14 @@ class ModelDrafts:
             self._note_failure(failing)
         return done
 
-    def _ask(self, place: int, request: Request, count: int, asked: list[tuple[int, int, Constraint | None]]) -> None:
+    def _ask(self, place: int, request: Request, draft: Draft, asked: dict[int, Asked]) -> None:
         """Note a request to draft for. A grammar whose place is not known yet gets no draft."""
-        if request.sampling.constraint is None:
-            asked.append((place, count, None))
-        elif (branch := self._grammars.branch(request)) is not None:
-            asked.append((place, count, branch))
+        constraint = None
+        if request.sampling.constraint is not None:
+            constraint = self._grammars.branch(request)
+            if constraint is None:
+                return
+        asked[place] = Asked(request, len(draft.token_ids), constraint, bool(draft.branch))
 
     def _has_blocks(self, request: Request, count: int, num_streams: int, kv_cache: KVCacheManager) -> bool:
         """Take blocks for a draft, unless a stream may need them."""
@@ -120,3 +122,12 @@ class ModelDrafts:
         self._num_failures += 1
         is_last = self._num_failures == _MOST_FAILURES
         log.exception("the draft model failed%s", "; it is not used any more" if is_last else "")
+
+
+def _completed(draft: Draft, proposal: Proposal, stop_token_ids: Collection[int]) -> Draft:
+    """The draft with proposed tokens. Its branch continues as the draft does, unless it stops."""
+    token_ids, other = proposal
+    branch: Sequence[int] = ()
+    if other is not None and token_ids:
+        branch = [other] if other in stop_token_ids else [other, *token_ids[1 : len(draft.branch)]]
+    return draft._replace(token_ids=token_ids, branch=branch)

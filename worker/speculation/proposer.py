@@ -37,6 +37,11 @@ class Draft(NamedTuple):
     token_ids: Sequence[int]
     source: Source
     level: int = 0
+    branch: Sequence[int] = ()
+    """Other tokens than `token_ids`, from the first on, which the same step may verify."""
 
+
+BRANCH_LEVEL = 1
+"""The class of the first tokens of branches."""
 
 NO_DRAFT = Draft((), Source.NGRAM)

@@ -18,9 +18,9 @@ from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.acceptance_rate import AcceptanceRate
-from headrace.worker.speculation.controller import SizeCorrections, StepLine, best_counts
+from headrace.worker.speculation.controller import BranchChance, SizeCorrections, StepLine, best_counts
 from headrace.worker.speculation.history import History
-from headrace.worker.speculation.proposer import MODELLED, NO_DRAFT, Draft, Source
+from headrace.worker.speculation.proposer import BRANCH_LEVEL, MODELLED, NO_DRAFT, Draft, Source
 
 # The longest draft, and its length without a controller.
 MAX_DRAFT, FIXED_DRAFT = 15, 7
@@ -52,6 +52,8 @@ class SmallerModel(Protocol):
     source: Source
     max_tokens: int
     """The longest draft."""
+    has_branches: bool
+    """Whether it can propose a second first token."""
 
     def can_serve(self, request: Request) -> bool:
         """Whether it may draft for the request."""
@@ -128,23 +130,33 @@ class Speculation:
                 if draft.token_ids:
                     request.draft = draft.token_ids
                     wanted[request] += len(draft.token_ids)
+                    if draft.branch and kv_cache.add_branch(request, draft.branch, num_spared=len(streams)):
+                        wanted[request] += kv_cache.num_repeated(request) + len(draft.branch)
                     self._drafts[request] = draft
         self._note_use(len(streams))
 
     def observe(self, request: Request, token_ids: Sequence[int]) -> tuple[int, int]:
-        """A step verified the request's draft and gave it these tokens. Returns the length of the draft, and how many
-        of its tokens are among them."""
-        draft, num_drafted = self._drafts[request], len(request.draft)
-        num_accepted = min(len(token_ids), num_drafted)
-        if token_ids[:num_accepted] != tuple(request.draft[:num_accepted]):
+        """A step verified the request's draft, with its branch, and gave it these tokens. Returns how many tokens were
+        proposed, and how many of them are among those."""
+        draft, branch = self._drafts[request], () if request.branch is None else request.branch.token_ids
+        proposed, _ = request.proposed_after(token_ids[0])
+        num_accepted = min(len(token_ids), len(proposed))
+        if token_ids[:num_accepted] != tuple(proposed[:num_accepted]):
             num_accepted -= 1
+        num_drafted = len(request.draft) + len(branch)
+        for rate in (self._rate, self._rates.setdefault(request, AcceptanceRate.of_request())):
+            if proposed is request.draft:
+                rate.observe(draft, len(proposed), num_accepted)
+            else:
+                rate.observe(draft, 1, 0)
+                rate.observe(draft, len(proposed) - 1, num_accepted - 1)
+            if branch and (num_accepted == 0 or proposed is branch):
+                rate.observe(draft._replace(level=BRANCH_LEVEL), 1, min(num_accepted, 1))
         request.draft = ()
         request.num_drafted += num_drafted
         request.num_accepted += num_accepted
         self.counters[f"{draft.source.value}_tokens_drafted"] += num_drafted
         self.counters[f"{draft.source.value}_tokens_accepted"] += num_accepted
-        for rate in (self._rate, self._rates.setdefault(request, AcceptanceRate.of_request())):
-            rate.observe(draft, num_drafted, num_accepted)
         return num_drafted, num_accepted
 
     def observe_step(self, num_tokens: int, ratio: float | None) -> None:
@@ -203,10 +215,14 @@ class Speculation:
     def _chosen(self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager) -> Sequence[Draft]:
         """As much of each draft as a step should verify."""
         line = self._steps([request.num_computed_tokens for request in streams]) if self._steps is not None else None
-        counts = self._counts(streams, drafts, line)
+        branches = [] if line is None else self._branches(streams, drafts, kv_cache)
+        counts = self._counts(streams, drafts, line, branches)
         drafts = [
-            draft._replace(token_ids=draft.token_ids[:count]) for draft, count in zip(drafts, counts, strict=True)
+            draft._replace(token_ids=draft.token_ids[:count]) for draft, count in zip(drafts, counts, strict=False)
         ]
+        for branch, count in zip(branches, counts[len(streams) :], strict=True):
+            draft = drafts[branch.stream]
+            drafts[branch.stream] = draft._replace(branch=draft.token_ids[:count])
         if self.model_drafts is None or line is None:
             return drafts
         self._age_unused(streams, drafts)
@@ -215,14 +231,37 @@ class Speculation:
     def _chance(self, request: Request, draft: Draft) -> float:
         return self._rate.chance(draft, self._rates.get(request))
 
-    def _counts(self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine | None) -> Sequence[int]:
-        """The number of tokens of each draft to verify."""
+    def _branches(
+        self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager
+    ) -> list[BranchChance]:
+        """The branches that drafts may have. Of a branch's first token it is known how often it is right where the
+        draft's is not."""
+        model = self.model_drafts
+        if model is None or not model.has_branches:
+            return []
+        found = []
+        for stream, (request, draft) in enumerate(zip(streams, drafts, strict=True)):
+            if draft.source is model.source and draft.token_ids:
+                chance = self._chance(request, draft)
+                first = (1.0 - chance) * self._chance(request, draft._replace(level=BRANCH_LEVEL))
+                num_repeated = kv_cache.num_repeated(request)
+                found.append(BranchChance(stream, first, chance, len(draft.token_ids), num_repeated))
+        return found
+
+    def _counts(
+        self,
+        streams: Sequence[Request],
+        drafts: Sequence[Draft],
+        line: StepLine | None,
+        branches: Sequence[BranchChance],
+    ) -> Sequence[int]:
+        """The number of tokens of each draft to verify, then that of each branch."""
         num_streams = len(streams)
         most = self._small_decode if num_streams <= self._small_decode else self._most_tokens
         if self._steps is None:
             return _fixed_counts(drafts, most - num_streams)
         if line is None:
-            return [0] * num_streams
+            return [0] * (num_streams + len(branches))
         is_modelled = [draft.source in MODELLED for draft in drafts]
         modelled = [request.num_computed_tokens for request, is_one in zip(streams, is_modelled, strict=True) if is_one]
         return best_counts(
@@ -236,6 +275,7 @@ class Speculation:
             least_tokens=self._least_tokens,
             is_modelled=is_modelled,
             draft_line=self.model_drafts.line(modelled) if self.model_drafts is not None and modelled else None,
+            branches=branches,
         )
 
 

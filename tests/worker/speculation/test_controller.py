@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.worker.speculation.acceptance_rate import AcceptanceRate
-from headrace.worker.speculation.controller import SizeCorrections, StepLine, best_counts
+from headrace.worker.speculation.controller import BranchChance, SizeCorrections, StepLine, best_counts
 from headrace.worker.speculation.proposer import Draft, Source
 
 
@@ -22,6 +22,7 @@ def counts(
     most_ms: float = math.inf,
     least_tokens: int = 1,
     corrections: SizeCorrections | None = None,
+    branches: Sequence[BranchChance] = (),
 ) -> list[int]:
     return best_counts(
         chances,
@@ -32,6 +33,7 @@ def counts(
         most_tokens=most_tokens,
         most_ms=most_ms,
         least_tokens=least_tokens,
+        branches=branches,
     )
 
 
@@ -42,6 +44,26 @@ DEAR_TOKENS = StepLine(base_ms=40.0, token_ms=40.0, change_ms=5.0)
 def test_likely_drafts_are_long_and_unlikely_ones_are_left() -> None:
     (likely,), (half,), (unlikely,) = (counts([chance], CHEAP_TOKENS) for chance in (0.95, 0.5, 0.02))
     assert likely >= 7 > half > unlikely == 0
+
+
+def test_a_tree_is_taken_where_it_gives_more_than_a_longer_draft() -> None:
+    def tree(chance: float, second: float, line: StepLine = CHEAP_TOKENS, num_repeated: int = 1) -> list[int]:
+        branch = BranchChance(0, (1 - chance) * second, chance, 4, num_repeated)
+        return counts([chance], line, length=4, branches=[branch])
+
+    assert tree(0.5, 0.6) == [3, 3]
+    assert tree(0.97, 0.6) == [4, 0], "the draft is rarely wrong at once"
+    assert tree(0.5, 0.02) == [3, 0], "the second token is rarely right"
+    assert tree(0.5, 0.6, StepLine(base_ms=100.0, token_ms=25.0, change_ms=5.0)) == [1, 0]
+    assert tree(0.5, 0.02, num_repeated=0) == [3, 0]
+
+
+def test_a_branch_is_never_longer_than_its_draft() -> None:
+    for chance in (0.05, 0.3, 0.6):
+        for second in (0.1, 0.5, 0.9):
+            branch = BranchChance(0, (1 - chance) * second, chance, 8, 0)
+            draft, other = counts([chance], CHEAP_TOKENS, branches=[branch])
+            assert other <= draft
 
 
 def test_where_a_token_costs_what_a_step_costs_nothing_is_drafted() -> None:

@@ -60,13 +60,14 @@ class FakeTarget(FakeRunner):
 
 
 class FakeHeads:
-    """Heads that continue a context, and one head that is wrong."""
+    """Heads that continue a context, and one head that is wrong. With `is_second`, the first head's second token is
+    right instead of its best after every other context."""
 
     vocab_size, block_size, num_heads, size = VOCAB_SIZE, BLOCK_SIZE, NUM_HEADS, 1
 
-    def __init__(self, target: FakeTarget, wrong: int | None) -> None:
+    def __init__(self, target: FakeTarget, wrong: int | None, *, is_second: bool = False) -> None:
         self.states = target.states
-        self._target, self._wrong = target, wrong
+        self._target, self._wrong, self._is_second = target, wrong, is_second
         self.num_rows = [0] * NUM_HEADS
 
     def compute(self, head: int, states: npt.NDArray[np.float32]) -> Logits:
@@ -78,33 +79,46 @@ class FakeHeads:
             for _ in range(head + 2):
                 context.append(next_token(context, VOCAB_SIZE))
             row[context[-1] - (head == self._wrong)] = 1.0
+            if self._is_second and head == 0 and context[-1] % 2:
+                row[context[-1] - 1] = 2.0
         return Logits(logits)
 
 
 def engine_with_heads(
-    wrong: int | None, *, num_blocks: int = 128, max_num_seqs: int = 8, max_num_batched_tokens: int = 32
+    wrong: int | None,
+    *,
+    num_blocks: int = 128,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    is_second: bool = False,
+    has_branches: bool | None = None,
 ) -> tuple[EngineUnderTest, FakeHeads]:
     files: Any = None
     target = FakeTarget(num_blocks, LastStates(files))
-    heads = FakeHeads(target, wrong)
+    heads = FakeHeads(target, wrong, is_second=is_second)
     limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_num_batched_tokens, is_exact=True)
     draft = Draft(heads, BatchSampler(), FREE_STEPS, MedusaModel)
     engine = build_engine(
         target, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, speculation="medusa", draft=draft
     )
+    assert engine.scheduler.speculation is not None
+    assert engine.scheduler.speculation.model_drafts is not None
+    engine.scheduler.speculation.model_drafts.has_branches = is_second if has_branches is None else has_branches
     return EngineUnderTest(engine, target), heads
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize("num_streams", [1, 8])
-@pytest.mark.parametrize("wrong", [None, 2])
-def test_answers_are_those_without_heads(num_streams: int, wrong: int | None, is_pipelined: bool) -> None:
+@pytest.mark.parametrize(("wrong", "is_second"), [(None, False), (2, False), (None, True)])
+def test_answers_are_those_without_heads(
+    num_streams: int, wrong: int | None, is_second: bool, is_pipelined: bool
+) -> None:
     rng = random.Random(num_streams)
     for sampling in SAMPLINGS:
         prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(29)] for _ in range(num_streams)]
         plain = make_engine(max_num_batched_tokens=80, num_blocks=128)
         wanted = answers(plain, [plain.request(prompt, 30, seed=7, **sampling) for prompt in prompts])
-        engine, _ = engine_with_heads(wrong, max_num_batched_tokens=80)
+        engine, _ = engine_with_heads(wrong, max_num_batched_tokens=80, is_second=is_second)
         engine.is_pipelined = is_pipelined
         requests = [engine.request(prompt, 30, seed=7, **sampling) for prompt in prompts]
         assert answers(engine, requests) == wanted
@@ -124,20 +138,34 @@ def test_right_heads_take_few_steps() -> None:
     assert sum(heads.num_rows) == request.num_drafted, "no head is computed in vain"
 
 
-@pytest.mark.parametrize("seed", range(6))
+def test_a_branch_takes_the_place_of_a_wrong_draft() -> None:
+    steps, accepted = [], []
+    for has_branches in (False, True):
+        engine, _ = engine_with_heads(None, is_second=True, has_branches=has_branches)
+        request = engine.request([1, 2, 3], 60)
+        engine.run()
+        assert engine.tokens[request] == expected_tokens([1, 2, 3], 60, VOCAB_SIZE)
+        steps.append(len(engine.runner.batch_sizes))
+        accepted.append(request.num_accepted)
+    assert steps[1] < 0.8 * steps[0]
+    assert accepted[1] > 1.1 * accepted[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_random_load_with_medusa_heads_keeps_every_promise(seed: int) -> None:
     rng = random.Random(seed)
-    wrong = rng.choice([None, 0, 3])
+    wrong, is_second = rng.choice([None, 0, 3]), rng.random() < 0.5
     engine, _ = engine_with_heads(
         wrong,
         num_blocks=rng.randint(20, 64),
         max_num_seqs=rng.randint(1, 8),
         max_num_batched_tokens=rng.randint(10, 60),
+        is_second=is_second,
     )
     engine.is_pipelined = seed % 2 == 1
     requests = RandomRequests(engine, rng, bias=0.0)
     requests.check(run_random_load(engine, rng, requests.arrive))
-    if wrong is None:
+    if wrong is None and not is_second:
         for request in engine.tokens:
             assert request.num_accepted == request.num_drafted, "a state of another position was read"
     assert any(request.num_accepted for request in engine.tokens) or wrong == 0
