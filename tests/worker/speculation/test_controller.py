@@ -48,11 +48,11 @@ def test_likely_drafts_are_long_and_unlikely_ones_are_left() -> None:
 
 def test_a_tree_is_taken_where_it_gives_more_than_a_longer_draft() -> None:
     def tree(chance: float, second: float, line: StepLine = CHEAP_TOKENS, num_repeated: int = 1) -> list[int]:
-        branch = BranchChance(0, (1 - chance) * second, chance, 4, num_repeated)
-        return counts([chance], line, length=4, branches=[branch])
+        branch = BranchChance(0, (1 - chance) * second, chance, 3, num_repeated)
+        return counts([chance], line, length=3, branches=[branch])
 
     assert tree(0.5, 0.6) == [3, 3]
-    assert tree(0.97, 0.6) == [4, 0], "the draft is rarely wrong at once"
+    assert tree(0.97, 0.6) == [3, 0], "the draft is rarely wrong at once"
     assert tree(0.5, 0.02) == [3, 0], "the second token is rarely right"
     assert tree(0.5, 0.6, StepLine(base_ms=100.0, token_ms=25.0, change_ms=5.0)) == [1, 0]
     assert tree(0.5, 0.02, num_repeated=0) == [3, 0]
