@@ -216,6 +216,19 @@ def more(process: subprocess.Popen[str], count: int) -> None:
     assert line_of(process) == "done"
 
 
+def answer(question: str, **fields: Any) -> dict[str, Any]:
+    """The system's answer to a question, as the gateway sends it."""
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 32, **fields}
+    ask = [*ENTER, "curl", "-s", f"{BASE_URL}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    answered: dict[str, Any] = json.loads(subprocess.check_output([*ask, "-d", json.dumps(body)]))
+    return answered
+
+
+def capital() -> str:
+    """The system's answer for the capital of France, if it responds."""
+    return str(answer("What is the capital of France?")["choices"][0]["message"]["content"])
+
+
 @pytest.mark.usefixtures("composed")
 def test_everything_is_healthy() -> None:
     found = [json.loads(line) for line in docker("compose", "ps", "--all", "--format", "json").splitlines()]
@@ -291,6 +304,22 @@ def test_a_worker_that_is_killed_mid_stream_loses_nothing(undisturbed: list[list
     up(num_workers=2)
 
 
+def test_a_worker_that_is_killed_has_its_cached_prefixes_when_it_is_back() -> None:
+    up(num_workers=1)
+    until_workers_are_known(1)
+    question = "Repeat this. " + "A river rises in the hills and runs to the sea. " * 20
+    first = answer(question, cache_salt="killed")
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    (worker,) = workers_with("headrace_worker_up")
+    docker("kill", worker)
+    up(num_workers=1)
+    until_workers_are_known(1)
+    again = answer(question, cache_salt="killed")
+    usage = again["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 64
+    assert again["choices"] == first["choices"]
+
+
 def resident_bytes(name: str) -> int:
     """Memory of the container's first process."""
     return 1024 * int(docker("exec", name, "cat", "/proc/1/status").split("VmRSS:")[1].split()[0])
@@ -335,14 +364,6 @@ def test_what_is_answered_while_all_goes_down_is_answered_to_the_end(undisturbed
     assert {container("gateway"), container("router"), container("router", 2), container("worker")} <= set(codes)
     assert codes.pop(container("kv-memory")) == "137"  # It only holds memory, and compose.yaml has it killed.
     assert set(codes.values()) == {"0"}
-
-
-def capital() -> str:
-    """The system's answer for the capital of France, if it responds."""
-    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
-    ask = [*ENTER, "curl", "-s", f"{BASE_URL}/v1/chat/completions", "-H", "Content-Type: application/json"]
-    answer = json.loads(subprocess.check_output([*ask, "-d", json.dumps({**question, "max_tokens": 32})]))
-    return str(answer["choices"][0]["message"]["content"])
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a CPU for each of two workers is needed")
