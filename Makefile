@@ -62,7 +62,7 @@ help:
 serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
-# One process starts systems with the real model, the other runs all else. ARGS="-n 0" runs all in one.
+# One process starts fleets with the real model, the other runs all else. ARGS="-n 0" runs all in one.
 test: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done
 	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
