@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -28,15 +29,23 @@ _BIAS_BYTES = 14
 
 
 def check_context(
-    num_prompt_tokens: int, num_resumed_tokens: int, max_context_tokens: int, *, encodes: bool = False
+    num_prompt_tokens: int,
+    num_resumed_tokens: int,
+    max_context_tokens: int,
+    *,
+    encodes: bool = False,
+    longest: int = 0,
 ) -> None:
     """Raise StatusError (CONTEXT_TOO_LONG) if a prompt leaves no room for an answer, or less than was generated. A
-    model that `encodes` prompts needs room for the prompt only."""
+    model that `encodes` prompts needs room for the prompt only. Prompt and answer may have `longest` tokens together,
+    if that is more."""
     if encodes:
         if num_prompt_tokens > max_context_tokens:
             problem = f"the text has {num_prompt_tokens} tokens, and this model takes at most {max_context_tokens}"
             raise StatusError(Reason.CONTEXT_TOO_LONG, f"{problem}; shorten or split it", field="token_ids")
         return
+    if num_prompt_tokens < max_context_tokens < longest:
+        max_context_tokens = longest
     room = max_context_tokens - num_prompt_tokens
     if room < 1 or num_resumed_tokens > room:
         raise StatusError(
@@ -50,7 +59,8 @@ def check_context(
 def max_request_bytes(card: ModelCard) -> int:
     """Upper bound of a valid request's size in bytes for this model. Larger requests are refused unread."""
     of_vocabulary = (_TOKEN_BYTES + _BIAS_BYTES) * card.vocab_size
-    return _TOKEN_BYTES * card.max_context_tokens + of_vocabulary + _OTHER_REQUEST_BYTES
+    num_tokens = max(card.max_context_tokens, card.max_evicting_context_tokens)
+    return _TOKEN_BYTES * num_tokens + of_vocabulary + _OTHER_REQUEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ def ends_of(sampling: SamplingParams, card: ModelCard, num_prompt_tokens: int) -
     """The conditions that end the answer to a prompt. A card without a context length sets no limit."""
     limits = [sampling.max_tokens] if sampling.HasField("max_tokens") else []
     if card.max_context_tokens:
-        limits.append(card.max_context_tokens - num_prompt_tokens)
+        limits.append(longest_context_of(card, sampling) - num_prompt_tokens)
     stop_token_ids = stop_tokens(sampling, sampling.stop_token_ids, card.eos_token_ids)
     return Ends(stop_token_ids, min(limits) if limits else None)
 

@@ -13,6 +13,12 @@ class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TASK_EMBED: _ClassVar[Task]
     TASK_RANK: _ClassVar[Task]
 
+class AggregationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    AGGREGATION_MODE_UNSPECIFIED: _ClassVar[AggregationMode]
+    AGGREGATION_MODE_SUM: _ClassVar[AggregationMode]
+    AGGREGATION_MODE_NORM_SUM: _ClassVar[AggregationMode]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -22,6 +28,9 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 TASK_UNSPECIFIED: Task
 TASK_EMBED: Task
 TASK_RANK: Task
+AGGREGATION_MODE_UNSPECIFIED: AggregationMode
+AGGREGATION_MODE_SUM: AggregationMode
+AGGREGATION_MODE_NORM_SUM: AggregationMode
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -155,7 +164,7 @@ class Belief(_message.Message):
     def __init__(self, watcher_id: _Optional[int] = ..., placement_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., slack_ms: _Optional[float] = ..., num_requests: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., ms_per_token: _Optional[float] = ..., ms_per_request: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "allowed_token_ids", "bad_words", "constraint", "prompt_logprobs")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "allowed_token_ids", "bad_words", "constraint", "prompt_logprobs", "cache_eviction")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +190,7 @@ class SamplingParams(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_EVICTION_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -199,7 +209,20 @@ class SamplingParams(_message.Message):
     bad_words: _containers.RepeatedCompositeFieldContainer[TokenSequence]
     constraint: Constraint
     prompt_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    cache_eviction: CacheEviction
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., cache_eviction: _Optional[_Union[CacheEviction, _Mapping]] = ...) -> None: ...
+
+class CacheEviction(_message.Message):
+    __slots__ = ("max_cache_size", "start_size", "recent_size", "aggregation_mode")
+    MAX_CACHE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    START_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RECENT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    AGGREGATION_MODE_FIELD_NUMBER: _ClassVar[int]
+    max_cache_size: int
+    start_size: int
+    recent_size: int
+    aggregation_mode: AggregationMode
+    def __init__(self, max_cache_size: _Optional[int] = ..., start_size: _Optional[int] = ..., recent_size: _Optional[int] = ..., aggregation_mode: _Optional[_Union[AggregationMode, str]] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "choice", "grammar")

@@ -152,7 +152,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens")
+    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens", "max_evicting_context_tokens", "cache_eviction")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,8 @@ class ModelCard(_message.Message):
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_INTERVAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_EVICTING_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_EVICTION_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     tokenizer_sha256: str
@@ -187,7 +189,9 @@ class ModelCard(_message.Message):
     kv_layout: str
     kv_block_bytes: int
     state_interval_tokens: int
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ...) -> None: ...
+    max_evicting_context_tokens: int
+    cache_eviction: _inference_pb2.CacheEviction
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ..., max_evicting_context_tokens: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ("sha256",)
@@ -366,7 +370,7 @@ class NodeMemory(_message.Message):
     def __init__(self, node: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., anonymous_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored", "ngram_tokens_drafted", "ngram_tokens_accepted", "prediction_tokens_drafted", "prediction_tokens_accepted", "grammar_tokens_drafted", "grammar_tokens_accepted", "blocks_written", "blocks_read", "adapter_loads", "adapter_evictions", "draft_tokens_drafted", "draft_tokens_accepted", "prompt_tokens_from_disk", "prompt_tokens_from_peers", "blocks_received", "blocks_sent", "blocks_taken_over", "eagle3_tokens_drafted", "eagle3_tokens_accepted", "medusa_tokens_drafted", "medusa_tokens_accepted")
+    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored", "ngram_tokens_drafted", "ngram_tokens_accepted", "prediction_tokens_drafted", "prediction_tokens_accepted", "grammar_tokens_drafted", "grammar_tokens_accepted", "blocks_written", "blocks_read", "adapter_loads", "adapter_evictions", "draft_tokens_drafted", "draft_tokens_accepted", "prompt_tokens_from_disk", "prompt_tokens_from_peers", "blocks_received", "blocks_sent", "blocks_taken_over", "eagle3_tokens_drafted", "eagle3_tokens_accepted", "medusa_tokens_drafted", "medusa_tokens_accepted", "blocks_given_up")
     REQUESTS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
@@ -402,6 +406,7 @@ class Counters(_message.Message):
     EAGLE3_TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     MEDUSA_TOKENS_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     MEDUSA_TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
     requests_admitted: int
     requests_finished: int
     requests_cancelled: int
@@ -437,7 +442,8 @@ class Counters(_message.Message):
     eagle3_tokens_accepted: int
     medusa_tokens_drafted: int
     medusa_tokens_accepted: int
-    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ..., ngram_tokens_drafted: _Optional[int] = ..., ngram_tokens_accepted: _Optional[int] = ..., prediction_tokens_drafted: _Optional[int] = ..., prediction_tokens_accepted: _Optional[int] = ..., grammar_tokens_drafted: _Optional[int] = ..., grammar_tokens_accepted: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_read: _Optional[int] = ..., adapter_loads: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., draft_tokens_drafted: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., prompt_tokens_from_peers: _Optional[int] = ..., blocks_received: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., blocks_taken_over: _Optional[int] = ..., eagle3_tokens_drafted: _Optional[int] = ..., eagle3_tokens_accepted: _Optional[int] = ..., medusa_tokens_drafted: _Optional[int] = ..., medusa_tokens_accepted: _Optional[int] = ...) -> None: ...
+    blocks_given_up: int
+    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ..., ngram_tokens_drafted: _Optional[int] = ..., ngram_tokens_accepted: _Optional[int] = ..., prediction_tokens_drafted: _Optional[int] = ..., prediction_tokens_accepted: _Optional[int] = ..., grammar_tokens_drafted: _Optional[int] = ..., grammar_tokens_accepted: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_read: _Optional[int] = ..., adapter_loads: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., draft_tokens_drafted: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., prompt_tokens_from_peers: _Optional[int] = ..., blocks_received: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., blocks_taken_over: _Optional[int] = ..., eagle3_tokens_drafted: _Optional[int] = ..., eagle3_tokens_accepted: _Optional[int] = ..., medusa_tokens_drafted: _Optional[int] = ..., medusa_tokens_accepted: _Optional[int] = ..., blocks_given_up: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("undo",)

@@ -67,6 +67,7 @@ ONLY_IN = {
         "common/model_files/vocabulary.py",
         "worker/check.py",
         "worker/encoder/runner.py",
+        "worker/eviction/graph.py",
         "worker/heads/eagle_graph.py",
         "worker/heads/eagle_runner.py",
         "worker/heads/features.py",
@@ -109,7 +110,7 @@ ONLY_IN = {
 TIERS = {
     "gateway": (
         ("checks", "telemetry", "access"),
-        ("field_names", "edge", "upstream", "structure"),
+        ("cache_eviction", "field_names", "edge", "upstream", "structure"),
         ("text",),
         ("chat",),
         ("encoding",),
@@ -123,7 +124,8 @@ TIERS = {
     ),
     "worker": (
         ("config", "grammar"),
-        ("host", "request"),
+        ("eviction", "host"),
+        ("request",),
         ("kv", "sampling", "weights"),
         ("states",),
         ("model", "peers"),
@@ -297,7 +299,7 @@ def test_an_upward_import_is_found_and_says_where_the_thing_belongs() -> None:
     new_wing, upward = upward_imports("worker", graph)
     assert new_wing.startswith("worker/attic has no tier")
     assert upward.startswith("worker.kv.manager imports worker.engine.scheduler")
-    assert "kv may import config, grammar, host, request" in upward
+    assert "kv may import config, grammar, eviction, host, request" in upward
 
 
 @pytest.mark.parametrize("package", PACKAGES)

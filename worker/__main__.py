@@ -15,6 +15,7 @@ import uvloop
 
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
+from headrace.protos.cache_eviction import OFF
 from headrace.protos.status import StatusError
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.watchdog import DEFAULT_STUCK_AFTER_S
@@ -102,6 +103,14 @@ _NEED_DRAFT_MODEL = {
     type=click.Path(path_type=Path),
     help="Directory of a smaller model with the same tokenizer, or of heads in the format of EAGLE-3 or Medusa for "
     "this model, which proposes tokens.",
+)
+@click.option(
+    "--cache-eviction",
+    default=OFF,
+    help="Let long requests give up KV blocks that they attend to least, so that answers may be longer than the KV "
+    "cache. "
+    "on-request: those that ask for it. max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS]"
+    "[,aggregation_mode=sum|norm_sum]: all that do not say otherwise; so many tokens stay. Answers then change.",
 )
 @click.option(
     "--max-num-seqs",
@@ -270,6 +279,7 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
     found = {
         "name": options["name"] or model_dir.resolve().name,
         "decode_graph": {"auto": None, "on": True, "off": False}[options["decode_graph"]],
+        "cache_eviction": None if options["cache_eviction"] == OFF else options["cache_eviction"],
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
         **adapters_of(options["adapters"], options["max_adapters"], options["name"] or model_dir.resolve().name),

@@ -54,6 +54,7 @@ class WorkerConfig:
     kv_disk_key: Path | None = None
     kv_peers: bool = True
     kv_handover_gb: float = 4.0
+    cache_eviction: str | None = None
     adapters: tuple[tuple[str, Path], ...] = ()
     """Names and directories of LoRA adapters."""
     max_adapters: int = 0

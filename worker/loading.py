@@ -24,6 +24,7 @@ from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.engine.thread import EngineThread
+from headrace.worker.eviction.settings import add_rule, eviction_of
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
@@ -107,6 +108,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     start = time.monotonic()
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
     longest = config.max_context_tokens or model_dir.max_context_tokens
+    rule = eviction_of(config)
     speculation = speculation_for(config, with_amx=has_amx())
     heads = read_heads(config.draft_model, speculation)
     runner = compile_model(config, threads, longest, kept, speculates=speculation != "off", heads=heads)
@@ -142,6 +144,8 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
         kept.restore(pool, fingerprint)
     tiers = tiers_for(config, runner, kv_layout(runner, fingerprint), pool, kept, disk_key, transport)
     card = card_of(config, pool, model_dir, fingerprint, runner, states, tiers)
+    if rule is not None:
+        add_rule(card, rule, longest)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
 
 
@@ -242,6 +246,7 @@ def compile_model(
         max_adapters=config.max_adapters,
         speculates=speculates,
         states=None if heads is None else heads.reader,
+        evicts=config.cache_eviction is not None,
     )
 
 
@@ -268,6 +273,7 @@ def engine_for(
         speculation=speculation,
         draft=draft,
         states=states,
+        evicts=config.cache_eviction is not None,
     )
 
 

@@ -220,6 +220,7 @@ def add_services(
         model_identity=model_identity(card),
         tokenizer_sha256=card.tokenizer_sha256,
         task=card.task,
+        card=card,
     )
     grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
     adapters = AdapterDesk(model.adapters, hub, card.name)

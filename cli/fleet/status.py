@@ -50,10 +50,10 @@ def row_of(
 
     `workers` are the router's, by worker id, or None if the router does not respond. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port. A worker also has model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, state_slots, states_saved, kv_blocks_evicted, kv_blocks_restored, kv_blocks_read,
-    kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by tier), requests_running,
-    requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown,
-    and the columns of `_binding_columns`. A gateway also has grpc_address.
+    kv_blocks_cached, state_slots, states_saved, kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored,
+    kv_blocks_read, kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by tier),
+    requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which are None
+    while unknown, and the columns of `_binding_columns`. A gateway also has grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -101,13 +101,14 @@ def _tier_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
     """What the tiers of the prefix cache hold and have done. `cached_tokens` are those of prompts, by where they were
     found: in memory, on the disk, at other workers."""
     if load is None:
-        blocks = "evicted", "restored", "read", "received", "taken_over"
+        blocks = "evicted", "given_up", "restored", "read", "received", "taken_over"
         names = *(f"blocks_{name}" for name in blocks), "disk_blocks", "disk_slots"
         return {**{f"kv_{name}": None for name in names}, "cached_tokens": None}
     counters = load.counters
     elsewhere = counters.prompt_tokens_from_disk + counters.prompt_tokens_from_peers
     return {
         "kv_blocks_evicted": counters.blocks_evicted,
+        "kv_blocks_given_up": counters.blocks_given_up,
         "kv_blocks_restored": counters.blocks_restored,
         "kv_blocks_read": counters.blocks_read,
         "kv_blocks_received": counters.blocks_received,

@@ -94,6 +94,7 @@ class ServeOptions:
     decode_graph: str | None = None
     speculation: str | None = None
     draft_model: Path | None = None
+    cache_eviction: str | None = None
     kv_precision: str | None = None
     max_context_tokens: int | None = None
     max_ttft: float | None = None
@@ -160,6 +161,7 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     argv += _given("--execution-mode", options.execution_mode)
     argv += _given("--decode-graph", options.decode_graph)
     argv += _given("--speculation", options.speculation) + _given("--draft-model", options.draft_model)
+    argv += _given("--cache-eviction", options.cache_eviction)
     argv += _given("--kv-precision", options.kv_precision)
     argv += _given("--max-context-tokens", _first(model.max_context_tokens, options.max_context_tokens))
     argv += _given("--max-ttft-s", options.max_ttft)

@@ -18,6 +18,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import make_socket_directory
+from headrace.cli.hosting.cache_eviction import cache_eviction_option
 from headrace.cli.hosting.draft_model import draft_model_option, find_draft_model
 from headrace.cli.hosting.finding import check_memory
 from headrace.cli.hosting.memory import budget_of
@@ -105,6 +106,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "  [default: what --draft-model names, else auto; off on CPUs with AMX]",
 )
 @draft_model_option
+@cache_eviction_option
 @click.option(
     "--kv-precision",
     type=click.Choice(["u8", "u4", "bf16", "f32"]),

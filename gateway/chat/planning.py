@@ -28,6 +28,7 @@ from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.structure.fields import structure_of
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.models import Model, Models
+from headrace.protos.cache_eviction import longest_context
 from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
 from headrace.protos.tasks import check_task
 
@@ -203,5 +204,6 @@ def _truncated(token_ids: Sequence[int], keep: int | None, sampling: Sampling, m
         return token_ids
     if keep == -1:
         num_answer_tokens = sampling.max_tokens or sampling.default_max_tokens or 1
-        keep = max(model.card.max_context_tokens - num_answer_tokens, 1)
+        longest = longest_context(model.card, sampling.cache_eviction)
+        keep = max(min(longest - num_answer_tokens, model.card.max_context_tokens - 1), 1)
     return token_ids[-keep:]

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.cache_eviction import CacheEvictionFields, eviction_rule
 from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
 from headrace.gateway.checks import check_range, invalid, unsupported
 from headrace.gateway.structure.fields import ConstraintFields, Structure
@@ -71,6 +72,7 @@ class Generation(SamplingFields, kw_only=True):
     prompt_logprobs: int | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    cache_eviction: CacheEvictionFields | bool | None = None
     response_format: dict[str, Any] | None = None
 
 
@@ -263,6 +265,7 @@ def sampling_of(request: Chat | Completion, structure: Structure | None) -> Samp
         lists_hidden_end=isinstance(request, Completion),
         prompt_logprobs=prompt_logprobs,
         structure=structure,
+        cache_eviction=eviction_rule(request.cache_eviction),
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.gateway.checks import check_range, invalid
-from headrace.protos.inference_pb2 import SamplingParams, TokenSequence
+from headrace.protos.cache_eviction import longest_context_of, rule_for
+from headrace.protos.inference_pb2 import CacheEviction, SamplingParams, TokenSequence
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -69,6 +70,8 @@ class Sampling:
     """Sequences of tokens that are never completed."""
     structure: Structure | None = None
     """The constraint of the whole answer; None: any text."""
+    cache_eviction: CacheEviction | None = None
+    """Which KV blocks the request gives up; None: as the server does by default."""
 
 
 # name, least, greatest, whether the least itself is excluded
@@ -141,7 +144,13 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
     for token_id, bias in sampling.logit_bias.items():
         params.logit_bias[token_id] = bias
     params.bad_words.extend(TokenSequence(token_ids=word) for word in sampling.bad_words)
-    params.max_tokens = _max_tokens(sampling, params, card.max_context_tokens, num_prompt_tokens)
+    if sampling.cache_eviction is not None:
+        params.cache_eviction.CopyFrom(sampling.cache_eviction)
+        rule_for(card, params)
+    longest = card.max_context_tokens
+    if num_prompt_tokens < longest:
+        longest = longest_context_of(card, params)
+    params.max_tokens = _max_tokens(sampling, params, longest, num_prompt_tokens)
     if params.min_tokens > params.max_tokens:
         if sampling.min_tokens is not None:
             raise invalid("min_tokens", f"min_tokens must be at most the answer's {params.max_tokens} tokens")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from google.protobuf.json_format import MessageToDict
 
+from headrace.gateway.cache_eviction import CacheEvictionFields
 from headrace.gateway.chat.choice import Piece, TokenLogprob
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import token_bytes_of
@@ -20,7 +21,8 @@ from headrace.gateway.chat.request import Chat, ChatMessage, Completion, Tokeniz
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.field_names import FieldNames
 from headrace.protos import text_pb2
-from headrace.protos.inference_pb2 import Constraint
+from headrace.protos.cache_eviction import AGGREGATION_MODES, SIZES
+from headrace.protos.inference_pb2 import CacheEviction, Constraint
 
 _R = TypeVar("_R", text_pb2.ChatResponse, text_pb2.CompleteResponse)
 _JSON_KINDS = {"json_schema": "json", "json_object": "json_object", "regex": "regex", "grammar": "grammar"}
@@ -130,7 +132,16 @@ def _common(model: str, params: text_pb2.TextParams) -> dict[str, Any]:
         "prompt_cache_key": params.prompt_cache_key,
         "cache_salt": params.cache_salt,
         "priority": params.priority,
+        "cache_eviction": _eviction(params.cache_eviction) if params.HasField("cache_eviction") else None,
     }
+
+
+def _eviction(rule: CacheEviction) -> CacheEvictionFields | bool:
+    if rule.HasField("max_cache_size") and not rule.max_cache_size:
+        return False
+    modes = {value: name for name, value in AGGREGATION_MODES.items()}
+    sizes = {name: _given(rule, name) for name in SIZES}
+    return CacheEvictionFields(**sizes, aggregation_mode=modes.get(rule.aggregation_mode))
 
 
 def _structured(constraint: Constraint) -> dict[str, Any]:

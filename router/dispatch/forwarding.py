@@ -28,6 +28,7 @@ from headrace.common.transport.sessions import Call
 from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import worker_pb2
 from headrace.protos.answer_bounds import check_context
+from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError, detail_of, details_of, error_of, is_peer_lost
 from headrace.router.dispatch.admission import Admission, has_begun
@@ -245,7 +246,13 @@ class Forwarding:
             card = self._card or self._resolved(is_new)
             if card is not None:
                 num_resumed = len(delivery.token_ids)
-                check_context(delivery.prompt.num_tokens, num_resumed, card.max_context_tokens, encodes=bool(card.task))
+                check_context(
+                    delivery.prompt.num_tokens,
+                    num_resumed,
+                    card.max_context_tokens,
+                    encodes=bool(card.task),
+                    longest=longest_context_of(card, delivery.request.sampling),
+                )
                 self._fleet.adapters.choose(request, card)
                 await request.prepare(self._fleet.cards(card.name))
             if card is not None and is_new:
@@ -348,7 +355,7 @@ class Forwarding:
 
     async def _pass_on(self, placed: PlacedRequest, call: Call) -> None:
         delivery, read, write = self._delivery, call.read, self._write
-        delivery.max_tokens = placed.card.max_context_tokens
+        delivery.max_tokens = longest_context_of(placed.card, delivery.request.sampling)
         while (message := await read()) is not grpc.aio.EOF:
             assert isinstance(message, bytes)
             delivery.accept(message)

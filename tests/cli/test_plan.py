@@ -55,6 +55,7 @@ def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
         "--max-num-mixed-tokens",
         "--execution-mode",
         "--decode-graph",
+        "--cache-eviction",
         "--kv-precision",
         "--max-context-tokens",
         "--max-ttft-s",
@@ -75,6 +76,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         decode_graph="off",
         speculation="draft",
         draft_model=Path("/models/small"),
+        cache_eviction="max_cache_size=4096",
     )
     for worker in processes_of(asked, TWO_PLACES)[:2]:
         assert argument(worker.argv, "--threads") == "2"
@@ -86,6 +88,7 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         assert argument(worker.argv, "--decode-graph") == "off"
         assert argument(worker.argv, "--speculation") == "draft"
         assert argument(worker.argv, "--draft-model") == "/models/small"
+        assert argument(worker.argv, "--cache-eviction") == "max_cache_size=4096"
 
 
 def test_several_workers_share_the_memory_of_one() -> None:

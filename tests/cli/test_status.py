@@ -45,6 +45,7 @@ LOAD = worker_pb2.Load(
     num_cached_blocks=5,
     counters=worker_pb2.Counters(
         blocks_restored=3,
+        blocks_given_up=8,
         blocks_read=4,
         blocks_received=5,
         blocks_taken_over=2,
@@ -101,6 +102,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "state_slots": 7,
         "states_saved": 4,
         "kv_blocks_evicted": 6,
+        "kv_blocks_given_up": 8,
         "kv_blocks_restored": 3,
         "kv_blocks_read": 4,
         "kv_blocks_received": 5,

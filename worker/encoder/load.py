@@ -38,6 +38,7 @@ _OF_GENERATION = {
     "kv_disk_key": "--kv-disk-key",
     "decode_graph": "--decode-graph",
     "draft_model": "--draft-model",
+    "cache_eviction": "--cache-eviction",
     "adapters": "--adapter",
     "max_adapters": "--max-adapters",
     "target_tpot_ms": "--target-tpot-ms",

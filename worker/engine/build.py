@@ -13,6 +13,7 @@ from headrace.worker.engine.isolation import Sampler
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
 from headrace.worker.kv.block_pool import BlockPool, Journal
+from headrace.worker.kv.evicting import EvictingCacheManager
 from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.speculation.controller import StepLine
@@ -79,6 +80,7 @@ def build_engine(
     speculation: str = "off",
     draft: Draft | None = None,
     states: StateBudget | None = None,
+    evicts: bool = False,
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and the slots of `states` if the
     model has recurrent layers. Such a model cannot speculate. See `build_scheduler`.
@@ -94,6 +96,7 @@ def build_engine(
         step_costs=step_costs,
         journal=journal,
         states=states,
+        evicts=evicts,
     )
     assert states is None or speculation == "off", "states of recurrent layers cannot be cut back"
     if speculation != "off":
@@ -144,9 +147,10 @@ def build_scheduler(
     clock: Callable[[], float] = time.monotonic,
     journal: Journal | None = None,
     states: StateBudget | None = None,
+    evicts: bool = False,
 ) -> Scheduler:
     """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens. `states` are the
-    slots of recurrent layers.
+    slots of recurrent layers. With `evicts`, requests may give up blocks.
 
     `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `step_costs` is
     what is known of steps so far. `journal` is told what blocks hold. ValueError if the limits leave prompts no room
@@ -157,7 +161,7 @@ def build_scheduler(
         assert states.num_slots >= 2 * limits.max_num_seqs, "each running request may read one slot and write another"
         kv_cache: KVCacheManager = StatefulCacheManager(pool, StateSlots(states.num_slots), states.interval)
     else:
-        kv_cache = KVCacheManager(pool)
+        kv_cache = EvictingCacheManager(pool) if evicts else KVCacheManager(pool)
     return Scheduler(
         kv_cache,
         limits.max_num_seqs,

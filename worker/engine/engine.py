@@ -164,7 +164,9 @@ class Engine:
     def _build(self, output: SchedulerOutput) -> _Step:
         """Make the arrays of the step, and bind them to the runner."""
         try:
-            batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.copies, output.states)
+            batch = build_batch(
+                output.scheduled, self.scheduler.kv_cache.block_size, output.copies, output.states, output.moves
+            )
             graph = graph_of(batch, self.runner.small_decode)
             size = self.meter.size(output, graph, least=self.runner.least_decode)
             if size.num_padding:

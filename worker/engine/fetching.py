@@ -221,8 +221,8 @@ class Fetching:
         """Blocks that no running request needs, however long its answer becomes."""
         cache = self._scheduler.kv_cache
         needed = sum(
-            cache.num_blocks_for(request.num_prompt_tokens + request.sampling.max_tokens) - len(request.block_table)
-            for request in self._scheduler.running
+            cache.num_blocks_of(one, one.num_prompt_tokens + one.sampling.max_tokens) - len(one.block_table)
+            for one in self._scheduler.running
         )
         return max(0, cache.pool.num_free_blocks - max(0, needed))
 

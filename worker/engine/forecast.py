@@ -210,4 +210,4 @@ class Forecast:
     def _num_missing_blocks(self, request: Request, computed: Mapping[Request, int]) -> int:
         """Blocks that the request lacks and no other request has or computes."""
         num_more = computed.get(request, 0) // self._scheduler.kv_cache.block_size - len(request.block_table)
-        return self._scheduler.num_missing_blocks(request) - max(0, num_more)
+        return max(0, self._scheduler.num_missing_blocks(request) - max(0, num_more))

@@ -22,7 +22,7 @@ from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, Prompt, Room, Ste
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.manager import BlockCopy, KVCacheManager
 from headrace.worker.request.request import FinishReason, Request, RequestState
-from headrace.worker.request.step import RequestOutput, Sampled, Scheduled, StateStep
+from headrace.worker.request.step import LayerMoves, RequestOutput, Sampled, Scheduled, StateStep
 from headrace.worker.speculation.speculation import Speculation
 
 
@@ -37,6 +37,7 @@ class SchedulerOutput:
 
     num_draft_tokens: int = 0
     states: Sequence[StateStep] | None = None
+    moves: Sequence[LayerMoves] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -47,8 +48,8 @@ class SchedulerOutput:
     def sequences(self) -> Iterator[tuple[int, int]]:
         """For each sequence, the tokens computed before and the tokens computed now."""
         for request, num_tokens in self.scheduled:
-            past = request.num_computed_tokens
-            if request.draft:
+            past = request.num_kv_tokens
+            if request.draft or request.is_replaying:
                 for number in range(num_tokens):
                     yield past + number, 1
             else:
@@ -128,7 +129,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Accept a request. The service has checked that it fits the pool when it is alone."""
-        assert self.kv_cache.num_blocks_for(request.num_tokens) <= self.kv_cache.pool.num_blocks
+        assert self.kv_cache.num_blocks_of(request, request.num_tokens) <= self.kv_cache.pool.num_blocks
         self.stats.requests_admitted += 1
         self.num_traced += request.steps is not None
         bisect.insort(self.waiting, request, key=rank)
@@ -170,7 +171,8 @@ class Scheduler:
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
         num_draft_tokens = sum(num_tokens - 1 for request, num_tokens in scheduled if request.draft)
         copies, states = self.kv_cache.take_copies(), self.kv_cache.plan_states(scheduled)
-        return SchedulerOutput(scheduled, self._num_tokens, copies, num_draft_tokens, states)
+        moves = self.kv_cache.take_moves()
+        return SchedulerOutput(scheduled, self._num_tokens, copies, num_draft_tokens, states, moves)
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         """Account for a computed step. `sampled` has an entry for each sampled request, in batch order."""
@@ -180,6 +182,7 @@ class Scheduler:
             self._count_prompt_tokens(request, num_tokens)
             known = min(num_tokens, request.num_uncomputed_tokens)
             request.num_computed_tokens += known
+            self.kv_cache.evict(request)
             if request.num_computed_tokens < request.num_tokens:
                 self.kv_cache.publish(request)
                 continue
@@ -197,7 +200,8 @@ class Scheduler:
         held: dict[int, int] = {}
         for request in self.running:
             assert request.state is RequestState.RUNNING
-            assert request.num_computed_tokens <= min(len(request.block_table) * size, request.num_tokens)
+            assert request.num_kv_tokens <= len(request.block_table) * size
+            assert request.num_computed_tokens <= request.num_tokens
             for block in request.block_table:
                 held[block] = held.get(block, 0) + 1
         for request in self.waiting:
@@ -228,7 +232,7 @@ class Scheduler:
 
     def num_missing_blocks(self, request: Request) -> int:
         """Blocks that the request lacks for all of its tokens and one more. A draft may have left it one too many."""
-        return max(0, self.kv_cache.num_blocks_for(request.num_tokens + 1) - len(request.block_table))
+        return max(0, self.kv_cache.num_blocks_of(request, request.num_tokens + 1) - len(request.block_table))
 
     def _count_cached_tokens(self, request: Request, gained: int) -> None:
         """Count the cached prompt tokens that were just found. A resumed request may find tokens of its answer too."""
@@ -260,10 +264,10 @@ class Scheduler:
             self._count_cached_tokens(request, self.kv_cache.reuse(request))
         first = behind[0]
         served = sorted(behind, key=lambda request: (not is_urgent(request, first), request.num_uncomputed_tokens))
-        prompts = [Prompt(request.num_computed_tokens, request.num_uncomputed_tokens) for request in served]
+        prompts = [Prompt(request.num_kv_tokens, request.num_uncomputed_tokens) for request in served]
         place = served.index(first)
         budget = self._budget()
-        streams = StepShape.of((request.num_computed_tokens, 1) for request in wanted)
+        streams = StepShape.of((request.num_kv_tokens, 1) for request in wanted)
         room = budget.with_streams(streams, prompts, place) if wanted else budget.alone(prompts, place)
         self._share_among(served, first, room, wanted)
 
@@ -278,7 +282,7 @@ class Scheduler:
 
     def prompt_tokens_per_s(self, past: int) -> float:
         """The rate of prompts after `past` tokens, together with the running streams."""
-        caught_up = (request.num_computed_tokens for request in self.running if request.num_uncomputed_tokens == 1)
+        caught_up = (request.num_kv_tokens for request in self.running if request.num_uncomputed_tokens == 1)
         streams = StepShape.of((computed, 1) for computed in caught_up)
         return 1000 * self._budget().tokens_per_ms(streams, past)
 

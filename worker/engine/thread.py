@@ -163,6 +163,7 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
     counters["overhead_us"] = int(stats.overhead_s * 1e6)
     counters["blocks_evicted"] = pool.num_evictions
     counters["blocks_restored"] = pool.num_restored
+    counters["blocks_given_up"] = scheduler.kv_cache.num_given_up
     counters["padding_tokens"] = stats.num_padding_tokens
     if scheduler.speculation is not None:
         counters |= scheduler.speculation.counters

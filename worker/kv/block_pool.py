@@ -118,6 +118,10 @@ class BlockPool:
         """Number of blocks of which only a beginning can be found, referenced or not."""
         return len(self._content) - len(self._block_of_hash)
 
+    def num_held_once(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks have one holder."""
+        return sum(self._ref_count[block] == 1 for block in blocks)
+
     def is_findable(self, block_hash: int) -> bool:
         """Whether some block has this hash."""
         return block_hash in self._block_of_hash

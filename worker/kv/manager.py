@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace.protos.block_hash import next_hash, token_bytes_of
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.request.request import Branch, Request
-from headrace.worker.request.step import Scheduled, StateStep
+from headrace.worker.request.step import LayerMoves, Scheduled, StateStep
 
 # At least this many tokens are computed after a cache hit. One would be enough for the logits, but different kernels
 # compute a single token, with slightly different results (docs/decisions/0006).
@@ -35,6 +35,8 @@ class KVCacheManager:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.block_size = pool.block_size
+        self.num_given_up = 0
+        """Blocks that requests have given up so far."""
         self._copies: list[BlockCopy] = []
 
     @property
@@ -49,6 +51,14 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         """The number of blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_of(self, request: Request, num_tokens: int) -> int:
+        """The most blocks that the request holds until it has computed `num_tokens` tokens."""
+        return self.num_blocks_for(num_tokens)
+
+    def num_reusable(self, request: Request) -> int:
+        """How many of the request's tokens may come from the cache."""
+        return request.num_tokens - MIN_TOKENS_LEFT
 
     def reuse(self, request: Request) -> int:
         """Append the cached blocks that match the request's next tokens. Returns the number of tokens gained.
@@ -71,7 +81,7 @@ class KVCacheManager:
             return []
         if request.num_findable_blocks < len(request.block_table):
             return []  # a hash of the request collides with another block's, so no later block can match either
-        last_reusable = (request.num_tokens - MIN_TOKENS_LEFT) // size
+        last_reusable = self.num_reusable(request) // size
         found: list[int] = []
         for index in range(len(request.block_table), last_reusable):
             block_hash = self.hash_of(request, index)
@@ -88,7 +98,7 @@ class KVCacheManager:
         held = len(request.block_table)
         if request.num_computed_tokens != held * size or request.wants_prompt_logprobs:
             return request.num_computed_tokens
-        low, high = held, max(held, (request.num_tokens - MIN_TOKENS_LEFT) // size)
+        low, high = held, max(held, self.num_reusable(request) // size)
         while low < high:
             middle = (low + high + 1) // 2
             if self.pool.is_findable(self.hash_of(request, middle - 1)):
@@ -126,7 +136,7 @@ class KVCacheManager:
         share; (-1, 0) if there is none."""
         index = len(request.block_table)
         start = index * self.block_size
-        end = min(start + self.block_size, request.num_tokens - MIN_TOKENS_LEFT)
+        end = min(start + self.block_size, self.num_reusable(request))
         if request.num_computed_tokens != start or end - start < MIN_COPIED_TOKENS or request.wants_prompt_logprobs:
             return -1, 0
         if request.num_findable_blocks < index:
@@ -140,6 +150,13 @@ class KVCacheManager:
     def plan_states(self, scheduled: Sequence[Scheduled]) -> Sequence[StateStep] | None:
         """What a step does with the states of recurrent layers. None if the model has no such layers."""
         return None
+
+    def evict(self, request: Request) -> None:
+        """Let the request give up blocks after a step, if it has too many."""
+
+    def take_moves(self) -> Sequence[LayerMoves]:
+        """Return and clear the moves of parts of blocks to make before the next step, in order, after its copies."""
+        return ()
 
     def take_copies(self) -> list[BlockCopy]:
         """Return and clear the copies to make before the next step, in order."""

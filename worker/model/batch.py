@@ -11,7 +11,8 @@ For two sequences, the first with 40 cached tokens and 1 new one, the second wit
     max_context_len       41                      largest past + new
     sampled_tokens_indices [ 0, 3 ]               rows whose logits are wanted
 
-The tokens of a draft are sequences of one token each, over the blocks of their request. The operator stores the keys
+The tokens of a draft, and tokens of an answer that a request with eviction computes again, are sequences of one token
+each, over the blocks of their request. The operator stores the keys
 and values of a step before it computes any attention, so each token also sees the draft before it. It has the bits that
 it would have if it were computed alone (docs/decisions/0048). The tokens of a branch come after those of the draft,
 over a copy of the last block (docs/decisions/0069).
@@ -30,10 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headrace.worker.eviction.scored import Scored, merged_tables, padded_tables
+from headrace.worker.eviction.sequence import Eviction
 from headrace.worker.kv.manager import BlockCopy
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Branch, Request
-from headrace.worker.request.step import PADDING_SLOT, ZERO_SLOT, Scheduled, StateStep
+from headrace.worker.request.step import PADDING_SLOT, ZERO_SLOT, LayerMoves, Scheduled, StateStep
 
 Ahead = npt.NDArray[np.intp]
 IntArray = npt.NDArray[np.int32]
@@ -69,6 +72,12 @@ class Batch:
     prompts: Sequence[PromptRows]
     sums: Sums
     adapter_slots: IntArray | None = None
+    block_tables: IntArray | None = None
+    """The block indices of each layer, `[layers, blocks]`, if a request has given up blocks; then only these count."""
+    scored: Sequence[Scored] = ()
+    """Sequences whose attention decides which blocks are evicted."""
+    moves: Sequence[LayerMoves] = ()
+    """Made after `copies`."""
     states: StateInputs | None = None
     """Which slots the recurrent layers read and write; None if the model has no such layers."""
 
@@ -123,6 +132,7 @@ def build_batch(
     block_size: int,
     copies: Sequence[BlockCopy] = (),
     states: Sequence[StateStep] | None = None,
+    moves: Sequence[LayerMoves] = (),
 ) -> Batch:
     """The inputs of a step. Every request has blocks for its computed and scheduled tokens. `states` has an entry for
     each request; None if the model has no recurrent layers."""
@@ -138,7 +148,11 @@ def build_batch(
         if request.draft:
             has_drafts = True
             end = past + 1
-        sequences.add(request, past, request.token_ids[past:end])
+        if request.is_replaying:
+            for position in range(past, end):
+                sequences.add(request, position, request.token_ids[position : position + 1])
+        else:
+            sequences.add(request, past, request.token_ids[past:end])
         if request.wants_prompt_logprobs:
             num_rows = min(end, request.num_prompt_tokens - 1) - past
             prompt_rows.extend(range(first, first + num_rows))
@@ -161,6 +175,7 @@ def build_batch(
         sums=Sums.NONE if prompts else sums_for((*sampled.requests, *sampled.later)),
         adapter_slots=_adapter_slots(scheduled),
         states=None if states is None else _state_inputs(states),
+        moves=moves,
     )
 
 
@@ -234,30 +249,52 @@ class _Sequences:
         self._past_lens: list[int] = []
         self._begins, self._block_begins = [0], [0]
         self._max_context_len = 0
+        self._scored: list[Scored] = []
+        self._lost: dict[int, Eviction] = {}
 
     def add(self, request: Request, past: int, token_ids: Sequence[int], table: array[int] | None = None) -> None:
         """Add new tokens of a request, after `past` others. `table` has other blocks than the request's."""
         self.input_ids.extend(token_ids)
+        table = request.block_table if table is None else table
+        if request.eviction is not None:
+            past = self._add_evicting(request, request.eviction, past, len(token_ids))
         end = past + len(token_ids)
         num_blocks = -(-end // self.block_size)
-        table = request.block_table if table is None else table
         self._block_indices.extend(table if len(table) == num_blocks else table[:num_blocks])
         self._past_lens.append(past)
         self._begins.append(len(self.input_ids))
         self._block_begins.append(len(self._block_indices))
         self._max_context_len = max(self._max_context_len, end)
 
+    def _add_evicting(self, request: Request, eviction: Eviction, past: int, num_tokens: int) -> int:
+        """Note whose attention counts, and the tables of the layers. Returns how many of the tokens before are left."""
+        number, num_prompt = len(self._past_lens), request.num_prompt_tokens
+        num_queries = 1 if past >= num_prompt else eviction.num_scored(past, num_tokens, num_prompt)
+        if num_queries:
+            self._scored.append(Scored(number, eviction, num_queries, past + num_tokens >= num_prompt))
+        if eviction.tables is not None:
+            self._lost[number] = eviction
+        return past - eviction.num_evicted_tokens
+
     def inputs(self) -> dict[str, Any]:
         """The operator's inputs by name."""
         past_lens, begins = np.array(self._past_lens, np.int32), np.array(self._begins, np.int32)
+        block_indices = np.frombuffer(self._block_indices, np.int32)
+        before = past_lens
+        if self._lost:
+            before = past_lens.copy()
+            for number, eviction in self._lost.items():
+                before[number] += eviction.num_evicted_tokens
         return {
             "input_ids": np.frombuffer(self.input_ids, np.uint32).astype(np.int64),
-            "position_ids": _positions(past_lens, begins),
+            "position_ids": _positions(before, begins),
             "past_lens": past_lens,
             "subsequence_begins": begins,
-            "block_indices": np.frombuffer(self._block_indices, np.int32),
+            "block_indices": block_indices,
             "block_indices_begins": np.array(self._block_begins, np.int32),
             "max_context_len": np.array(self._max_context_len, np.int32),
+            "block_tables": merged_tables(block_indices, self._block_begins, self._lost) if self._lost else None,
+            "scored": self._scored,
         }
 
 
@@ -281,6 +318,7 @@ def padded(batch: Batch, num_tokens: int, block: int) -> Batch:
         subsequence_begins=np.concatenate([batch.subsequence_begins, batch.subsequence_begins[-1] + ones]),
         block_indices=np.concatenate([batch.block_indices, nothing + np.int32(block)]),
         block_indices_begins=np.concatenate([batch.block_indices_begins, batch.block_indices_begins[-1] + ones]),
+        block_tables=padded_tables(batch.block_tables, num_tokens, block),
         adapter_slots=None if batch.adapter_slots is None else np.concatenate([batch.adapter_slots, nothing - 1]),
         states=None if batch.states is None else _padded_states(batch.states, num_tokens),
     )

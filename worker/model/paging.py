@@ -16,6 +16,7 @@ import openvino as ov
 from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.eviction.graph import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.batch import StateInputs
 from headrace.worker.model.directory import NETWORK, context_of, has_windows, read_config, uses_alibi
 from headrace.worker.model.positions import UnservableError, settle_positions
@@ -23,13 +24,14 @@ from headrace.worker.states.tables import STATE_TABLES, set_table_types
 
 # Inputs of the operators that replace recurrent layers, and the beginnings of the names of their tables of states.
 STATE_INPUTS = tuple(f"la.{name}" for name in StateInputs._fields)
-_OWN_INPUTS = ("key_cache.", "value_cache.", *STATE_TABLES)
+_OWN_INPUTS = ("key_cache.", "value_cache.", *STATE_TABLES, BLOCK_TABLES, SCORE_WINDOWS)
+BLOCK_INDICES = "block_indices"
 STEP_INPUTS = (
     "input_ids",
     "position_ids",
     "past_lens",
     "subsequence_begins",
-    "block_indices",
+    BLOCK_INDICES,
     "block_indices_begins",
     "max_context_len",
 )
@@ -56,13 +58,16 @@ class PagedModel(NamedTuple):
     depends_on_context: bool
 
 
-def read_paged(core: ov.Core, model_dir: Path, max_context_tokens: int | None = None) -> PagedModel:
+def read_paged(
+    core: ov.Core, model_dir: Path, max_context_tokens: int | None = None, *, evicts: bool = False
+) -> PagedModel:
     """Read the model and give it PagedAttention, for contexts of up to `max_context_tokens`, or of the length that
-    config.json says. Compiles nothing. Raises ConfigurationError if the model cannot be served."""
+    config.json says. With `evicts`, its sequences may give up KV blocks (see `eviction.graph`). Compiles nothing.
+    Raises ConfigurationError if the model cannot be served."""
     config = read_config(model_dir)
     model = _read(core, model_dir / NETWORK)
     try:
-        _make_paged(model, config)
+        _make_paged(model, config, evicts=evicts)
         depends_on_context = settle_positions(model, max_context_tokens or context_of(config, model_dir))
     except UnservableError as error:
         raise ConfigurationError(f"the model in {model_dir} cannot be served: {error}") from error
@@ -84,7 +89,7 @@ def _read(core: ov.Core, path: Path) -> ov.Model:
         ) from error
 
 
-def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
+def _make_paged(model: ov.Model, config: Mapping[str, Any], *, evicts: bool) -> None:
     kind = config.get("model_type", "unknown")
     if not model.get_variables():
         raise UnservableError(
@@ -95,7 +100,7 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
     if not num_attentions:
         raise UnservableError(f"its architecture ({kind}) has only recurrent layers, or unknown ones; {_SUPPORTED}")
     try:
-        paged_attention_transformation(model)
+        paged_attention_transformation(model, **(TRANSFORMATION if evicts else {}))
     except RuntimeError as error:
         if uses_alibi(config):
             raise UnservableError(_LOSES_ALIBI.format(kind)) from error
@@ -105,6 +110,8 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any]) -> None:
         raise UnservableError(
             f"layers of its architecture ({kind}) keep a recurrent state that OpenVINO cannot page; {_REMEDY}"
         )
+    if evicts:
+        merge_layers(model)
     set_table_types(model)
     attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
     unknown = [port.any_name for port in model.inputs if not _is_own(port)]

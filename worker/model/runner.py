@@ -23,6 +23,8 @@ import numpy.typing as npt
 import openvino as ov
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.eviction.graph import BLOCK_TABLES, SCORE_WINDOWS, SCORES, layer_of
+from headrace.worker.eviction.scored import add_scores, score_windows, tables_of
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.model.adapted_linears import find_linears
@@ -33,7 +35,7 @@ from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import HeadRequest, InputTensors, replace_head
-from headrace.worker.model.paging import STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
+from headrace.worker.model.paging import BLOCK_INDICES, STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.row_sums import RowSums
@@ -68,7 +70,8 @@ class OpenVINOModelRunner:
 
     Decode steps have at least `least_decode` tokens and sampled rows: two in accuracy mode and with `speculates`,
     because other kernels compute a single one. A token then does not depend on how many others its step has, in
-    performance mode only on some CPUs (docs/decisions/0048). `states` reads hidden states of every step.
+    performance mode only on some CPUs (docs/decisions/0048). `states` reads hidden states of every step. With `evicts`,
+    requests may give up KV blocks.
     """
 
     _batch: Batch | None = None
@@ -85,10 +88,12 @@ class OpenVINOModelRunner:
         max_adapters: int = 0,
         speculates: bool = False,
         states: StateReader | None = None,
+        evicts: bool = False,
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
-        model, self.depends_on_context = read_paged(core, model_dir, max_context_tokens)
+        model, self.depends_on_context = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
+        self._evicts = evicts
         self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
         memory = FileMemory()
         fuse_projections(model, memory)
@@ -128,14 +133,14 @@ class OpenVINOModelRunner:
         self.state_tables = main.state_tables
         self.vocab_size = main.vocab_size
         self._check_layouts()
+        self._num_layers = 1 + max(map(layer_of, caches))
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
         self.num_kv_heads, self.block_size = dims_of(value)[:2]
         self.block_bytes = sum(map(bytes_of, caches))
         self.kv_precision = str(key.element_type.get_type_name())
-        self.numerics = " ".join(
-            (ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision)
-        )
+        parts = [ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision]
+        self.numerics = " ".join([*parts, "evicts"] if self._evicts else parts)
 
     def _check_layouts(self) -> None:
         """ConfigurationError unless all graphs have the same KV cache."""
@@ -205,13 +210,20 @@ class OpenVINOModelRunner:
         for source, destination in batch.copies:
             for cache in self._cache_views:
                 cache[destination] = cache[source]
+        for sources, destinations in batch.moves:
+            for port, cache in zip(self._caches, self._cache_views, strict=True):
+                cache[destinations] = cache[sources[layer_of(port)]]
         graph = self._graphs[graph_of(batch, self.small_decode)]
         if keeps_logits:
             graph.slots.rotate()
         slot = self._slot = graph.slots[0]
         self._batch = batch
         for name in STEP_INPUTS:
-            slot.inputs.set(name, getattr(batch, name))
+            if name != BLOCK_INDICES or not self._evicts:
+                slot.inputs.set(name, getattr(batch, name))
+        if self._evicts:
+            slot.inputs.set(BLOCK_TABLES, tables_of(batch.block_indices, batch.block_tables, self._num_layers))
+            slot.inputs.set(SCORE_WINDOWS, score_windows(batch.scored, len(batch.past_lens)))
         if batch.states is not None:
             for name, values in zip(STATE_INPUTS, batch.states, strict=True):
                 slot.inputs.set(name, values)
@@ -253,6 +265,9 @@ class OpenVINOModelRunner:
         self.infer_s = time.perf_counter() - start_s
         if self._states is not None and self._batch is not None:
             self._states.read(self._batch, self._slot.request)
+        if self._batch is not None and self._batch.scored:
+            batch, scores = self._batch, self._slot.request.get_tensor(SCORES).data
+            add_scores(batch.scored, batch.past_lens, batch.subsequence_begins, scores)
         return head.logits()
 
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.worker.eviction.sequence import Eviction
 from headrace.worker.request.logprobs import PromptLogprobs
 from headrace.worker.request.params import SamplingParams
 
@@ -98,6 +99,8 @@ class Request:
     """Tokens of the prompt that are expected to be cached there."""
     adapter_slot: int = -1
     """Slot of its adapter's weights, which stay there until it has ended; -1 without an adapter."""
+    eviction: Eviction | None = None
+    """Which blocks it gives up when it becomes long; None if it keeps all."""
     prompt_hashes: list[int] = field(default_factory=list)
     """The part of `block_hashes` that covers the prompt. Requests that came together with the same prompt and
     `root_hash` share the list, so each hash is computed once."""
@@ -164,6 +167,21 @@ class Request:
     def num_generated_tokens(self) -> int:
         """Generated tokens so far, resumed ones included."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens in the KV cache: those computed, without those whose blocks it has given up."""
+        return self.num_computed_tokens - (0 if self.eviction is None else self.eviction.num_evicted_tokens)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether it gives up blocks and computes tokens of its answer again. Each of them is then a sequence of its
+        own, as when it was generated, so the same blocks stay."""
+        return (
+            self.eviction is not None
+            and self.num_computed_tokens >= self.num_prompt_tokens
+            and self.num_uncomputed_tokens > 1
+        )
 
     @property
     def num_uncomputed_tokens(self) -> int:

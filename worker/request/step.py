@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.request.logprobs import TokenLogprobs
@@ -26,6 +28,14 @@ class Scheduled(NamedTuple):
 ZERO_SLOT, PADDING_SLOT, FIRST_STATE_SLOT = range(3)
 # Longer than any step. With an interval of 0, OpenVINO writes no state of a state space, and one of other layers.
 AT_THE_END = 1 << 30
+
+
+class LayerMoves(NamedTuple):
+    """Parts of KV blocks to be copied by the runner before it computes the next step: each layer's parts of `sources`
+    `[layers, blocks]` to its parts of `destinations` `[blocks]`. All are read before any is written."""
+
+    sources: npt.NDArray[np.int32]
+    destinations: npt.NDArray[np.int32]
 
 
 class StateStep(NamedTuple):

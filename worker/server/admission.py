@@ -6,16 +6,19 @@ import math
 import secrets
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self, TypeVar
 
 from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import inference_pb2
 from headrace.protos.answer_bounds import Ends, check_context, stop_tokens
 from headrace.protos.block_hash import root_hash
+from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import identity_of
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
+from headrace.protos.worker_pb2 import ModelCard
+from headrace.worker.eviction.settings import eviction_for
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
@@ -44,6 +47,8 @@ class ModelLimits:
     model_identity: str = ""
     tokenizer_sha256: str = ""
     task: inference_pb2.Task = inference_pb2.TASK_UNSPECIFIED
+    card: ModelCard = field(default_factory=ModelCard)
+    """It says whether requests may give up KV blocks."""
 
     def identity(self, adapter_sha256: str) -> str:
         """The identity of answers: that of the model, or of the model with an adapter."""
@@ -149,8 +154,13 @@ def admit(
     message, shared = decoded.message, decoded.prompt
     _check_model(message, limits, adapter_sha256)
     num_prompt_tokens = len(message.token_ids) if shared is None else len(shared.token_ids)
+    longest = max(limits.max_context_tokens, longest_context_of(limits.card, message.sampling))
     check_context(
-        num_prompt_tokens, len(message.resume_token_ids), limits.max_context_tokens, encodes=bool(limits.task)
+        num_prompt_tokens,
+        len(message.resume_token_ids),
+        limits.max_context_tokens,
+        encodes=bool(limits.task),
+        longest=longest,
     )
     if shared is not None and shared.highest < limits.vocab_size:
         prompt = shared.token_ids
@@ -162,7 +172,7 @@ def admit(
         return _text_to_encode(message, prompt, request_id=request_id, arrival_s=arrival_s)
     prediction = _token_ids(message.prediction_token_ids, "prediction_token_ids", limits)
     resume = _token_ids(message.resume_token_ids, "resume_token_ids", limits)
-    room = limits.max_context_tokens - len(prompt)
+    room = longest - len(prompt)
     root = root_hash(limits.fingerprint, adapter_sha256, message.cache_salt)
     admitted = Request(
         request_id=request_id,
@@ -177,6 +187,7 @@ def admit(
         max_wait_s=message.max_wait_ms / 1000 if message.HasField("max_wait_ms") else math.inf,
         kv_source=message.kv_source,
         num_source_tokens=message.kv_source_tokens,
+        eviction=eviction_for(limits.card, message.sampling),
     )
     if admitted.num_prompt_logprob_values > MAX_PROMPT_LOGPROBS:
         each = MAX_PROMPT_LOGPROBS // (1 + (admitted.sampling.num_prompt_logprobs or 0))

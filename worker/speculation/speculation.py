@@ -190,7 +190,7 @@ class Speculation:
 
     def _draft_of(self, request: Request) -> Draft:
         most = min(MAX_DRAFT, request.sampling.max_tokens - request.num_generated_tokens - 1)
-        if most < 1:
+        if most < 1 or request.eviction is not None:
             return NO_DRAFT
         forced = self._grammars.forced_tokens(request) if request.sampling.constraint is not None else ()
         if forced:

@@ -1,0 +1,59 @@
+"""The sequences of a step whose attention decides which blocks stay, and the arrays of a step with them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.worker.eviction.sequence import Eviction, FloatArray, IntArray
+
+
+class Scored(NamedTuple):
+    """The number of a sequence in the batch, its state, and how many of its last queries count. Unless it `is_whole`,
+    more queries of the prompt follow in later steps."""
+
+    sequence: int
+    eviction: Eviction
+    num_queries: int
+    is_whole: bool
+
+
+def tables_of(block_indices: IntArray, block_tables: IntArray | None, num_layers: int) -> IntArray:
+    """The block indices of each layer, `[layers, blocks]`, where all layers may have the same."""
+    return np.broadcast_to(block_indices, (num_layers, len(block_indices))) if block_tables is None else block_tables
+
+
+def merged_tables(block_indices: IntArray, begins: Sequence[int], lost: dict[int, Eviction]) -> IntArray:
+    """The block indices of each layer, `[layers, blocks]`: those of sequences that have `lost` blocks, and for others
+    the same in all layers. The blocks of sequence i begin at `begins[i]`."""
+    num_layers = max(len(eviction.tables) for eviction in lost.values() if eviction.tables is not None)
+    tables = np.tile(block_indices, (num_layers, 1))
+    for number, eviction in lost.items():
+        begin, end = begins[number : number + 2]
+        assert eviction.tables is not None
+        tables[:, begin:end] = eviction.tables[:, : end - begin]
+    return tables
+
+
+def padded_tables(tables: IntArray | None, num_tokens: int, block: int) -> IntArray | None:
+    """The tables with so many more sequences of one block."""
+    return None if tables is None else np.pad(tables, ((0, 0), (0, num_tokens)), constant_values=block)
+
+
+def score_windows(scored: Sequence[Scored], num_sequences: int) -> IntArray:
+    """For each sequence, how many of its last queries count; at least one."""
+    windows = np.ones(num_sequences, np.int32)
+    for one in scored:
+        windows[one.sequence] = one.num_queries
+    return windows
+
+
+def add_scores(scored: Sequence[Scored], past_lens: IntArray, begins: IntArray, scores: FloatArray) -> None:
+    """Tell the sequences what their cached tokens got: `scores` `[layers, tokens]` of all sequences, whose new tokens
+    begin at `begins`."""
+    ends = np.cumsum(past_lens + np.diff(begins)).tolist()
+    for sequence, eviction, num_queries, is_whole in scored:
+        begin = ends[sequence - 1] if sequence else 0
+        eviction.add(scores[:, begin : ends[sequence]], num_queries, is_whole=is_whole)

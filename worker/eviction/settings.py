@@ -1,0 +1,47 @@
+"""The flag --cache-eviction, and the rules of requests."""
+
+from __future__ import annotations
+
+from headrace.protos.cache_eviction import complete, parse_eviction, rule_for
+from headrace.protos.inference_pb2 import AGGREGATION_MODE_SUM, CacheEviction, SamplingParams
+from headrace.protos.status import StatusError
+from headrace.protos.worker_pb2 import ModelCard
+from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.eviction.sequence import Aggregation, Eviction, EvictionRule
+
+
+def eviction_of(config: WorkerConfig) -> CacheEviction | None:
+    """What --cache-eviction says; see `parse_eviction`. ConfigurationError if it is wrong or contradicts others."""
+    if config.cache_eviction is None:
+        return None
+    try:
+        rule = parse_eviction(config.cache_eviction)
+    except ValueError as error:
+        raise ConfigurationError(f"--cache-eviction: {error}") from None
+    if rule is not None and config.draft_model is not None:
+        raise ConfigurationError(
+            "--cache-eviction is not possible with --draft-model, which needs all tokens of a request; leave out one "
+            "of them"
+        )
+    return rule
+
+
+def add_rule(card: ModelCard, rule: CacheEviction, longest: int) -> None:
+    """Say in the card that requests may give up blocks, all of them by `rule` if it is not empty. Contexts have at most
+    `longest` tokens then. ConfigurationError if the rule does not fit the cache."""
+    card.max_evicting_context_tokens = max(longest, card.max_context_tokens)
+    if not rule.max_cache_size:
+        return
+    try:
+        card.cache_eviction.CopyFrom(complete(rule, card))
+    except StatusError as error:
+        raise ConfigurationError(f"--cache-eviction: {error.message.removeprefix('cache_eviction.')}") from None
+
+
+def eviction_for(card: ModelCard, sampling: SamplingParams) -> Eviction | None:
+    """What a request gives up; None if it keeps all blocks. StatusError names the wrong field."""
+    rule = rule_for(card, sampling)
+    if rule is None:
+        return None
+    aggregation = Aggregation.SUM if rule.aggregation_mode == AGGREGATION_MODE_SUM else Aggregation.NORM_SUM
+    return Eviction(EvictionRule(rule.max_cache_size, rule.start_size, rule.recent_size, aggregation))
