@@ -61,6 +61,7 @@ SIM_MAY_IMPORT = {
 ONLY_IN = {
     "openvino": {
         "cli/export/exporter.py",
+        "cli/export/packed.py",
         "cli/gguf/graph.py",
         "cli/gguf/weights.py",
         "cli/models/convert.py",

@@ -11,8 +11,10 @@ that packages are missing.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -27,6 +29,7 @@ _NETWORK = "openvino_model.xml"
 _TOKENIZERS = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 _PACKAGES = ("torch", "transformers", "openvino", "openvino_tokenizers", "nncf", "optimum.exporters.openvino")
 _UNCOMPRESSED = "bf16"
+_PACKED_BY = ("awq", "gptq")
 _OUT_OF_MEMORY = ("allocate memory", "bad_alloc", "bad allocation", "Cannot allocate")
 _REASON_CHARACTERS = 300
 
@@ -82,24 +85,29 @@ def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float)
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig
 
-    whole = out / ".uncompressed"
+    whole, plain = out / ".uncompressed", out / ".plain"
+    packed = _packed_checkpoint(directory)
+    if packed is not None:
+        _stage("unpacking the weights")
+        packed.write_plain(plain)
     _stage("reading the weights and tracing the graph")
     main_export(
-        directory,
+        directory if packed is None else plain,
         output=whole,
         task=_TASK,
         ov_config=OVConfig(),
         convert_tokenizer=True,
         local_files_only=True,
-        model_loading_kwargs={"torch_dtype": "bfloat16"} if mode == _UNCOMPRESSED else None,
+        model_loading_kwargs={"torch_dtype": "bfloat16"} if mode == _UNCOMPRESSED and packed is None else None,
     )
     gc.collect()
+    shutil.rmtree(plain, ignore_errors=True)
     missing = [name for name in _TOKENIZERS if not (whole / name).is_file()]
     if missing:
         raise ExportError("its tokenizer cannot be converted")
-    if mode != _UNCOMPRESSED:
-        _stage(f"compressing the weights to {mode}")
-        _compress(whole / _NETWORK, out / _NETWORK, mode, group_size, ratio)
+    if mode != _UNCOMPRESSED or packed is not None:
+        _stage(f"compressing the weights to {mode}" if packed is None else f"packing the weights, the others to {mode}")
+        _compress(whole / _NETWORK, out / _NETWORK, mode, group_size, ratio, packed)
         for path in whole.glob(f"{Path(_NETWORK).stem}.*"):
             path.unlink()
     for path in whole.iterdir():
@@ -107,7 +115,26 @@ def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float)
     shutil.rmtree(whole)
 
 
-def _compress(source: Path, target: Path, mode: str, group_size: int, ratio: float) -> None:
+def _packed_checkpoint(directory: Path) -> Any:
+    """The checkpoint if its weights are packed, by AWQ or GPTQ."""
+    config = json.loads((directory / "config.json").read_bytes())
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    return _packed_module().Checkpoint(directory) if method in _PACKED_BY else None
+
+
+@functools.cache
+def _packed_module() -> Any:
+    """The file beside this one: an isolated Python does not find it by its name."""
+    found = importlib.util.spec_from_file_location("packed", Path(__file__).with_name("packed.py"))
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def _compress(source: Path, target: Path, mode: str, group_size: int, ratio: float, packed: Any) -> None:
+    """Compress the weights that are not `packed`. Weights of packed layers become those of their checkpoint."""
     import nncf
     import openvino
 
@@ -118,7 +145,10 @@ def _compress(source: Path, target: Path, mode: str, group_size: int, ratio: flo
         )
         options = {"group_size": group_size, "ratio": ratio, "advanced_parameters": fallback}
     graph = openvino.Core().read_model(source)
-    graph = nncf.compress_weights(graph, mode=nncf.CompressWeightsMode(mode), **options)
+    if packed is not None:
+        _packed_module().keep_packed(graph, packed)
+    if mode != _UNCOMPRESSED:
+        graph = nncf.compress_weights(graph, mode=nncf.CompressWeightsMode(mode), **options)
     openvino.save_model(graph, target, compress_to_fp16=False)
 
 
@@ -155,6 +185,8 @@ def _run(arguments: list[str]) -> None:
     except ExportError:
         raise
     except Exception as error:
+        if type(error).__name__ == "PackedError":
+            raise ExportError(str(error)) from None
         if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise ExportError(
                 f"the export takes more than the {int(memory_bytes) / (1 << 30):.1f} GiB of memory that are available"

@@ -15,7 +15,7 @@ from typing import IO
 
 from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
-from headrace.cli.export.weights import ExportedWeights, quantised_by
+from headrace.cli.export.weights import ExportedWeights, why_unreadable
 
 _EXPORTER = Path(__file__).with_name("exporter.py")
 _INTERVAL_S = 5.0
@@ -28,10 +28,10 @@ GIB = 1 << 30
 
 def check_exportable(name: str, config: Mapping[str, object]) -> None:
     """Raise CommandError if a checkpoint with this config.json cannot be exported here. Takes seconds."""
-    if method := quantised_by(config):
+    if problem := why_unreadable(config):
         raise CommandError(
-            f"the weights of {name} are quantised by {method}, and only weights of 16 or 32 bits can be exported; pull "
-            "the model that it was made of with --weights int4, or take an OpenVINO or GGUF version"
+            f"the weights of {name} {problem}; pull the model that it was made of with --weights int4, or take an "
+            "OpenVINO or GGUF version"
         )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))

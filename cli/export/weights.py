@@ -13,6 +13,8 @@ DEFAULT_GROUP_SIZE = 128
 GROUP_SIZES = (32, 64, 128)
 _DEQUANTISED = "mxfp4"
 _MXFP4_BYTES = 0.53
+_PACKED_BITS = {"awq": (4,), "gptq": (4, 8)}
+_READABLE = "weights of 16 or 32 bits, of AWQ (gemm, 4 bits) and of GPTQ (4 or 8 bits) can be exported"
 # Of a group: a scale in float16 and a zero point of 4 bits.
 _GROUP_BYTES = 2.5
 
@@ -51,18 +53,41 @@ def weights_named(quantisation: str | None) -> ExportedWeights:
     return ExportedWeights(kind) if kind in EXPORTED else ExportedWeights()
 
 
-def quantised_by(config: Mapping[str, object]) -> str:
-    """The method by which a checkpoint is quantised, of its config.json; empty if it is not, or if transformers turns
-    the weights into bfloat16 as it reads them."""
-    found = config.get("quantization_config")
-    if not isinstance(found, Mapping):
+def why_unreadable(config: Mapping[str, object]) -> str:
+    """Why the weights of a checkpoint with this config.json cannot be exported, as the end of a sentence that begins
+    with them; empty if they can."""
+    options = config.get("quantization_config")
+    if not isinstance(options, Mapping):
         return ""
-    method = str(found.get("quant_method") or "an unknown method")
-    return "" if method == _DEQUANTISED else method
+    method = str(options.get("quant_method") or "an unknown method")
+    if method == _DEQUANTISED:
+        return ""
+    if options.get("bits") not in _PACKED_BITS.get(method, ()):
+        bits = f" with {options['bits']} bits" if "bits" in options else ""
+        return f"are quantised by {method}{bits}, and only {_READABLE}"
+    if method == "awq" and str(options.get("version", "gemm")).lower() != "gemm":
+        return f"are packed by awq for {options['version']}, and only {_READABLE}"
+    if options.get("desc_act") and options.get("group_size") != -1:
+        return "are quantised by gptq in the order of activations (desc_act), which OpenVINO cannot multiply with"
+    if options.get("dynamic"):
+        return "are quantised by gptq with other bits in some layers (dynamic), which are not read"
+    return ""
+
+
+def sizes_of(exported: ExportedWeights, config: Mapping[str, object], safetensors_bytes: int) -> tuple[int, int]:
+    """About the bytes of a checkpoint's weights once exported, and those that the export takes on disk meanwhile."""
+    num_weights = int(safetensors_bytes / bytes_per_weight(config))
+    options = config.get("quantization_config")
+    if isinstance(options, Mapping) and options.get("quant_method") in _PACKED_BITS:
+        return safetensors_bytes, 4 * num_weights
+    return exported.bytes_of(num_weights), 2 * num_weights
 
 
 def bytes_per_weight(config: Mapping[str, object]) -> float:
     """Bytes of a weight in the checkpoint that a config.json describes."""
-    if config.get("quantization_config"):
+    options = config.get("quantization_config")
+    if isinstance(options, Mapping) and options.get("quant_method") in _PACKED_BITS:
+        return int(str(options.get("bits", 4))) / 8
+    if options:
         return _MXFP4_BYTES
     return 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2

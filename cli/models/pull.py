@@ -22,7 +22,7 @@ from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.export.options import export_options, exported_weights
 from headrace.cli.export.run import check_exportable, export
-from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, weights_named
+from headrace.cli.export.weights import ExportedWeights, sizes_of, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.download import http_client
 from headrace.cli.models.hub import download_files, fetched_config, hub_endpoint, list_files, present_bytes
@@ -320,9 +320,8 @@ def _requirements(
     shape = shape_of(config)
     if choice.checkpoint:
         check_exportable(str(reference), config)
-        num_weights = int(choice.safetensors_bytes / bytes_per_weight(config))
-        weights = exported.bytes_of(num_weights)
-        return Requirements(choice.num_bytes, present, weights, True, shape, scratch_bytes=2 * num_weights)
+        weights, scratch = sizes_of(exported, config, choice.safetensors_bytes)
+        return Requirements(choice.num_bytes, present, weights, True, shape, scratch_bytes=scratch)
     weights = sum(file.num_bytes or 0 for file in choice.files if file.path == "openvino_model.bin")
     return Requirements(choice.num_bytes, present, weights, False, shape)
 

@@ -20,6 +20,7 @@ import copy
 import logging
 import math
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -35,11 +36,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.architectures.families import FAMILIES, VOCABULARY, Family, directory_name
+from tests.architectures.packed_checkpoints import FORMATS, write_packed
 
 SHORT, LONG, GREEDY = 300, 2000, 12
 # The first token of a continuation is clear if it leads by this log-probability. So many prompts are tried.
 _CLEAR, _PROMPTS = 2e-3, 8
 _NETWORK = "openvino_model.xml"
+_EXPORTER = Path(__file__).parents[2] / "cli/export/exporter.py"
 # Mark what nncf multiplies with scales: the names of weights are in front of it.
 _DECOMPRESSED = "/fq_weights_"
 _UNCOMPRESSED = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -129,6 +132,17 @@ def write_graph(model: PreTrainedModel, family: Family, directory: Path) -> None
         path.replace(directory / path.name.removeprefix("compressed_"))
 
 
+def export_packed(model: PreTrainedModel, family: Family, directory: Path) -> None:
+    """Export a packed checkpoint as `headrace pull` does. The model gets its weights."""
+    checkpoint = directory / "checkpoint"
+    directory.mkdir()
+    write_packed(model, family.weights, checkpoint)
+    tokenizer().save_pretrained(checkpoint)
+    options = ["bf16", "128", "1.0", str(1 << 40)]
+    subprocess.run([sys.executable, "-I", _EXPORTER, "export", checkpoint, directory, *options], check=True)
+    shutil.rmtree(checkpoint)
+
+
 def take_weights(model: PreTrainedModel, directory: Path) -> None:
     """Give the model the values that compressed weights have."""
     state, num_taken = model.state_dict(), 0
@@ -172,8 +186,11 @@ def export(name: str, directory: Path) -> None:
     part = directory.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     model = model_of(family)
-    write_graph(copy.deepcopy(model), family, part)
-    if family.weights not in _UNCOMPRESSED:
+    if family.weights in FORMATS:
+        export_packed(model, family, part)
+    else:
+        write_graph(copy.deepcopy(model), family, part)
+    if family.weights not in (*_UNCOMPRESSED, *FORMATS):
         take_weights(model, part)
     tokens = np.random.default_rng(7).integers(4, VOCABULARY, LONG)
     reference = {

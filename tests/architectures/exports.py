@@ -15,7 +15,7 @@ from tests.architectures.families import FAMILIES, directory_name
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PYTHON = ROOT / ".make/architectures/bin/python"
-_MADE_BY = ("requirements.txt", "export.py")
+_MADE_BY = ("requirements.txt", "export.py", "packed_checkpoints.py", "../../cli/export/packed.py")
 
 
 def exported(names: Sequence[str]) -> Mapping[str, Path]:

@@ -40,9 +40,9 @@ _LLAMA3_ROPE = {
 class Family:
     """A model type of transformers, and the values of its configuration that are not the common ones. `refused` is what
     the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run. `weights`
-    is f32, f16 or bf16, or one of nncf's modes (int4 ones in groups of 32). Some layers of `is_recurrent` families keep
-    a state instead of keys and values. `transformers` is the version that exports the model, if it is not the one in
-    requirements.txt."""
+    is f32, f16 or bf16, one of nncf's modes (int4 ones in groups of 32), or the format of a packed checkpoint. Some
+    layers of `is_recurrent` families keep a state instead of keys and values. `transformers` is the version that
+    exports the model, if it is not the one in requirements.txt."""
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -119,6 +119,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "llama-f16": Family("llama", _GROUPED, weights="f16"),
     "llama-bf16": Family("llama", _GROUPED, weights="bf16"),
+    "llama-awq": Family("llama", _GROUPED, weights="awq", is_short=True),
+    "llama-gptq": Family("llama", _GROUPED, weights="gptq"),
+    "llama-gptq-v2": Family("llama", _GROUPED, weights="gptq_v2"),
+    "llama-gptq-8-bits": Family("llama", _GROUPED, weights="gptq8"),
+    "phi3-awq": Family("phi3", weights="awq"),
     "llama-int8": Family("llama", _GROUPED, weights="int8_asym"),
     "llama-int8-symmetric": Family("llama", _GROUPED, weights="int8_sym"),
     "llama-int4": Family("llama", _GROUPED, is_short=True, weights="int4_asym"),

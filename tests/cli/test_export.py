@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.export import exporter as exporter_file
 from headrace.cli.export import run as exporting
-from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, weights_named
+from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, sizes_of, weights_named
 from headrace.cli.main import cli
 from headrace.cli.models import pull as pull_module
 from headrace.cli.models.model_cache import model_directory, read_manifest
@@ -101,12 +101,27 @@ def test_without_the_packages_nothing_is_downloaded_and_the_refusal_says_what_he
     assert hub.fetched("o/m") == ["config.json"]
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8"])
-def test_quantised_checkpoints_are_refused_before_the_download(hub: Hub, method: str) -> None:
-    hub.add("o/m", checkpoint(quantization_config={"quant_method": method, "bits": 4}))
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"quant_method": "fp8"}, "are quantised by fp8, and only weights of 16 or 32 bits, of AWQ (gemm, 4 bits)"),
+        ({"quant_method": "gptq", "bits": 3}, "are quantised by gptq with 3 bits, and only"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
+            "are quantised by gptq in the order of activations",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"x": {"bits": 8}}},
+            "are quantised by gptq with other bits in some layers",
+        ),
+        ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "are packed by awq for GEMV"),
+    ],
+)
+def test_unreadable_weights_are_refused_before_the_download(hub: Hub, options: dict[str, object], problem: str) -> None:
+    hub.add("o/m", checkpoint(quantization_config=options))
     refused = pull("o/m")
     assert refused.exit_code == 2
-    assert f"are quantised by {method}, and only weights of 16 or 32 bits can be exported" in refused.stderr
+    assert f"the weights of o/m {problem}" in refused.stderr
     assert hub.fetched("o/m") == ["config.json"]
 
 
@@ -218,3 +233,6 @@ def test_sizes_follow_bits_and_groups() -> None:
     assert weights_named("BF16").bytes_of(1000) == 2000
     assert [bytes_per_weight({**CONFIG, "torch_dtype": kind}) for kind in ("float32", "float16")] == [4, 2]
     assert bytes_per_weight({"quantization_config": {"quant_method": "mxfp4"}}) < 1
+    packed = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    assert sizes_of(ExportedWeights(), packed, 500) == (500, 4000)
+    assert sizes_of(ExportedWeights("int4", 128), CONFIG, 2560) == (640 + 25, 2560)
