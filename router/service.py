@@ -38,7 +38,7 @@ from headrace.router.dispatch.forwarding import (
 )
 from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
 from headrace.router.explain import explain
-from headrace.router.fleet.adapters import served_adapters
+from headrace.router.fleet.adapters import ServedList
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.link_state import LinkState
@@ -190,13 +190,14 @@ class RouterService:
         self._transport = transport
         self._leases = leases
         self._num_explaining = 0
+        self._adapters = ServedList()
 
     async def list_models(
         self, request: router_pb2.ListModelsRequest, context: _Context
     ) -> router_pb2.ListModelsResponse:
         """The models of live workers, and the state of the Redis of their leases."""
         redis = router_pb2.REDIS_STATE_UNSPECIFIED if self._leases is None else self._leases.state
-        models, adapters = self._fleet.models().values(), served_adapters(self._fleet.links())
+        models, adapters = self._fleet.models().values(), self._adapters.of(self._fleet.links())
         return router_pb2.ListModelsResponse(models=models, redis=redis, adapters=adapters)
 
     async def list_workers(

@@ -24,21 +24,42 @@ _LIST_TIMEOUT_S = 5.0
 _LOAD_TIMEOUT_S = 150.0
 
 
-def adapter_cards(models: Iterable[ModelCard], adapters: Iterable[ServedAdapter]) -> list[ModelCard]:
-    """A card for each adapter of these models: that of its model, with its own name, fingerprint and time."""
-    of_model = {card.name: card for card in models}
-    found = []
-    for served in adapters:
-        if served.model not in of_model or served.adapter.name in of_model:
-            continue
-        card = ModelCard()
-        card.CopyFrom(of_model[served.model])
-        card.parent = card.name
-        card.name = served.adapter.name
-        card.fingerprint = sha256(f"{card.fingerprint}\n{served.adapter.sha256}".encode()).hexdigest()
-        card.created_s = served.adapter.created_s
-        found.append(card)
-    return found
+class AdapterCards:
+    """Cards of adapters, as models of their own. The list is polled, so cards are only made for what has changed."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelCard] = {}
+        self._cards: dict[str, tuple[str, int, ModelCard]] = {}
+        """Name of an adapter -> the hash and the time that its card was made for, and the card."""
+
+    def of(self, models: Iterable[ModelCard], adapters: Iterable[ServedAdapter]) -> list[ModelCard]:
+        """A card for each adapter of these models: that of its model, with its own name, fingerprint and time. The
+        caller must not change them."""
+        of_model = {card.name: card for card in models}
+        known = self._cards if of_model == self._models else {}
+        found = {}
+        for served in adapters:
+            adapter, parent = served.adapter, of_model.get(served.model)
+            name = adapter.name
+            if parent is None or name in of_model:
+                continue
+            digest, created_s, card = known.get(name, ("", 0, None))
+            if card is None or (digest, created_s, card.parent) != (adapter.sha256, adapter.created_s, parent.name):
+                digest, created_s = adapter.sha256, adapter.created_s
+                card = _card_of(parent, name, digest, created_s)
+            found[name] = digest, created_s, card
+        self._models, self._cards = of_model, found
+        return [card for _, _, card in found.values()]
+
+
+def _card_of(parent: ModelCard, name: str, adapter_sha256: str, created_s: int) -> ModelCard:
+    card = ModelCard()
+    card.CopyFrom(parent)
+    card.parent = parent.name
+    card.name = name
+    card.fingerprint = sha256(f"{parent.fingerprint}\n{adapter_sha256}".encode()).hexdigest()
+    card.created_s = created_s
+    return card
 
 
 def served_by_worker(answer: GetModelCardResponse) -> Sequence[ServedAdapter]:

@@ -30,7 +30,7 @@ from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
 from headrace.gateway.upstream.adapters import (
-    adapter_cards,
+    AdapterCards,
     list_adapters,
     load_adapter,
     served_by_worker,
@@ -136,6 +136,7 @@ class Upstream:
         self.problem_of: Callable[[str], StatusError | None] = lambda model: None
         """Called with a model's name when no worker has a generation: why none ever will; None if one may."""
         self._in_use: Counter[str] = Counter()
+        self._adapter_cards = AdapterCards()
         self.redis: RedisState = REDIS_STATE_UNSPECIFIED
         """The state of the Redis of the router that listed its models last."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -160,11 +161,11 @@ class Upstream:
         async def by_router(endpoint: Address) -> list[ModelCard]:
             answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S)
             self.redis = answer.redis
-            return [*answer.models, *adapter_cards(answer.models, answer.adapters)]
+            return [*answer.models, *self._adapter_cards.of(answer.models, answer.adapters)]
 
         async def by_worker(endpoint: Address) -> list[ModelCard]:
             answer = await endpoint.worker.GetModelCard(GetModelCardRequest(), timeout=LIST_TIMEOUT_S)
-            return [answer.card, *adapter_cards([answer.card], served_by_worker(answer))]
+            return [answer.card, *self._adapter_cards.of([answer.card], served_by_worker(answer))]
 
         async def ask(endpoint: Address) -> list[ModelCard]:
             return await endpoint.call(lambda: by_router(endpoint), lambda: by_worker(endpoint))

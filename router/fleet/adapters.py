@@ -20,6 +20,7 @@ from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.fleet.pools import Members
 from headrace.router.fleet.routed_request import RoutedRequest
+from headrace.router.fleet.worker_adapters import WorkerAdapters
 from headrace.router.placement.candidates import Values
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,25 @@ def served_adapters(links: Iterable[WorkerLink]) -> list[router_pb2.ServedAdapte
             served.num_in_memory += adapter.is_in_memory
             served.adapter.is_in_memory |= adapter.is_in_memory
     return [served for _, served in sorted(found.items())]
+
+
+class ServedList:
+    """The adapters of live workers. The list is only made again after a change, since gateways ask for it often."""
+
+    def __init__(self) -> None:
+        self._basis: list[tuple[str, WorkerAdapters, int]] = []
+        self._served: list[router_pb2.ServedAdapter] = []
+
+    def of(self, links: Sequence[WorkerLink]) -> Sequence[router_pb2.ServedAdapter]:
+        """See `served_adapters`."""
+        basis = [
+            (link.card.name, link.adapters, link.adapters.num_changes)
+            for link in links
+            if link.card is not None and link.state is not LinkState.UNREACHABLE and link.adapters.num_changes
+        ]
+        if basis != self._basis:
+            self._basis, self._served = basis, served_adapters(links)
+        return self._served
 
 
 class _Wanted(NamedTuple):

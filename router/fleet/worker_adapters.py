@@ -12,9 +12,12 @@ class WorkerAdapters:
         self._adapters: dict[str, worker_pb2.Adapter] = {}
         self._in_memory: set[str] = set()
         self._max_in_memory = 0
+        self.num_changes = 0
+        """How many reports had changes."""
 
     def take(self, message: worker_pb2.WatchResponse) -> None:
         """Apply a report."""
+        self.num_changes += any(map(message.HasField, ("adapters", "adapter_changes", "adapters_in_memory")))
         if message.HasField("adapters"):
             self._adapters = {adapter.name: adapter for adapter in message.adapters.adapters}
             self._max_in_memory = message.adapters.max_in_memory

@@ -8,6 +8,7 @@ import pytest
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.status import Reason, error_of
+from headrace.router.fleet.adapters import ServedList
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, answer, until
 
@@ -156,3 +157,26 @@ async def test_what_cannot_be_loaded_is_refused_by_its_field(
         await router.router.LoadAdapter(router_pb2.RouterLoadAdapterRequest(name=name, path=path))
     error = error_of(caught.value)
     assert (error.reason, error.field) == (Reason.INVALID_FIELD, field)
+
+
+async def test_the_list_of_adapters_is_only_made_again_after_a_change(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    for worker in workers:
+        worker.has_adapter("sql")
+    router = await start_router(*workers)
+    await until_known(router, "sql", *workers)
+    served, links = ServedList(), router.fleet.links
+    before = served.of(links())
+    assert [(each.adapter.name, each.num_workers) for each in before] == [("sql", 2)]
+    assert served.of(links()) is before
+    workers[0].has_adapter("law", in_memory=False)
+    await until_known(router, "law", workers[0])
+    after = served.of(links())
+    assert [(each.adapter.name, each.num_workers, each.num_in_memory) for each in after] == [
+        ("law", 1, 0),
+        ("sql", 2, 2),
+    ]
+    await workers[1].kill()
+    await until(lambda: [each.num_workers for each in served.of(links())] == [1, 1])

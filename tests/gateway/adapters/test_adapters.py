@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from headrace.gateway.upstream.adapters import AdapterCards
+from headrace.protos.router_pb2 import ServedAdapter
+from headrace.protos.worker_pb2 import Adapter, ModelCard
+
 KEY = "an admin key of some length"
 OPERATOR = {"authorization": f"Bearer {KEY}"}
 LOAD = {"lora_name": "sql", "lora_path": "/adapters/sql"}
@@ -96,3 +100,23 @@ async def test_a_key_that_is_none_is_refused_at_the_start(
         with pytest.raises(Exception, match="at least 16 characters"):
             async with kit.serving_gateway(router.address, flags={"admin_key_file": tmp_path / "key"}):
                 pass
+
+
+def served(name: str, sha256: str) -> ServedAdapter:
+    return ServedAdapter(model="tiny", adapter=Adapter(name=name, sha256=sha256, created_s=7))
+
+
+def test_cards_are_only_made_for_adapters_that_are_new_or_changed() -> None:
+    cards, model = AdapterCards(), ModelCard(name="tiny", fingerprint="f", max_context_tokens=64)
+    first = cards.of([model], [served("law", "a"), served("sql", "b")])
+    assert [(card.name, card.parent, card.max_context_tokens) for card in first] == [
+        ("law", "tiny", 64),
+        ("sql", "tiny", 64),
+    ]
+    second = cards.of([model], [served("law", "a"), served("sql", "c"), served("tiny", "d")])
+    assert [card.name for card in second] == ["law", "sql"], "a model's name is no adapter's"
+    assert second[0] is first[0]
+    assert second[1].fingerprint != first[1].fingerprint
+    longer = ModelCard(name="tiny", fingerprint="f", max_context_tokens=128)
+    assert [card.max_context_tokens for card in cards.of([longer], [served("law", "a")])] == [128]
+    assert cards.of([], [served("law", "a")]) == []
