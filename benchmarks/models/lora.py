@@ -9,9 +9,10 @@ Each of --rounds rounds runs the same requests four times, in a changing order:
     one by one       the same, but only requests of one adapter run at a time, one adapter after another
     base one by one  the groups of `one by one` without adapters: what smaller batches cost by themselves
 
-The adapters have random weights on every linear layer. The first round is not counted. Prints medians of tokens a
-second, and of each round's ratios; then what loading an adapter takes while a batch runs, the longest step meanwhile,
-and the resident memory with the second graph and without.
+The adapters have random weights on every linear layer. The first round is not counted. Prints each round's tokens a
+second and steps: a kind that divides its prompts among more steps has smaller ones, which has nothing to do with
+adapters. Then medians of tokens a second and of each round's ratios, what loading an adapter takes while a batch runs,
+the longest step meanwhile, and the resident memory with the second graph and without.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,14 +50,22 @@ def resident_mib() -> float:
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
 
+class Run(NamedTuple):
+    """Generated tokens a second, the number of steps, and the longest of them in milliseconds."""
+
+    rate: float
+    num_steps: int
+    longest_ms: float
+
+
 class Bench:
     """A compiled model with adapters in memory."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.num_adapters, self.rank, self.num_requests = arguments.adapters, arguments.rank, arguments.requests
         self.prompt, self.output = arguments.prompt, arguments.output
-        # As a worker that has run for a while knows them.
-        self.costs = {kind: StepCosts() for kind in KINDS}
+        # As a worker that has run for a while knows them, with adapters and without.
+        self.costs = StepCosts()
         threads = len(usable_cpus())
         self.runner = OpenVINOModelRunner(
             arguments.model_dir,
@@ -98,12 +108,12 @@ class Bench:
             for number, slot in enumerate(slots)
         ]  # fmt: skip
 
-    def run(self, kind: str) -> tuple[float, float]:
-        """Run a kind: generated tokens a second, and the longest step in milliseconds."""
+    def run(self, kind: str) -> Run:
+        """Run a kind."""
         limits = step_limits(self.num_requests, 1024, 1024, exact_rows=self.runner.exact_rows)
-        engine = build_engine(self.runner, self.sampler, self.num_blocks, limits, step_costs=self.costs[kind])
+        engine = build_engine(self.runner, self.sampler, self.num_blocks, limits, step_costs=self.costs)
         batches = self.of_kind(kind)
-        num_tokens, longest_s = 0, 0.0
+        num_tokens, num_steps, longest_s = 0, 0, 0.0
         start_s = time.perf_counter()
         for batch in batches:
             for request in batch:
@@ -112,7 +122,8 @@ class Bench:
                 began_s = time.perf_counter()
                 num_tokens += sum(len(output.token_ids) for output in engine.step())
                 longest_s = max(longest_s, time.perf_counter() - began_s)
-        return num_tokens / (time.perf_counter() - start_s), 1000 * longest_s
+                num_steps += 1
+        return Run(num_tokens / (time.perf_counter() - start_s), num_steps, 1000 * longest_s)
 
     def of_kind(self, kind: str) -> list[list[Request]]:
         """The batches of a kind of run."""
@@ -128,7 +139,7 @@ class Bench:
 
 def loading(bench: Bench) -> None:
     """Print what writing an adapter takes while a batch runs, and the longest step with and without it."""
-    _, quiet_ms = bench.run("mixed")
+    quiet_ms = bench.run("mixed").longest_ms
     took: list[float] = []
     is_over = threading.Event()
 
@@ -138,7 +149,7 @@ def loading(bench: Bench) -> None:
 
     thread = threading.Thread(target=load)
     thread.start()
-    _, loaded_ms = bench.run("mixed")
+    loaded_ms = bench.run("mixed").longest_ms
     is_over.set()
     thread.join()
     if took:
@@ -170,11 +181,11 @@ def main() -> None:
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     orders = itertools.cycle(itertools.permutations(KINDS))
     for number in range(arguments.rounds + 1):
-        for kind in next(orders):
-            rate, _ = bench.run(kind)
-            if number:
-                rates[kind].append(rate)
-        print(f"round {number}:", *(f"{kind} {rates[kind][-1]:.1f}" for kind in KINDS if rates[kind]), flush=True)
+        runs = {kind: bench.run(kind) for kind in next(orders)}
+        for kind in KINDS if number else ():
+            rates[kind].append(runs[kind].rate)
+        shown = (f"{kind} {runs[kind].rate:.1f} ({runs[kind].num_steps} steps)" for kind in KINDS)
+        print(f"round {number}:", *shown, flush=True)
     for kind in KINDS:
         print(f"{kind}: {statistics.median(rates[kind]):.1f} tokens/s")
     for kind, other in RATIOS:
