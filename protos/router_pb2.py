@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from headrace.protos import worker_pb2 as headrace_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/protos/router.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/protos/worker.proto\"q\n\rServedAdapter\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x14.headrace.v1.Adapter\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x15\n\rnum_in_memory\x18\x04 \x01(\r\"W\n\x18RouterLoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08in_place\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\"H\n\x19RouterLoadAdapterResponse\x12+\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.ServedAdapter\"*\n\x1aRouterUnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1d\n\x1bRouterUnloadAdapterResponse\"\x13\n\x11ListModelsRequest\"\x92\x01\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.headrace.v1.ModelCard\x12&\n\x05redis\x18\x02 \x01(\x0e\x32\x17.headrace.v1.RedisState\x12,\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.ServedAdapter\"\x14\n\x12ListWorkersRequest\"?\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.headrace.v1.WorkerInfo\"\xa7\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.headrace.v1.WorkerState\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Load\x12\x15\n\rreport_age_ms\x18\x06 \x01(\r\x12\x15\n\rnum_in_flight\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\x12\x1a\n\x12num_indexed_blocks\x18\t \x01(\x04\x12\x16\n\x0eindexed_digest\x18\n \x01(\x06\x12*\n\x08\x61\x64\x61pters\x18\x0b \x01(\x0b\x32\x18.headrace.v1.AdapterList\"+\n\x19RouterGetTokenizerRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"+\n\x1aRouterGetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"5\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"$\n\x10RegisterResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\"7\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x94\x01\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x13\n\x0bsession_key\x18\x05 \x01(\t\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_tokens\"\x9c\x01\n\x0f\x45xplainResponse\x12-\n\x07workers\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.ExplainedWorker\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.headrace.v1.PlacementReason\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\"\xe8\x01\n\x0f\x45xplainedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.headrace.v1.WorkerState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12$\n\x04\x63ost\x18\x06 \x01(\x0b\x32\x16.headrace.v1.CostTerms\x12\x1e\n\x16num_transferred_tokens\x18\x07 \x01(\r\x12\x17\n\x0fnum_disk_tokens\x18\x08 \x01(\r\"\xce\x01\n\tCostTerms\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nbacklog_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x13\n\x0b\x65viction_ms\x18\x05 \x01(\x01\x12\x13\n\x0bpressure_ms\x18\x06 \x01(\x01\x12\x10\n\x08total_ms\x18\x07 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01\x12\x12\n\nadapter_ms\x18\t \x01(\x01\x12\x13\n\x0btransfer_ms\x18\n \x01(\x01*v\n\nRedisState\x12\x1b\n\x17REDIS_STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eREDIS_STATE_OK\x10\x01\x12\x1a\n\x16REDIS_STATE_UNWRITABLE\x10\x02\x12\x1b\n\x17REDIS_STATE_UNREACHABLE\x10\x03*\x96\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x04*\xa4\x01\n\x0fPlacementReason\x12 \n\x1cPLACEMENT_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15PLACEMENT_REASON_ONLY\x10\x01\x12\x1b\n\x17PLACEMENT_REASON_PREFIX\x10\x02\x12\x19\n\x15PLACEMENT_REASON_LOAD\x10\x03\x12\x1c\n\x18PLACEMENT_REASON_SESSION\x10\x04\x32\xac\x05\n\x06Router\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12P\n\x0bListWorkers\x12\x1f.headrace.v1.ListWorkersRequest\x1a .headrace.v1.ListWorkersResponse\x12\x61\n\x0cGetTokenizer\x12&.headrace.v1.RouterGetTokenizerRequest\x1a\'.headrace.v1.RouterGetTokenizerResponse0\x01\x12G\n\x08Register\x12\x1c.headrace.v1.RegisterRequest\x1a\x1d.headrace.v1.RegisterResponse\x12M\n\nDeregister\x12\x1e.headrace.v1.DeregisterRequest\x1a\x1f.headrace.v1.DeregisterResponse\x12\x44\n\x07\x45xplain\x12\x1b.headrace.v1.ExplainRequest\x1a\x1c.headrace.v1.ExplainResponse\x12\\\n\x0bLoadAdapter\x12%.headrace.v1.RouterLoadAdapterRequest\x1a&.headrace.v1.RouterLoadAdapterResponse\x12\x62\n\rUnloadAdapter\x12\'.headrace.v1.RouterUnloadAdapterRequest\x1a(.headrace.v1.RouterUnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/protos/router.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/protos/worker.proto\"q\n\rServedAdapter\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x14.headrace.v1.Adapter\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x15\n\rnum_in_memory\x18\x04 \x01(\r\"W\n\x18RouterLoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08in_place\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\"H\n\x19RouterLoadAdapterResponse\x12+\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.ServedAdapter\"*\n\x1aRouterUnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1d\n\x1bRouterUnloadAdapterResponse\"\x13\n\x11ListModelsRequest\"\x92\x01\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.headrace.v1.ModelCard\x12&\n\x05redis\x18\x02 \x01(\x0e\x32\x17.headrace.v1.RedisState\x12,\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.ServedAdapter\"\x14\n\x12ListWorkersRequest\"?\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.headrace.v1.WorkerInfo\"\xc8\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.headrace.v1.WorkerState\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Load\x12\x15\n\rreport_age_ms\x18\x06 \x01(\r\x12\x15\n\rnum_in_flight\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\x12\x1a\n\x12num_indexed_blocks\x18\t \x01(\x04\x12\x16\n\x0eindexed_digest\x18\n \x01(\x06\x12*\n\x08\x61\x64\x61pters\x18\x0b \x01(\x0b\x32\x18.headrace.v1.AdapterList\x12\x1f\n\x04role\x18\x0c \x01(\x0e\x32\x11.headrace.v1.Role\"+\n\x19RouterGetTokenizerRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"+\n\x1aRouterGetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"5\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"$\n\x10RegisterResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\"7\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x94\x01\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x13\n\x0bsession_key\x18\x05 \x01(\t\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_tokens\"\x9c\x01\n\x0f\x45xplainResponse\x12-\n\x07workers\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.ExplainedWorker\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.headrace.v1.PlacementReason\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\"\x89\x02\n\x0f\x45xplainedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.headrace.v1.WorkerState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12$\n\x04\x63ost\x18\x06 \x01(\x0b\x32\x16.headrace.v1.CostTerms\x12\x1e\n\x16num_transferred_tokens\x18\x07 \x01(\r\x12\x17\n\x0fnum_disk_tokens\x18\x08 \x01(\r\x12\x1f\n\x04role\x18\t \x01(\x0e\x32\x11.headrace.v1.Role\"\xce\x01\n\tCostTerms\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nbacklog_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x13\n\x0b\x65viction_ms\x18\x05 \x01(\x01\x12\x13\n\x0bpressure_ms\x18\x06 \x01(\x01\x12\x10\n\x08total_ms\x18\x07 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01\x12\x12\n\nadapter_ms\x18\t \x01(\x01\x12\x13\n\x0btransfer_ms\x18\n \x01(\x01*v\n\nRedisState\x12\x1b\n\x17REDIS_STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eREDIS_STATE_OK\x10\x01\x12\x1a\n\x16REDIS_STATE_UNWRITABLE\x10\x02\x12\x1b\n\x17REDIS_STATE_UNREACHABLE\x10\x03*\x96\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x04*\xa4\x01\n\x0fPlacementReason\x12 \n\x1cPLACEMENT_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15PLACEMENT_REASON_ONLY\x10\x01\x12\x1b\n\x17PLACEMENT_REASON_PREFIX\x10\x02\x12\x19\n\x15PLACEMENT_REASON_LOAD\x10\x03\x12\x1c\n\x18PLACEMENT_REASON_SESSION\x10\x04\x32\xac\x05\n\x06Router\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12P\n\x0bListWorkers\x12\x1f.headrace.v1.ListWorkersRequest\x1a .headrace.v1.ListWorkersResponse\x12\x61\n\x0cGetTokenizer\x12&.headrace.v1.RouterGetTokenizerRequest\x1a\'.headrace.v1.RouterGetTokenizerResponse0\x01\x12G\n\x08Register\x12\x1c.headrace.v1.RegisterRequest\x1a\x1d.headrace.v1.RegisterResponse\x12M\n\nDeregister\x12\x1e.headrace.v1.DeregisterRequest\x1a\x1f.headrace.v1.DeregisterResponse\x12\x44\n\x07\x45xplain\x12\x1b.headrace.v1.ExplainRequest\x1a\x1c.headrace.v1.ExplainResponse\x12\\\n\x0bLoadAdapter\x12%.headrace.v1.RouterLoadAdapterRequest\x1a&.headrace.v1.RouterLoadAdapterResponse\x12\x62\n\rUnloadAdapter\x12\'.headrace.v1.RouterUnloadAdapterRequest\x1a(.headrace.v1.RouterUnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.protos.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REDISSTATE']._serialized_start=1999
-  _globals['_REDISSTATE']._serialized_end=2117
-  _globals['_WORKERSTATE']._serialized_start=2120
-  _globals['_WORKERSTATE']._serialized_end=2270
-  _globals['_PLACEMENTREASON']._serialized_start=2273
-  _globals['_PLACEMENTREASON']._serialized_end=2437
+  _globals['_REDISSTATE']._serialized_start=2065
+  _globals['_REDISSTATE']._serialized_end=2183
+  _globals['_WORKERSTATE']._serialized_start=2186
+  _globals['_WORKERSTATE']._serialized_end=2336
+  _globals['_PLACEMENTREASON']._serialized_start=2339
+  _globals['_PLACEMENTREASON']._serialized_end=2503
   _globals['_SERVEDADAPTER']._serialized_start=75
   _globals['_SERVEDADAPTER']._serialized_end=188
   _globals['_ROUTERLOADADAPTERREQUEST']._serialized_start=190
@@ -57,27 +57,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTWORKERSRESPONSE']._serialized_start=620
   _globals['_LISTWORKERSRESPONSE']._serialized_end=683
   _globals['_WORKERINFO']._serialized_start=686
-  _globals['_WORKERINFO']._serialized_end=981
-  _globals['_ROUTERGETTOKENIZERREQUEST']._serialized_start=983
-  _globals['_ROUTERGETTOKENIZERREQUEST']._serialized_end=1026
-  _globals['_ROUTERGETTOKENIZERRESPONSE']._serialized_start=1028
-  _globals['_ROUTERGETTOKENIZERRESPONSE']._serialized_end=1071
-  _globals['_REGISTERREQUEST']._serialized_start=1073
-  _globals['_REGISTERREQUEST']._serialized_end=1126
-  _globals['_REGISTERRESPONSE']._serialized_start=1128
-  _globals['_REGISTERRESPONSE']._serialized_end=1164
-  _globals['_DEREGISTERREQUEST']._serialized_start=1166
-  _globals['_DEREGISTERREQUEST']._serialized_end=1221
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1223
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1243
-  _globals['_EXPLAINREQUEST']._serialized_start=1246
-  _globals['_EXPLAINREQUEST']._serialized_end=1394
-  _globals['_EXPLAINRESPONSE']._serialized_start=1397
-  _globals['_EXPLAINRESPONSE']._serialized_end=1553
-  _globals['_EXPLAINEDWORKER']._serialized_start=1556
-  _globals['_EXPLAINEDWORKER']._serialized_end=1788
-  _globals['_COSTTERMS']._serialized_start=1791
-  _globals['_COSTTERMS']._serialized_end=1997
-  _globals['_ROUTER']._serialized_start=2440
-  _globals['_ROUTER']._serialized_end=3124
+  _globals['_WORKERINFO']._serialized_end=1014
+  _globals['_ROUTERGETTOKENIZERREQUEST']._serialized_start=1016
+  _globals['_ROUTERGETTOKENIZERREQUEST']._serialized_end=1059
+  _globals['_ROUTERGETTOKENIZERRESPONSE']._serialized_start=1061
+  _globals['_ROUTERGETTOKENIZERRESPONSE']._serialized_end=1104
+  _globals['_REGISTERREQUEST']._serialized_start=1106
+  _globals['_REGISTERREQUEST']._serialized_end=1159
+  _globals['_REGISTERRESPONSE']._serialized_start=1161
+  _globals['_REGISTERRESPONSE']._serialized_end=1197
+  _globals['_DEREGISTERREQUEST']._serialized_start=1199
+  _globals['_DEREGISTERREQUEST']._serialized_end=1254
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1256
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1276
+  _globals['_EXPLAINREQUEST']._serialized_start=1279
+  _globals['_EXPLAINREQUEST']._serialized_end=1427
+  _globals['_EXPLAINRESPONSE']._serialized_start=1430
+  _globals['_EXPLAINRESPONSE']._serialized_end=1586
+  _globals['_EXPLAINEDWORKER']._serialized_start=1589
+  _globals['_EXPLAINEDWORKER']._serialized_end=1854
+  _globals['_COSTTERMS']._serialized_start=1857
+  _globals['_COSTTERMS']._serialized_end=2063
+  _globals['_ROUTER']._serialized_start=2506
+  _globals['_ROUTER']._serialized_end=3190
 # @@protoc_insertion_point(module_scope)

@@ -110,7 +110,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "address", "state", "model", "load", "report_age_ms", "num_in_flight", "detail", "num_indexed_blocks", "indexed_digest", "adapters")
+    __slots__ = ("worker_id", "address", "state", "model", "load", "report_age_ms", "num_in_flight", "detail", "num_indexed_blocks", "indexed_digest", "adapters", "role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class WorkerInfo(_message.Message):
     NUM_INDEXED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     INDEXED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     state: WorkerState
@@ -133,7 +134,8 @@ class WorkerInfo(_message.Message):
     num_indexed_blocks: int
     indexed_digest: int
     adapters: _worker_pb2.AdapterList
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., report_age_ms: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., detail: _Optional[str] = ..., num_indexed_blocks: _Optional[int] = ..., indexed_digest: _Optional[int] = ..., adapters: _Optional[_Union[_worker_pb2.AdapterList, _Mapping]] = ...) -> None: ...
+    role: _worker_pb2.Role
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., report_age_ms: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., detail: _Optional[str] = ..., num_indexed_blocks: _Optional[int] = ..., indexed_digest: _Optional[int] = ..., adapters: _Optional[_Union[_worker_pb2.AdapterList, _Mapping]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ...) -> None: ...
 
 class RouterGetTokenizerRequest(_message.Message):
     __slots__ = ("sha256",)
@@ -202,7 +204,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[ExplainedWorker, _Mapping]]] = ..., worker_id: _Optional[str] = ..., reason: _Optional[_Union[PlacementReason, str]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainedWorker(_message.Message):
-    __slots__ = ("worker_id", "address", "state", "detail", "num_cached_tokens", "cost", "num_transferred_tokens", "num_disk_tokens")
+    __slots__ = ("worker_id", "address", "state", "detail", "num_cached_tokens", "cost", "num_transferred_tokens", "num_disk_tokens", "role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +213,7 @@ class ExplainedWorker(_message.Message):
     COST_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     state: WorkerState
@@ -219,7 +222,8 @@ class ExplainedWorker(_message.Message):
     cost: CostTerms
     num_transferred_tokens: int
     num_disk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ..., num_transferred_tokens: _Optional[int] = ..., num_disk_tokens: _Optional[int] = ...) -> None: ...
+    role: _worker_pb2.Role
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ..., num_transferred_tokens: _Optional[int] = ..., num_disk_tokens: _Optional[int] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ...) -> None: ...
 
 class CostTerms(_message.Message):
     __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms", "adapter_ms", "transfer_ms")

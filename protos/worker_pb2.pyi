@@ -1,11 +1,21 @@
 from headrace.protos import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
 
 class HandOverRequest(_message.Message):
     __slots__ = ()
@@ -152,7 +162,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens", "max_evicting_context_tokens", "cache_eviction")
+    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens", "max_evicting_context_tokens", "cache_eviction", "role")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +182,7 @@ class ModelCard(_message.Message):
     STATE_INTERVAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_EVICTING_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_EVICTION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     tokenizer_sha256: str
@@ -191,7 +202,8 @@ class ModelCard(_message.Message):
     state_interval_tokens: int
     max_evicting_context_tokens: int
     cache_eviction: _inference_pb2.CacheEviction
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ..., max_evicting_context_tokens: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ...) -> None: ...
+    role: Role
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ..., max_evicting_context_tokens: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ("sha256",)

@@ -30,6 +30,7 @@ from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.fleet.fleet import Fleet, FleetConfig
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.registry import MAX_WORKERS, Registry
+from headrace.router.placement.roles import LONG_PROMPT_MS
 from headrace.router.service import RequestBounds, RouterServer
 
 log = logging.getLogger("headrace.router")
@@ -276,6 +277,12 @@ def wired(
     help="Maximum size of the prefix index: cached blocks, summed over the workers (up to 160 bytes each).",
 )
 @click.option(
+    "--long-prompt-ms",
+    type=click.FloatRange(min=0),
+    default=LONG_PROMPT_MS,
+    help="Prompts that take longer to compute go to workers with --role prefill, if there are any.",
+)
+@click.option(
     "--plain-grpc",
     is_flag=True,
     help="Call workers with one RPC for each request, for proxies that balance or observe RPCs.",
@@ -299,7 +306,12 @@ def command(
 
     async def run() -> None:
         registry = Registry(worker, lease_s=lease, max_workers=options["max_workers"])
-        bounds = FleetConfig(max_index_entries=max_index_entries, max_sessions=max_sessions, plain_grpc=plain_grpc)
+        bounds = FleetConfig(
+            max_index_entries=max_index_entries,
+            max_sessions=max_sessions,
+            long_prompt_ms=options["long_prompt_ms"],
+            plain_grpc=plain_grpc,
+        )
         router = wired(registry, bounds, admission, {**options, "listen": listen})
         await serve(listen, metrics, router)
 

@@ -75,7 +75,7 @@ def _rank(cost: CostTerms | None) -> tuple[bool, float]:
 def _described(link: WorkerLink) -> router_pb2.ExplainedWorker:
     known = link.info()
     return router_pb2.ExplainedWorker(
-        worker_id=known.worker_id, address=known.address, state=known.state, detail=known.detail
+        worker_id=known.worker_id, address=known.address, state=known.state, detail=known.detail, role=known.role
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +28,7 @@ from headrace.sim.worker import WorkerSettings
 # Requests in flight per worker while the capacity is measured: enough for efficient steps, but few enough to leave room
 # for cached blocks.
 _CAPACITY_CONCURRENCY = 8
+_WITH_ROLES = {"headrace", "oracle"}
 # Width of the table if the output is not a terminal.
 _FILE_WIDTH = 160
 
@@ -155,6 +156,19 @@ def prepared(jobs: Sequence[Job], settings: WorkerSettings) -> list[Job]:
     return [job.hashed(settings.block_size) for job in fitting]
 
 
+def check_prefill_workers(count: int, num_workers: int, peer_rate: float, policies: Iterable[str]) -> None:
+    """Raise UsageError if no worker is left for answers, or if answers could not continue elsewhere."""
+    if not count:
+        return
+    if count >= num_workers:
+        raise UsageError(f"--prefill-workers {count} leaves no worker for answers; give more --workers")
+    if not peer_rate:
+        raise UsageError("--prefill-workers moves prompts from worker to worker; say how fast with --peer-rate")
+    others = sorted(set(policies) - _WITH_ROLES)
+    if others:
+        raise UsageError(f"--prefill-workers is not for {', '.join(others)}; name policies with --policy")
+
+
 def print_table(answer: Answer) -> None:
     """Print the result as a table."""
     kept = f"goodput: TTFT <= {answer.objective.ttft_ms:g} ms and TPOT <= {answer.objective.tpot_ms:g} ms"
@@ -238,6 +252,12 @@ def print_table(answer: Answer) -> None:
     default=0.0,
     help="Tokens per second that a worker fetches from another one; 0: none.",
 )
+@click.option(
+    "--prefill-workers",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of workers set aside for long prompts. Their answers continue at the others; needs --peer-rate.",
+)
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128)
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
 @click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="Limit for steps with running requests.")
@@ -277,8 +297,13 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
         draft_cost=read_draft_cost(options["draft_cost_file"], options["acceptance"]),
         tiers=TierSettings(options["disk_tokens"], options["disk_rate"], options["peer_rate"]),
     )
+    check_prefill_workers(options["prefill_workers"], options["workers"], options["peer_rate"], policies or POLICIES)
     fleet = FleetSettings(
-        worker, options["workers"], report_delay_s=options["report_delay_ms"] / 1000, seed=options["seed"]
+        worker,
+        options["workers"],
+        report_delay_s=options["report_delay_ms"] / 1000,
+        seed=options["seed"],
+        num_prefill=options["prefill_workers"],
     )
     jobs = prepared(read_jobs(trace_file, options["limit"], generated, options["seed"]), worker)
     objective = Objective(options["ttft_ms"], options["tpot_ms"])

@@ -9,12 +9,10 @@ Pure: the caller passes the time.
 
 from __future__ import annotations
 
-import bisect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,151 +20,22 @@ import numpy as np
 from headrace.protos.inference_pb2 import Belief
 from headrace.router.placement.answer_lengths import AnswerLengths
 from headrace.router.placement.beliefs import belief_message
-from headrace.router.placement.bookings import Booking, Bookings
-from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, LoadReport
-from headrace.router.placement.policy import Placement, RequestFacts, place
-from headrace.router.placement.predictions import Run
+from headrace.router.placement.bookings import Booking
+from headrace.router.placement.candidates import Places
+from headrace.router.placement.policy import RequestFacts, place
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
+from headrace.router.placement.rates import Priors
+from headrace.router.placement.roles import LONG_PROMPT_MS, is_long
 from headrace.router.placement.transfers import BlockFacts, Transfers
+from headrace.sim.baselines import ConsistentHashingPolicy, LeastLoadedPolicy, RandomPolicy, RoundRobinPolicy
 from headrace.sim.tiers import TierSettings
 from headrace.sim.trace import Job
+from headrace.sim.view import Choice, FleetView, Policy
 from headrace.sim.worker import Report
 
 _MAX_INDEX_ENTRIES = 4_000_000
 _MAX_PREDICTED_BLOCKS = 500_000
 _PREDICTION_TTL_S = 30.0
-# Points per worker on the ring of the consistent hash.
-_RING_POINTS = 100
-
-
-class Choice(NamedTuple):
-    """A chosen worker, with the tokens and blocks of the prompt that are expected to be cached there. `prediction` is
-    the index entry for the prompt's blocks. `placement` is the result of the real policy, if it was used."""
-
-    worker: int
-    cached_tokens: int = 0
-    cached_blocks: int = 0
-    prediction: Run | None = None
-    placement: Placement | None = None
-
-
-class FleetView:
-    """One router's knowledge of the workers, which are numbered from 0."""
-
-    def __init__(self, num_workers: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.loads = [LoadReport()] * num_workers
-        self.bookings = [Bookings() for _ in range(num_workers)]
-        self._worker_ids = [str(worker) for worker in range(num_workers)]
-        self._numbers = {worker_id: number for number, worker_id in enumerate(self._worker_ids)}
-        self._all = np.arange(num_workers)
-        self._table = CandidateTable()
-        for worker in range(num_workers):
-            self.changed(worker)
-
-    def changed(self, worker: int) -> None:
-        """Note that the load or the bookings of this worker have changed."""
-        load, bookings = self.loads[worker], self.bookings[worker]
-        self._table.put(worker, Candidate.of(self._worker_ids[worker], load, self.block_size, bookings))
-
-    def candidates(self) -> Candidates:
-        """All workers as candidates for the policy."""
-        return Candidates(self._worker_ids, self._numbers, self._table.at(self._all))
-
-    def num_requests(self, worker: int) -> int:
-        """Number of known requests of a worker."""
-        load = self.loads[worker]
-        return load.num_running + load.num_waiting + load.num_arrived + self.bookings[worker].num_pending
-
-
-class Policy(Protocol):
-    """Chooses workers on behalf of one router."""
-
-    def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
-        """Choose a worker for a request."""
-        ...
-
-    def observe(self, worker: int, report: Report) -> None:
-        """Apply a report of a worker's changed blocks."""
-        ...
-
-    def ended(self, job: Job) -> None:
-        """A request ended."""
-        ...
-
-    def not_taken(self, choice: Choice) -> None:
-        """The worker gave the request back."""
-        ...
-
-
-class _Blind:
-    """A policy that ignores blocks."""
-
-    def observe(self, worker: int, report: Report) -> None:
-        """Ignored."""
-
-    def ended(self, job: Job) -> None:
-        """Ignored."""
-
-    def not_taken(self, choice: Choice) -> None:
-        """Ignored."""
-
-
-class RandomPolicy(_Blind):
-    """A random worker."""
-
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
-        self._num_workers, self._rng = num_workers, rng
-
-    def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
-        """See Policy."""
-        return Choice(self._rng.randrange(self._num_workers))
-
-
-class RoundRobinPolicy(_Blind):
-    """Each worker in turn. Each router starts at a random one."""
-
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
-        self._num_workers, self._next = num_workers, rng.randrange(num_workers)
-
-    def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
-        """See Policy."""
-        worker, self._next = self._next, (self._next + 1) % self._num_workers
-        return Choice(worker)
-
-
-class LeastLoadedPolicy(_Blind):
-    """The worker with the fewest known requests, including the router's own bookings. Ties are broken at random."""
-
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
-        self._num_workers, self._rng = num_workers, rng
-
-    def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
-        """See Policy."""
-        counts = [view.num_requests(worker) for worker in range(self._num_workers)]
-        least = min(counts)
-        return Choice(self._rng.choice([worker for worker, count in enumerate(counts) if count == least]))
-
-
-class ConsistentHashingPolicy(_Blind):
-    """Consistent hashing of the prompt's first segment (Karger et al. 1997), like a load balancer that hashes a session
-    or the beginning of the prompt."""
-
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
-        self._ring = sorted(
-            (_ring_point(f"worker {worker} {point}"), worker)
-            for worker in range(num_workers)
-            for point in range(_RING_POINTS)
-        )
-
-    def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
-        """See Policy."""
-        position = bisect.bisect(self._ring, (_ring_point(f"prompt {job.segments[0][0]}"), -1))
-        return Choice(self._ring[position % len(self._ring)][1])
-
-
-def _ring_point(name: str) -> int:
-    return int.from_bytes(sha256(name.encode()).digest()[:8], "little")
 
 
 class _Indexed:
@@ -181,6 +50,8 @@ class _Indexed:
         self._answer_lengths = AnswerLengths()
         self.tiers = TierSettings()
         """Those of the workers, beyond their memory."""
+        self.num_prefill = 0
+        """The first workers are set aside for long prompts, and the others for the rest; 0: all do both."""
 
     def ended(self, job: Job) -> None:
         """Learn the length of an answer."""
@@ -210,22 +81,45 @@ class HeadracePolicy(_Indexed):
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
+        return self._choose(job, view, now_s, None)
+
+    def choose_next(self, job: Job, view: FleetView, now_s: float, source: int) -> Choice:
+        """Choose a worker for the rest of an answer. `source` has computed the prompt and generated the first token."""
+        return self._choose(job, view, now_s, source)
+
+    def _choose(self, job: Job, view: FleetView, now_s: float, source: int | None) -> Choice:
         self.index.expire(now_s)
         matched = self.index.depths(job.hashes)[: len(self._names)]  # workers have slots in this order
-        facts = RequestFacts(job.num_prompt_tokens)  # the length of the answer is unknown
         priors = self._answer_lengths.priors("")
-        transfers = self._transfers(job, view, matched) if self.tiers.are_any else None
-        placement = place(facts, view.candidates(), matched, now_s, self._rng, priors=priors, transfers=transfers)
+        workers = self._set_aside(job, view, matched, priors, source) if self.num_prefill else None
+        here = matched if workers is None else matched[workers]
+        facts = RequestFacts(job.num_prompt_tokens + (source is not None))  # the length of the answer is unknown
+        transfers = self._transfers(job, view, here, workers, source) if self.tiers.are_any else None
+        candidates = view.candidates(workers)
+        placement = place(facts, candidates, here, now_s, self._rng, priors=priors, transfers=transfers)
         assert placement is not None, "every worker takes requests"
-        num_blocks = int(matched[placement.number])
+        num_blocks = int(here[placement.number])
         choice = self._chosen(job, placement.worker_id, placement.predicted_cached_tokens, num_blocks, now_s)
         return choice._replace(placement=placement)
 
-    def _transfers(self, job: Job, view: FleetView, matched: Depths) -> Transfers:
-        """What each worker could fetch, as `Members.transfers` finds it. A token has one byte."""
-        found, everybody = Transfers.none(len(self._names)), np.arange(len(self._names))
+    def _set_aside(self, job: Job, view: FleetView, matched: Depths, priors: Priors, source: int | None) -> Places:
+        """The workers for what a request needs next, as `Pools.for_next_stage` finds them."""
+        everybody = np.arange(len(self._names))
+        if source is None and is_long(job.num_prompt_tokens, matched, view.candidates(), priors, LONG_PROMPT_MS):
+            return everybody[: self.num_prefill]
+        return everybody[self.num_prefill :]
+
+    def _transfers(
+        self, job: Job, view: FleetView, matched: Depths, workers: Places | None, source: int | None
+    ) -> Transfers:
+        """What each of these workers could fetch, as `Members.transfers` finds it. A token has one byte."""
+        found, everybody = Transfers.none(len(matched)), np.arange(len(self._names))
+        slots = everybody if workers is None else np.concatenate((workers, np.setdiff1d(everybody, workers)))
         block = BlockFacts(view.block_size, view.block_size, bool(self.tiers.peer_rate))
-        found.add(self.index, job.hashes, matched, everybody, everybody, self._names, block)
+        numbers, addresses = np.arange(len(matched)), [self._names[slot] for slot in slots]
+        found.add(self.index, job.hashes, matched, numbers, slots, addresses, block)
+        if source is not None:
+            found.offer(numbers, job.num_prompt_tokens, self._names[source])
         return found
 
 
@@ -288,18 +182,23 @@ class SimulatedRouter:
         rank: int,
         num_routers: int,
         tiers: TierSettings = TierSettings(),  # noqa: B008  frozen
+        num_prefill: int = 0,
     ) -> None:
         self.view = FleetView(num_workers, block_size)
         self._policy = policy
         if isinstance(policy, _Indexed):
-            policy.tiers = tiers
+            policy.tiers, policy.num_prefill = tiers, num_prefill
         self._rank = rank
         self._num_routers = num_routers
         self._versions = [0] * num_workers
 
-    def place(self, job: Job, now_s: float) -> PlacedJob:
-        """Choose a worker and book the job there, as Fleet.place does."""
-        choice = self._policy.choose(job, self.view, now_s)
+    def place(self, job: Job, now_s: float, source: int | None = None) -> PlacedJob:
+        """Choose a worker and book the job there, as Fleet.place does. `source` has computed its prompt, if any."""
+        if source is None:
+            choice = self._policy.choose(job, self.view, now_s)
+        else:
+            assert isinstance(self._policy, HeadracePolicy), "only this one has workers for prompts"
+            choice = self._policy.choose_next(job, self.view, now_s, source)
         num_tokens = job.num_prompt_tokens - choice.cached_tokens
         bookings = self.view.bookings[choice.worker]
         booking = bookings.book(num_tokens, len(job.hashes) + 1 - choice.cached_blocks, now_s)
@@ -339,6 +238,11 @@ class SimulatedRouter:
         """Note that the first token of a request arrived."""
         if self.view.bookings[placed.worker].settle(placed.booking):
             self.view.changed(placed.worker)
+
+    def moved(self, placed: PlacedJob) -> None:
+        """Release the booking of a request that continues elsewhere."""
+        self.view.bookings[placed.worker].release(placed.booking)
+        self.view.changed(placed.worker)
 
     def ended(self, placed: PlacedJob) -> None:
         """Release the booking of a request that has ended."""

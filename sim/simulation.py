@@ -22,6 +22,7 @@ from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.tiers import Timer
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
+from headrace.worker.request.request import Request
 
 # The minimum interval between two messages to a watcher, as in worker.server.watch.
 WATCH_INTERVAL_S = 0.02
@@ -39,6 +40,8 @@ class FleetSettings:
     num_routers: int = 1
     report_delay_s: float = 0.02
     seed: int = 1
+    num_prefill: int = 0
+    """The first workers are set aside for long prompts, whose answers continue at the others; 0: all do both."""
     concurrency: int | None = None
 
 
@@ -57,6 +60,8 @@ class JobRecord:
     peer_tokens: int = 0
     """Those that came from other workers."""
     num_tokens: int = 0
+    prefill_worker: int = -1
+    """The worker that computed its prompt, if the answer continued at another one."""
     num_given_back: int = 0
 
 
@@ -128,6 +133,7 @@ class Simulation:
                 rank,
                 num_routers,
                 settings.worker.tiers,
+                settings.num_prefill,
             )
             for rank in range(num_routers)
         ]
@@ -190,7 +196,8 @@ class Simulation:
     def _place(self, record: JobRecord, router: SimulatedRouter) -> None:
         """Place a request, and place it again if the worker gives it back."""
         job, now_s = record.job, self.clock.now_s
-        placed = router.place(job, now_s)
+        source = record.prefill_worker if record.prefill_worker >= 0 else None
+        placed = router.place(job, now_s, source)
         belief = router.belief(placed, may_be_given_back=record.num_given_back < MAX_GIVEN_BACK)
         worker = self.workers[placed.worker]
         report = worker.contradiction(belief)
@@ -200,7 +207,7 @@ class Simulation:
             self.clock.at(now_s + GIVEN_BACK_S, lambda: self._place(record, router))
             return
         record.worker = placed.worker
-        request = job.request(record.arrived_s)
+        request = job.request(record.arrived_s, record.num_tokens)
         if placed.choice.placement is not None and placed.choice.placement.source:
             request.kv_source = placed.choice.placement.source
             request.num_source_tokens = placed.choice.cached_tokens
@@ -216,7 +223,8 @@ class Simulation:
 
     def _end_step(self, number: int) -> None:
         now_s = self.clock.now_s
-        outputs, report = self.workers[number].end_step(now_s)
+        hands_on = number < self._settings.num_prefill
+        outputs, report = self.workers[number].end_step(now_s, hands_on=hands_on)
         for output in outputs:
             record, placed, router = self._in_flight[output.request.request_id]
             if record.num_tokens == 0:
@@ -227,18 +235,30 @@ class Simulation:
                 assert output.error is None, "a request has failed"
                 assert record.ended_s < 0, "a request has ended twice"
                 record.ended_s = now_s
-                record.cached_tokens = output.request.num_cached_tokens
-                record.disk_tokens = min(output.request.num_disk_tokens, record.cached_tokens)
-                record.peer_tokens = min(output.request.num_peer_tokens, record.cached_tokens)
+                self._count_cached(record, output.request)
                 router.ended(placed)
                 del self._in_flight[output.request.request_id]
                 self._on_end()
                 if self._settings.concurrency is not None and self._jobs:
                     self._arrive(self._jobs.popleft())
+            elif hands_on:
+                self._count_cached(record, output.request)
+                record.prefill_worker = number
+                router.moved(placed)
+                del self._in_flight[output.request.request_id]
+                self._place(record, router)
         if report is not None:
             self._outboxes[number].put(report)
         if not self.workers[number].is_stepping:
             self._step(number)
+
+    @staticmethod
+    def _count_cached(record: JobRecord, request: Request) -> None:
+        """Note what was cached of a prompt, where it was computed."""
+        if record.prefill_worker < 0:
+            record.cached_tokens = request.num_cached_tokens
+            record.disk_tokens = min(request.num_disk_tokens, record.cached_tokens)
+            record.peer_tokens = min(request.num_peer_tokens, record.cached_tokens)
 
     def _outbox(self, number: int, interval_s: float) -> _Outbox:
         def deliver(reports: list[Report]) -> None:

@@ -60,13 +60,14 @@ class Job:
         """The same job with its block hashes."""
         return replace(self, hashes=tuple(block_hashes(ROOT_HASH, self.token_ids(), block_size)))
 
-    def request(self, arrival_s: float) -> Request:
-        """The request for a worker's engine."""
+    def request(self, arrival_s: float, num_resumed: int = 0) -> Request:
+        """The request for a worker's engine. `num_resumed` tokens of the answer are there already."""
         return Request(
             request_id=str(self.number),
             prompt_token_ids=self.token_ids(),
             sampling=SamplingParams(max_tokens=self.num_output_tokens, seed=0, temperature=0.0),
             root_hash=ROOT_HASH,
+            resume_token_ids=(self.answer_token_id,) * num_resumed,
             arrival_s=arrival_s,
             block_hashes=list(self.hashes),
         )

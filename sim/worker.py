@@ -212,8 +212,9 @@ class SimulatedWorker:
             self._step_ms += self._draft_ms
         return self._step_ms
 
-    def end_step(self, now_s: float) -> tuple[list[RequestOutput], Report | None]:
-        """End the current step. Returns its outputs, and a report if one is due."""
+    def end_step(self, now_s: float, *, hands_on: bool = False) -> tuple[list[RequestOutput], Report | None]:
+        """End the current step. Returns its outputs, and a report if one is due. With `hands_on`, answers that have
+        begun continue elsewhere."""
         output, self._output = self._output, None
         assert output is not None, "no step is running"
         sampled = [
@@ -229,7 +230,9 @@ class SimulatedWorker:
         self._stats.infer_s += self._step_ms / 1000
         self._stats.num_steps += 1
         for given in outputs:
-            if given.is_last:
+            if hands_on and not given.is_last:
+                self.scheduler.cancel(given.request)
+            if hands_on or given.is_last:
                 del self._answers[given.request]
         return outputs, self._report(now_s) if self._is_report_due(now_s) else None
 

@@ -37,6 +37,8 @@ SIM_MAY_IMPORT = {
     "router.placement.policy",
     "router.placement.predictions",
     "router.placement.prefix_index",
+    "router.placement.rates",
+    "router.placement.roles",
     "router.placement.transfers",
     "worker.kv.block_pool",
     "worker.kv.fetch",

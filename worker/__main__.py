@@ -206,6 +206,13 @@ _NEED_DRAFT_MODEL = {
     "recently used first. 0: none.",
 )
 @click.option(
+    "--role",
+    type=click.Choice(["both", "prefill", "decode"]),
+    default="both",
+    help="What routers use the worker for, if others of the fleet do the rest: long prompts, whose answers continue at "
+    "another worker, or everything except long prompts.",
+)
+@click.option(
     "--adapter",
     "adapters",
     multiple=True,
@@ -274,6 +281,10 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
         raise ConfigurationError("--keep-kv-memory needs a directory; give it with --kv-memory")
     if options["kv_disk_key"] is not None and options["kv_disk"] is None:
         raise ConfigurationError("--kv-disk-key encrypts the files in a directory; name it with --kv-disk")
+    if options["role"] != "both" and not options["kv_peers"]:
+        raise ConfigurationError(
+            f"--role {options['role']} moves cached prefixes between workers; leave out --no-kv-peers"
+        )
     check_speculation(options["speculation"], options["draft_model"])
     listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])
     found = {

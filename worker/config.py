@@ -55,6 +55,7 @@ class WorkerConfig:
     kv_peers: bool = True
     kv_handover_gb: float = 4.0
     cache_eviction: str | None = None
+    role: str = "both"
     adapters: tuple[tuple[str, Path], ...] = ()
     """Names and directories of LoRA adapters."""
     max_adapters: int = 0

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.worker")
 # Steps of the draft model after each prompt of the warm-up.
 _DRAFT_STEPS = 4
+_ROLES = {"both": worker_pb2.ROLE_UNSPECIFIED, "prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +343,12 @@ def card_of(
     card.state_interval_tokens = states.interval if states is not None else 0
     if tiers.handover is not None:
         card.kv_layout = tiers.handover.source.layout
+    elif config.role != "both":
+        raise ConfigurationError(
+            f"--role {config.role} is of no use with this model: its KV blocks of {runner.block_bytes} bytes are too "
+            "large to be sent to other workers; leave the flag out"
+        )
+    card.role = _ROLES[config.role]
     return card
 
 

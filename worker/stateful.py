@@ -41,6 +41,9 @@ def refuse_flags(config: WorkerConfig) -> None:
     """Raise ConfigurationError for flags that a model with recurrent layers cannot have."""
     if config.kv_disk is not None:
         raise ConfigurationError(f"--kv-disk is of no use with this model: it {_NO_STATE}; leave the flag out")
+    if config.role != "both":
+        problem = f"--role {config.role} is of no use with this model: it {_NO_STATE}; leave the flag out"
+        raise ConfigurationError(problem)
     if config.decode_graph:
         raise ConfigurationError(
             "--decode-graph on is not possible with this model: the two graphs would need states of different "

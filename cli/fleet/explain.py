@@ -15,7 +15,7 @@ from headrace.cli.fleet.chat import default_url
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, access_options, api_options, transport_of
 from headrace.cli.fleet.run_state import ServeRecord, running_serves
 from headrace.common.transport.channels import PLAIN, Transport
-from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 from headrace.protos.cache_scope import cache_scope, scoped_salt
 from headrace.protos.status import error_of
 
@@ -29,6 +29,7 @@ _REASONS = {
     router_pb2.PLACEMENT_REASON_LOAD: "it is the cheapest, for its load",
     router_pb2.PLACEMENT_REASON_SESSION: "it is the session's, and near enough to the cheapest",
 }
+_ROLES = {worker_pb2.ROLE_PREFILL: " (prefill)", worker_pb2.ROLE_DECODE: " (decode)"}
 _STATES = {
     router_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
     router_pb2.WORKER_STATE_READY: "ready",
@@ -77,11 +78,12 @@ def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = 
 
 
 def rows_of(explained: router_pb2.ExplainResponse) -> list[list[str]]:
-    """Cells of the table, one row for each worker: name, state, cached tokens, and the terms in milliseconds."""
+    """Cells of the table, one row for each worker: name and role, state, cached tokens, and terms in milliseconds."""
     rows = []
     for worker in explained.workers:
         mark = "-> " if worker.worker_id == explained.worker_id else "   "
-        row = [f"{mark}{worker.worker_id}", _STATES.get(worker.state, "unknown")]
+        role = _ROLES.get(worker.role, "")
+        row = [f"{mark}{worker.worker_id}{role}", _STATES.get(worker.state, "unknown")]
         if worker.HasField("cost"):
             fetched = f", {worker.num_transferred_tokens} fetched" if worker.num_transferred_tokens else ""
             fetched += f", {worker.num_disk_tokens} from disk" if worker.num_disk_tokens else ""

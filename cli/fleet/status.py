@@ -20,6 +20,7 @@ from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
 _ASK_TIMEOUT_S = 2.0
 _WIDTH_OF_A_PIPE = 200
+_ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 _WORKER_STATES = {
     router_pb2.WORKER_STATE_READY: "ready",
     router_pb2.WORKER_STATE_DRAINING: "draining",
@@ -49,11 +50,12 @@ def row_of(
     """The fields of one process. Pure.
 
     `workers` are the router's, by worker id, or None if the router does not respond. Every row has role, name, pid,
-    address, state, restarts, uptime_s, serve_pid and port. A worker also has model, kv_blocks, kv_blocks_free,
-    kv_blocks_cached, state_slots, states_saved, kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored,
-    kv_blocks_read, kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by tier),
-    requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which are None
-    while unknown, and the columns of `_binding_columns`. A gateway also has grpc_address.
+    address, state, restarts, uptime_s, serve_pid and port. A worker also has model, serves (prefill, decode or both),
+    kv_blocks, kv_blocks_free, kv_blocks_cached, state_slots, states_saved, kv_blocks_evicted, kv_blocks_given_up,
+    kv_blocks_restored, kv_blocks_read, kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots,
+    cached_tokens (by tier), requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and
+    draft_tokens_by_proposer, which are None while unknown, and the columns of `_binding_columns`. A gateway also has
+    grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -84,6 +86,7 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
     load = info.load if info is not None and info.HasField("load") else None
     return {
         "model": info.model or None if info is not None else None,
+        "serves": _ROLES.get(info.role, "both") if info is not None else None,
         "kv_blocks": load.num_blocks if load is not None else None,
         "kv_blocks_free": load.num_free_blocks if load is not None else None,
         "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
@@ -213,7 +216,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])
     place = _place_of(row)
     figures = [requests, drafts, blocks]
-    return [row["name"], _text(row["pid"]), state, up, str(row["restarts"]), *figures, place, row["address"]]
+    name = row["name"] if row.get("serves") in (None, "both") else f"{row['name']} ({row['serves']})"
+    return [name, _text(row["pid"]), state, up, str(row["restarts"]), *figures, place, row["address"]]
 
 
 def _place_of(row: Mapping[str, Any]) -> str:

@@ -76,6 +76,7 @@ class ModelPlan:
 class ServeOptions:
     """The options of `headrace serve` that all models share. With None, the process uses its default.
 
+    The first `prefill_workers` workers of each model compute long prompts, and the others the rest; with 0 all do both.
     `grpc_port` 0 turns the gRPC API off. The router serves its metrics at `metrics_port`, and worker i (from 0) at
     `metrics_port` + 1 + i.
     """
@@ -109,6 +110,7 @@ class ServeOptions:
     metrics_port: int | None = None
     plain_grpc: bool = False
     warm_restart: bool = True
+    prefill_workers: int = 0
     kv_disk: Path | None = None
     kv_disk_gb: float | None = None
     kv_disk_key: Path | None = None
@@ -166,6 +168,8 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     argv += _given("--max-context-tokens", _first(model.max_context_tokens, options.max_context_tokens))
     argv += _given("--max-ttft-s", options.max_ttft)
     argv += _given("--stuck-after-s", options.stuck_after_s)
+    if options.prefill_workers:
+        argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
     argv += _given("--kv-disk", options.kv_disk) + _given("--kv-disk-gb", options.kv_disk_gb)
     argv += _given("--kv-disk-key", options.kv_disk_key and options.kv_disk_key.absolute())
     adapters = options.adapters if model.adapters is None else model.adapters

@@ -181,6 +181,13 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     help="Keep a failed worker's KV cache, so that the process that replaces it has the cached prefixes.",
 )
 @click.option(
+    "--prefill-workers",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of each model's workers that are set aside for long prompts. Their answers continue at the others.  "
+    "[default: 0, all workers do both]",
+)
+@click.option(
     "--kv-disk",
     type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
     help="Directory on a fast disk for cached prefixes evicted from the KV caches.  [default: none]",
@@ -229,6 +236,7 @@ def serve(
     named = NamedModels(models, name=name, workers=workers, threads=threads, on_demand=on_demand, idle_s=idle_s)
     settings, topology = settings_of_flags(named, models_file, given), read_topology()
     places = places_of(topology, settings.models)
+    check_prefill_workers(given["prefill_workers"], places)
     if dry_run:
         click.echo(describe_plan([place for where in places for place in where]))
         return
@@ -255,6 +263,16 @@ def serve(
     finally:
         log.close(_LOG_FLUSH_S)
     sys.exit(status)
+
+
+def check_prefill_workers(count: int, places: Sequence[Sequence[WorkerPlace]]) -> None:
+    """Raise CommandError if a model would have no worker for answers."""
+    fewest = min(map(len, places))
+    if count and count >= fewest:
+        raise CommandError(
+            f"--prefill-workers {count} leaves no worker for answers, because a model has {fewest} worker"
+            f"{'s' if fewest > 1 else ''}; give fewer, or more --workers"
+        )
 
 
 def planned(

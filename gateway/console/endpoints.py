@@ -27,7 +27,7 @@ from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.router_pb2 import WorkerInfo, WorkerState
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.worker_pb2 import ModelCard
+from headrace.protos.worker_pb2 import ModelCard, Role
 
 FILES = Path(__file__).parent / "page"
 MIN_INTERVAL_S = 0.9
@@ -188,6 +188,7 @@ def worker_value(worker: WorkerInfo, router_host: str) -> dict[str, Any]:
         "state": WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower(),
         "detail": worker.detail,
         "model": worker.model,
+        "role": Role.Name(worker.role).removeprefix("ROLE_").lower() if worker.role else "both",
         "report_age_ms": worker.report_age_ms,
         "num_in_flight": worker.num_in_flight,
         "load": _load_value(worker) if worker.HasField("load") else None,

@@ -23,6 +23,10 @@ class FencedError(Exception):
     """A message does not continue the delivered tokens. Nothing of it may reach the client."""
 
 
+class PrefilledError(Exception):
+    """The worker has computed the prompt, and the answer continues at another one."""
+
+
 def parse(raw: bytes) -> inference_pb2.GenerateRequest:
     """Decode a request. Raises StatusError (INVALID_FIELD) if the bytes are not a request."""
     try:

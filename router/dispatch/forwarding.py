@@ -32,22 +32,20 @@ from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError, detail_of, details_of, error_of, is_peer_lost
 from headrace.router.dispatch.admission import Admission, has_begun
-from headrace.router.dispatch.delivery import Delivery, FencedError
+from headrace.router.dispatch.delivery import Delivery, FencedError, PrefilledError
 from headrace.router.dispatch.metrics import RouterMetrics
+from headrace.router.dispatch.refusals import model_changed
 from headrace.router.dispatch.spans import MAX_CANDIDATES, describe_placement
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.links import WorkerLink
-from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
+from headrace.router.fleet.routed_request import PlacedRequest, Prefilled, RoutedRequest
 from headrace.router.placement.beliefs import MAX_GIVEN_BACK
 
 log = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str | bytes]]
-_RETRY_AFTER_S = 1.0
-# What the field for it holds.
-_MOST_WAIT_MS = (1 << 32) - 1
-# Maximum number of workers that one request may lose in total.
-_MAX_LOST = 32
+_MOST_WAIT_MS = (1 << 32) - 1  # what the field for it holds
+_MAX_LOST = 32  # workers that one request may lose in total
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
 
 
@@ -150,6 +148,7 @@ class Forwarding:
         self._card: worker_pb2.ModelCard | None = None  # of the worker whose tokens were delivered
         self._adapter_sha256 = ""  # of the adapter that they were made with
         self._num_given_back = 0
+        self._prefilled: Prefilled | None = None
         self._failed: dict[WorkerLink, int] = {}  # workers that failed -> their incarnation at that time
 
     async def run(self) -> None:
@@ -162,8 +161,7 @@ class Forwarding:
                 self._fleet.answer_lengths.ended(self._card.name, len(self._delivery.token_ids))
 
     async def _deliver(self) -> None:
-        why, was_lost = "", False
-        num_lost = num_vain = 0
+        why, was_lost, num_lost, num_vain = "", False, 0, 0
         while num_vain < self._config.max_attempts and num_lost < _MAX_LOST:
             num_before = self._delivery.num_delivered
             if self._card is not None and await self._close(self._card):
@@ -180,8 +178,11 @@ class Forwarding:
                 self._metrics.given_back.inc()
                 self._delivery.given_back()
                 self._fleet.not_taken(placed)
+            except PrefilledError:
+                self._metrics.prefills.inc()
+                num_vain, was_lost = 0, False
             except _AttemptFailedError as failure:
-                self._failed[placed.link] = placed.link.incarnation
+                self._failed[placed.link], self._prefilled = placed.link.incarnation, None
                 why, was_lost = str(failure), not failure.refusal
                 num_vain = num_vain + 1 if self._delivery.num_delivered == num_before else 1
                 num_lost += 1
@@ -199,7 +200,7 @@ class Forwarding:
             "request %r is given up, %d workers failed it: %s", self._delivery.request.request_id, num_lost, why
         )
         problem = f"{num_lost} attempts at this request failed, one after the other; try again"
-        raise StatusError(Reason.WORKER_LOST, problem, retry_after_s=_RETRY_AFTER_S)
+        raise StatusError(Reason.WORKER_LOST, problem, retry_after_s=1.0)
 
     async def _close(self, card: worker_pb2.ModelCard) -> bool:
         """Deliver the finish if the delivered tokens are a complete answer. Returns whether they are."""
@@ -238,10 +239,10 @@ class Forwarding:
         wait_until_s = time.monotonic() + self._admission.capacity_wait_s
         delivery = self._delivery
         # A request that was given back does not queue again.
-        is_new = not self._failed and not self._num_given_back and not has_begun(delivery.request)
+        is_new = not (self._failed or self._num_given_back or self._prefilled or has_begun(delivery.request))
         identity = self._identity
         request = RoutedRequest(delivery.request, delivery.prompt, delivery.token_ids, identity)
-        request.num_described = num_described
+        request.num_described, request.prefilled = num_described, self._prefilled
         while True:
             card = self._card or self._resolved(is_new)
             if card is not None:
@@ -265,14 +266,14 @@ class Forwarding:
                 and delivery.token_ids
                 and self._fleet.has_several_identities(card.name)
             ):
-                raise _model_changed("its workers have different model files, and the request does not name its own")
+                raise model_changed("its workers have different model files, and the request does not name its own")
             again = None if card is None else self._place_again(request, card)
             if again is not None:
                 return again
             left_s = wait_until_s - time.monotonic()
             if left_s <= 0:
                 if self._is_changed(card, identity):
-                    raise _model_changed("no worker with the model files that began it is left")
+                    raise model_changed("no worker with the model files that began it is left")
                 raise self._admission.no_capacity(delivery.request.model)
             await self._fleet.changed(left_s)
 
@@ -356,6 +357,7 @@ class Forwarding:
     async def _pass_on(self, placed: PlacedRequest, call: Call) -> None:
         delivery, read, write = self._delivery, call.read, self._write
         delivery.max_tokens = longest_context_of(placed.card, delivery.request.sampling)
+        adapter, may_move = delivery.request.adapter, placed.card.role == worker_pb2.ROLE_PREFILL
         while (message := await read()) is not grpc.aio.EOF:
             assert isinstance(message, bytes)
             delivery.accept(message)
@@ -364,6 +366,9 @@ class Forwarding:
             if placed.booking.is_pending:
                 placed.link.settle(placed.booking)
             await write(message)
+            if may_move and not delivery.is_finished and self._fleet.continues_elsewhere(placed, adapter, self._failed):
+                self._prefilled = Prefilled(placed.link.address, placed.card.kv_layout, delivery.prompt.num_tokens)
+                raise PrefilledError
         if not delivery.is_finished:
             raise _AttemptFailedError(f"worker {placed.link.worker_id} ended the stream without a finish")
 
@@ -387,13 +392,6 @@ class Forwarding:
             link.draining()
             return _AttemptFailedError(why, "draining")
         return _AttemptFailedError(why)
-
-
-def _model_changed(why: str) -> StatusError:
-    """The error for an answer that only other model files could continue."""
-    return StatusError(
-        Reason.MODEL_CHANGED, f"the answer cannot be continued: {why}; ask again", retry_after_s=_RETRY_AFTER_S
-    )
 
 
 def _is_cancelled_from_outside() -> bool:

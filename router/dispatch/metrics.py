@@ -69,6 +69,9 @@ class RouterMetrics:
             "given_back",
             "Placements that a worker gave back because other routers had given it more work than was believed",
         )
+        self.prefills = self._counter(
+            "prefills", "Answers that continued at another worker after one with --role prefill had computed the prompt"
+        )
         self.handovers = self._counter(
             "handovers", "Draining workers whose cached blocks this router handed over to others"
         )

@@ -8,6 +8,7 @@ from headrace.protos.status import Reason, StatusError
 
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 60.0
+_CHANGED_RETRY_S = 1.0
 
 
 def retry_after(seconds: float) -> float:
@@ -42,3 +43,9 @@ def tenant_full(tenant: str, num_in_flight: int) -> StatusError:
         "wait until one has ended",
         retry_after_s=1.0,
     )
+
+
+def model_changed(why: str) -> StatusError:
+    """The error for an answer that only other model files could continue."""
+    problem = f"the answer cannot be continued: {why}; ask again"
+    return StatusError(Reason.MODEL_CHANGED, problem, retry_after_s=_CHANGED_RETRY_S)

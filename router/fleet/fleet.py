@@ -20,7 +20,6 @@ from headrace.common.transport.silence import Silences
 from headrace.protos import router_pb2, worker_pb2
 from headrace.protos.answer_bounds import max_request_bytes
 from headrace.protos.model_identity import model_identity
-from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.adapters import FleetAdapters, adapter_ms, members_with
 from headrace.router.fleet.departed import Departed
 from headrace.router.fleet.known_models import REMEMBER_MODEL_S, KnownModels
@@ -37,13 +36,12 @@ from headrace.router.placement.candidates import Candidates
 from headrace.router.placement.policy import Placement, RequestFacts, place
 from headrace.router.placement.predictions import Run
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
+from headrace.router.placement.roles import LONG_PROMPT_MS
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _MAX_DEPARTED = 4096
-# Gateways learn of a new tokenizer within this time.
-_NEW_TOKENIZER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,7 @@ class FleetConfig:
     prediction_ttl_s: float = 30.0
     max_sessions: int = 65_536
     heartbeat_ms: int = HEARTBEAT_MS
+    long_prompt_ms: float = LONG_PROMPT_MS
     plain_grpc: bool = False
     """Whether each request to a worker is a separate RPC rather than one of many in a session."""
 
@@ -84,7 +83,7 @@ class Fleet:
         self._started_at_s = clock()
         self._links: dict[str, WorkerLink] = {}
         self._watcher_id = random.SystemRandom().randrange(1, 1 << 64)
-        self._pools = Pools()
+        self._pools = Pools(config.long_prompt_ms)
         self._retiring: set[WorkerLink] = set()
         self._models = KnownModels(clock)
         self._sessions = SessionWorkers(config.max_sessions)
@@ -263,20 +262,13 @@ class Fleet:
         """
         began_s = time.perf_counter()
         self.adapters.choose(request, card)
-        members = self._pools.members(card.name).of_tokenizer(request.tokenizer_sha256)
-        if not members and self.is_served(card) and not request.model_identity:
-            raise StatusError(
-                Reason.MODEL_CHANGED,
-                f"the prompt was encoded by a tokenizer that no worker of model {card.name!r} has any more; send the "
-                "request again",
-                field="tokenizer_sha256",
-                retry_after_s=_NEW_TOKENIZER_S,
-            )
+        members = self._pools.members_for(card.name, request)
         members = members_with(request, members)
         if excluded or request.model_identity:
             members = members.where(lambda link, its_card: link not in excluded and request.may_go_to(its_card))
         if not members:
             return None
+        members = self._pools.for_next_stage(request, members, self.index, self.answer_lengths.priors(card.name))
         cached_blocks = members.cached_blocks(self.index, request.hashes)
         placement = self._decide(request, card.name, members, cached_blocks, self._rng, request.num_described)
         link, its_card = members.links[placement.number]
@@ -326,9 +318,14 @@ class Fleet:
         members = members_with(request, self._pools.members(card.name))
         if not members:
             return None
+        members = self._pools.for_next_stage(request, members, self.index, self.answer_lengths.priors(card.name))
         # A separate random generator breaks ties, so that this call does not affect later placements.
         cached_blocks = members.cached_blocks(self.index, request.hashes)
         return self._decide(request, card.name, members, cached_blocks, random.Random(0), len(members))
+
+    def continues_elsewhere(self, placed: PlacedRequest, adapter: str, excluded: Collection[WorkerLink]) -> bool:
+        """Whether an answer that has begun at this worker should continue at another one that is not excluded."""
+        return self._pools.continues_elsewhere(placed.card, adapter, placed.adapter_sha256, excluded)
 
     def _decide(
         self,
@@ -350,7 +347,9 @@ class Fleet:
             num_described=num_described,
             priors=self.answer_lengths.priors(model),
             adapter_ms=adapter_ms(request, members),
-            transfers=members.transfers(self.index, request.hashes, cached_blocks, self._pools.draining),
+            transfers=members.transfers(
+                self.index, request.hashes, cached_blocks, self._pools.draining, request.prefilled
+            ),
         )
         assert placement is not None, "there are candidates"
         return placement

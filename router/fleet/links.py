@@ -154,6 +154,7 @@ class WorkerLink:
             address=self.address,
             state=self.state.value,
             model=self.card.name if self.card else "",
+            role=self.card.role if self.card else worker_pb2.ROLE_UNSPECIFIED,
             load=self.reported.message,
             report_age_ms=self.reported.age_ms(self._clock()),
             num_in_flight=self.num_in_flight,

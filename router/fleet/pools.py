@@ -7,16 +7,23 @@ considered again only when a worker has room.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from headrace.protos import worker_pb2
+from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.links import WorkerLink
+from headrace.router.fleet.routed_request import Prefilled, RoutedRequest
 from headrace.router.placement.candidates import Candidates, CandidateTable, Places
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
+from headrace.router.placement.rates import Priors
+from headrace.router.placement.roles import LONG_PROMPT_MS, is_long
 from headrace.router.placement.transfers import LEAST_MOVED, BlockFacts, Transfers
+
+# Gateways learn of a new tokenizer within this time.
+_NEW_TOKENIZER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +38,12 @@ class Members:
     slots: Places
     chains: Sequence[tuple[worker_pb2.ModelCard, Places]]
     tokenizers: frozenset[str]
+    has_roles: bool = False
+    """Whether some of them are set aside for long prompts, and others can continue their answers."""
+    outside: Sequence[WorkerLink] = ()
+    """Workers that are set aside for other requests. These may fetch blocks there."""
     _of_tokenizer: dict[str, Members] = field(default_factory=dict)
+    _of_stage: dict[bool, Members] = field(default_factory=dict)
 
     @classmethod
     def of(cls, links: Sequence[tuple[WorkerLink, worker_pb2.ModelCard]]) -> Members:
@@ -50,6 +62,10 @@ class Members:
             np.array([link.slot for link, _ in links], np.intp),
             [(card, np.array(numbers[chain], np.intp)) for chain, card in cards.items()],
             frozenset(card.tokenizer_sha256 for _, card in links),
+            bool(
+                _layouts(links, worker_pb2.ROLE_PREFILL)
+                & _layouts(links, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNSPECIFIED)
+            ),
         )
 
     def __len__(self) -> int:
@@ -69,6 +85,22 @@ class Members:
         if sha256 not in self._of_tokenizer:
             self._of_tokenizer[sha256] = self.where(lambda _, card: card.tokenizer_sha256 == sha256)
         return self._of_tokenizer[sha256]
+
+    def of_stage(self, *, computes_prompt: bool) -> Members:
+        """The workers for long prompts, or those for all other requests. No worker is for long prompts only if none of
+        the others can fetch its blocks."""
+        if computes_prompt not in self._of_stage:
+            layouts = _layouts(self.links, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNSPECIFIED)
+            away = worker_pb2.ROLE_DECODE if computes_prompt else worker_pb2.ROLE_PREFILL
+            links = [
+                (link, card)
+                for link, card in self.links
+                if card.role != away and (card.role != worker_pb2.ROLE_PREFILL or card.kv_layout in layouts)
+            ]
+            within = {link for link, _ in links}
+            found = replace(Members.of(links), outside=[link for link, _ in self.links if link not in within])
+            self._of_stage[computes_prompt] = found
+        return self._of_stage[computes_prompt]
 
     def candidates(self, table: CandidateTable) -> Candidates:
         """These workers as candidates for the policy."""
@@ -91,12 +123,14 @@ class Members:
         hashes: Callable[[worker_pb2.ModelCard], Sequence[int]],
         cached_blocks: Depths,
         leaving: Iterable[WorkerLink],
+        prefilled: Prefilled | None = None,
     ) -> Transfers | None:
-        """What these workers, which have `cached_blocks` in memory, could fetch from their disks, from one another and
-        from workers that are `leaving`. None if nothing."""
-        others = [link for link in leaving if link.card is not None]
+        """What these workers, which have `cached_blocks` in memory, could fetch from their disks, from one another,
+        from workers that are `leaving`, and from those outside. All that can exchange blocks with the worker of
+        `prefilled` could fetch the prompt there. None if nothing."""
+        others = [link for link in (*leaving, *self.outside) if link.card is not None]
         has_peers = others or (len(self) > 1 and cached_blocks.max() >= cached_blocks.min() + LEAST_MOVED)
-        if not has_peers and not len(index.disk):
+        if not has_peers and not len(index.disk) and prefilled is None:
             return None
         found = Transfers.none(len(self))
         for card, numbers in self.chains:
@@ -105,7 +139,14 @@ class Members:
             addresses = [*(self.worker_ids[number] for number in numbers), *(link.address for link in outside)]
             block = BlockFacts(card.block_size, card.kv_block_bytes, bool(card.kv_layout) and bool(has_peers))
             found.add(index, hashes(card), cached_blocks, numbers, slots, addresses, block)
+            if prefilled is not None and prefilled.kv_layout == card.kv_layout:
+                found.offer(numbers, prefilled.num_tokens, prefilled.address)
         return found if found.tokens.any() or found.disk_tokens.any() else None
+
+
+def _layouts(links: Iterable[tuple[WorkerLink, worker_pb2.ModelCard]], *roles: worker_pb2.Role) -> set[str]:
+    """The layouts of blocks that workers with these roles exchange."""
+    return {card.kv_layout for _, card in links if card.kv_layout and card.role in roles}
 
 
 NOBODY = Members.of([])
@@ -175,8 +216,9 @@ class Pool:
 class Pools:
     """The ready workers of all models."""
 
-    def __init__(self) -> None:
+    def __init__(self, long_prompt_ms: float = LONG_PROMPT_MS) -> None:
         self.table = CandidateTable()
+        self._long_prompt_ms = long_prompt_ms
         self._pools: dict[str, Pool] = {}
         self._model_of: dict[WorkerLink, str] = {}
         self.draining: dict[WorkerLink, None] = {}
@@ -216,6 +258,50 @@ class Pools:
         """The ready workers of a model."""
         pool = self._pools.get(model)
         return NOBODY if pool is None else pool.members()
+
+    def members_for(self, model: str, request: RoutedRequest) -> Members:
+        """The ready workers of a model that have the tokenizer of a request.
+
+        Raises StatusError (MODEL_CHANGED) if there are ready workers, but none with this tokenizer, and the answer has
+        not begun.
+        """
+        members = self.members(model).of_tokenizer(request.tokenizer_sha256)
+        if not members and self.is_served(model) and not request.model_identity:
+            raise StatusError(
+                Reason.MODEL_CHANGED,
+                f"the prompt was encoded by a tokenizer that no worker of model {model!r} has any more; send the "
+                "request again",
+                field="tokenizer_sha256",
+                retry_after_s=_NEW_TOKENIZER_S,
+            )
+        return members
+
+    def for_next_stage(self, request: RoutedRequest, members: Members, index: PrefixIndex, priors: Priors) -> Members:
+        """Those of the members that are set aside for what the request needs next; all if none are set aside."""
+        if not members.has_roles:
+            return members
+        if request.prefilled is not None:
+            return members.of_stage(computes_prompt=False)
+        cached_blocks = members.cached_blocks(index, request.hashes)
+        candidates = members.candidates(self.table)
+        needs_prompt = is_long(request.num_tokens, cached_blocks, candidates, priors, self._long_prompt_ms)
+        return members.of_stage(computes_prompt=needs_prompt)
+
+    def continues_elsewhere(
+        self, card: worker_pb2.ModelCard, adapter: str, adapter_sha256: str, excluded: Collection[WorkerLink]
+    ) -> bool:
+        """Whether an answer that has begun at a worker with this card should continue at another one that is not
+        excluded, because this one is set aside for prompts."""
+        if card.role != worker_pb2.ROLE_PREFILL:
+            return False
+        members = self.members(card.name)
+        return members.has_roles and any(
+            link not in excluded
+            and its.kv_layout == card.kv_layout
+            and its.tokenizer_sha256 == card.tokenizer_sha256
+            and (not adapter or link.adapters.sha256(adapter) == adapter_sha256)
+            for link, its in members.of_stage(computes_prompt=False).links
+        )
 
     def is_served(self, model: str) -> bool:
         """Whether a worker of this model is ready."""

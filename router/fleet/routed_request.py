@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.block_hash import root_hash
@@ -17,6 +18,15 @@ from headrace.router.placement.policy import Placement
 from headrace.router.placement.predictions import Run
 from headrace.router.placement.prompt import Prompt
 from headrace.router.placement.rates import Priors
+
+
+class Prefilled(NamedTuple):
+    """A worker that has just computed the first `num_tokens` tokens, in blocks of this layout. The index may not have
+    them yet."""
+
+    address: str
+    kv_layout: str
+    num_tokens: int
 
 
 class RoutedRequest:
@@ -39,6 +49,8 @@ class RoutedRequest:
         self.tokenizer_sha256 = request.tokenizer_sha256
         self.session_key = request.session_key
         self.max_ttft_ms = math.inf
+        self.prefilled: Prefilled | None = None
+        """Where its prompt was computed, if the answer is to continue elsewhere."""
         self.num_described = 0
         """Number of candidates that the placement describes."""
         self.max_new_tokens: int | None = None

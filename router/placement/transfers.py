@@ -64,6 +64,14 @@ class Transfers(NamedTuple):
         assert isinstance(self.addresses, list), "of `none`"
         self.addresses.append(addresses[best])
 
+    def offer(self, numbers: Places, num_tokens: int, address: str) -> None:
+        """The candidates `numbers` could fetch this many tokens from this worker."""
+        more = numbers[self.tokens[numbers] < num_tokens]
+        self.tokens[more] = num_tokens
+        self.sources[more] = len(self.addresses)
+        assert isinstance(self.addresses, list), "of `none`"
+        self.addresses.append(address)
+
 
 class BlockFacts(NamedTuple):
     """The tokens and bytes of a block, and whether workers exchange blocks."""

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.explain import rows_of, tokens_of
 from headrace.cli.main import cli
-from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 from headrace.protos.cache_scope import scoped_salt
 from headrace.protos.status import Reason, StatusError
 
@@ -97,6 +97,13 @@ def test_a_worker_that_takes_no_requests_has_no_terms() -> None:
     first, second = rows_of(TOLD)
     assert len(first) == len(second)
     assert second[:3] == ["   w1", "draining", ""]
+
+
+def test_a_role_is_beside_the_name() -> None:
+    told = router_pb2.ExplainResponse()
+    told.CopyFrom(TOLD)
+    told.workers[0].role, told.workers[1].role = worker_pb2.ROLE_DECODE, worker_pb2.ROLE_PREFILL
+    assert [row[0] for row in rows_of(told)] == ["-> w0 (decode)", "   w1 (prefill)"]
 
 
 def test_what_the_router_refuses_is_told(router: FakeRouter) -> None:

@@ -150,6 +150,14 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
     assert origins == ["https://a.example", "https://b.example"]
 
 
+def test_the_first_workers_are_for_prompts_and_the_others_for_answers() -> None:
+    def roles(options: ServeOptions) -> list[str | None]:
+        return [argument(spec.argv, "--role") for spec in processes_of(options, TWO_PLACES) if spec.role == "worker"]
+
+    assert roles(replace(OPTIONS, prefill_workers=1)) == ["prefill", "decode"]
+    assert roles(OPTIONS) == [None, None]
+
+
 def test_plain_grpc_reaches_whoever_calls() -> None:
     worker, gateway, router = processes_of(replace(OPTIONS, plain_grpc=True))
     assert ["--plain-grpc" in process.argv for process in (worker, gateway, router)] == [False, True, True]

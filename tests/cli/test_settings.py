@@ -183,6 +183,10 @@ def test_plans_number_the_workers_of_all_models(cache: Path, model_folder: Path)
         (("--models", "FILE", "--threads", "2"), "--threads is for MODEL"),
         (("--models", "FILE", "--on-demand"), "--on-demand is for MODEL"),
         (("a", "--idle-s", "5"), "--idle-s needs --on-demand"),
+        (
+            ("a", "--workers", "1", "--prefill-workers", "1"),
+            "leaves no worker for answers, because a model has 1 worker;",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(

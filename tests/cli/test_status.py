@@ -21,7 +21,7 @@ from headrace.cli.fleet.run_state import (
     running_serves,
     runtime_directory,
 )
-from headrace.cli.fleet.status import _print_table, collect, row_of
+from headrace.cli.fleet.status import _cells, _print_table, collect, row_of
 from headrace.cli.main import cli
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
@@ -96,6 +96,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "serve_pid": os.getpid(),
         "port": 9,
         "model": "m",
+        "serves": "both",
         "kv_blocks": 100,
         "kv_blocks_free": 90,
         "kv_blocks_cached": 5,
@@ -186,6 +187,13 @@ async def router(tmp_path: Path) -> AsyncIterator[str]:
     await server.start()
     yield address
     await server.stop(None)
+
+
+def test_the_role_of_a_worker_is_beside_its_name() -> None:
+    known = info(router_pb2.WORKER_STATE_READY)
+    known.role = worker_pb2.ROLE_PREFILL
+    row = row_of(record(), WORKER, {"worker-0": known}, True, 107.5)
+    assert (row["serves"], _cells(row)[0]) == ("prefill", "worker-0 (prefill)")
 
 
 async def test_rows_come_from_a_live_router(router: str) -> None:

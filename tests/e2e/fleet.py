@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,7 @@ class Fleet:
         model: Path | None = None,
         redis_url: str | None = None,
         environment: Mapping[str, str] | None = None,
+        roles: Sequence[str] = (),
         worker_flags: Iterable[str] = (),
         router_flags: Iterable[str] = (),
         gateway_flags: Iterable[str] = (),
@@ -169,8 +170,8 @@ class Fleet:
             for index, address in enumerate(self.router_addresses)
         ]
         self.workers: list[Process] = []
-        for _ in range(num_workers):
-            self.add_worker()
+        for number in range(num_workers):
+            self.add_worker(roles[number] if roles else "both")
         self.ports = [free_port() for _ in range(num_gateways)]
         self.gateways = [
             Process(
@@ -181,13 +182,13 @@ class Fleet:
             for index, port in enumerate(self.ports)
         ]
 
-    def add_worker(self) -> Process:
+    def add_worker(self, role: str = "both") -> Process:
         """Add a worker without starting it."""
         name = f"worker-{len(self.workers)}"
         listen = ["--listen", f"unix:{self._directory}/{name}.sock", "--worker-id", name]
         path = self._model or small_model()
         model = ["--model", str(path), "--name", MODEL, "--threads", "1", "--kv-cache-gb", "0.5"]
-        argv = ["-m", "headrace.worker", *model, *listen, *self._worker_flags]
+        argv = ["-m", "headrace.worker", *model, *listen, "--role", role, *self._worker_flags]
         self.workers.append(Process(name, argv, environment=self._environment))
         return self.workers[-1]
 

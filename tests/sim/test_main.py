@@ -49,6 +49,9 @@ def test_one_command_compares_numbers_of_routers() -> None:
         (["--step-cost", "/does/not/exist"], "error: cannot read --step-cost"),
         ([*SMALL, "--kv-tokens", "512"], "increase --kv-tokens"),
         ([*SMALL, "--turns", "4", "--burst", "200"], "give more --conversations, or a smaller --burst"),
+        ([*SMALL, "--prefill-workers", "2", "--workers", "2"], "give more --workers"),
+        ([*SMALL, "--prefill-workers", "1"], "say how fast with --peer-rate"),
+        ([*SMALL, "--prefill-workers", "1", "--peer-rate", "9"], "not for consistent-hashing, least-loaded, longest-"),
         ([*SMALL, "--workers", "16"], "too few to measure the capacity"),
     ],
 )

@@ -91,8 +91,8 @@ def _check_at_every_step(simulation: Simulation) -> list[float]:
     for worker in simulation.workers:
         end_step = worker.end_step
 
-        def end_and_check(now_s: float, worker=worker, end_step=end_step):  # type: ignore[no-untyped-def]
-            result = end_step(now_s)
+        def end_and_check(now_s: float, *, hands_on=False, worker=worker, end_step=end_step):  # type: ignore[no-untyped-def]
+            result = end_step(now_s, hands_on=hands_on)
             worker.check()
             checked.append(now_s)
             return result

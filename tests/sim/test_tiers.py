@@ -103,3 +103,25 @@ def test_copies_do_not_cost_hits_where_memory_is_full_and_workers_are_busy() -> 
     assert together.peer_share > 0.0
     assert together.hit_share >= alone.hit_share
     assert together.ttft_ms.mean <= alone.ttft_ms.mean
+
+
+def test_long_prompts_are_computed_at_one_worker_and_answered_at_others() -> None:
+    generated = trace.Generated(200, 8, 512, prompt_median=900, prompt_sigma=1.0, output_mean=30)
+    tiers = TierSettings(peer_rate=80_000)
+    worker = WorkerSettings(step_cost.default(), 60_000, BLOCK, max_num_seqs=16, tiers=tiers)
+    jobs = trace.at_rate([job.hashed(BLOCK) for job in generated.jobs(random.Random(2))], 1.5)
+
+    def found(num_prefill: int) -> tuple[Outcome, PolicyReport]:
+        fleet = FleetSettings(worker, num_workers=4, num_prefill=num_prefill, num_routers=2, seed=3)
+        outcome = Simulation(jobs, POLICIES["headrace"], fleet).run()
+        return outcome, report_of("headrace", 1, outcome, Objective(10_000, 300))
+
+    (outcome, apart), (_, together) = found(2), found(0)
+    moved = [record for record in outcome.records if record.prefill_worker >= 0]
+    assert 20 < len(moved) < 180
+    assert all(record.prefill_worker < 2 <= record.worker for record in moved)
+    assert all(record.num_tokens == record.job.num_output_tokens for record in outcome.records)
+    assert all(record.worker >= 2 for record in outcome.records if record.num_tokens > 1)
+    assert max(record.job.num_prompt_tokens for record in outcome.records if record not in moved) < 4096
+    assert apart.tpot_ms.p99 < together.tpot_ms.p99
+    assert all(record.cached_tokens < record.job.num_prompt_tokens for record in moved)

@@ -44,6 +44,7 @@ def test_requests_are_as_many_as_half_of_the_memory_has_slots_for() -> None:
     ("flags", "named"),
     [
         ({"kv_disk": Path("disk")}, "--kv-disk"),
+        ({"role": "prefill"}, "--role prefill"),
         ({"decode_graph": True}, "--decode-graph on"),
         ({"speculation": "ngram"}, "--speculation ngram"),
         ({"draft_model": Path("draft")}, "--draft-model"),

@@ -169,6 +169,7 @@ def _vocab_size(config: WorkerConfig) -> int:
 def _refuse_flags_of_generation(config: WorkerConfig) -> None:
     given = [flag for name, flag in _OF_GENERATION.items() if getattr(config, name)]
     given += ["--speculation"] if config.speculation not in (None, "off") else []
+    given += ["--role"] if config.role != "both" else []
     if given:
         raise ConfigurationError(
             f"the model generates no text and has no KV cache: {', '.join(given)} cannot be used with it"

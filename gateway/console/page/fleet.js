@@ -127,7 +127,7 @@ class WorkerCard {
     this.dot.dataset.state = state;
     this.element.dataset.state = state;
     say(this.state, stale ? `${state}, last heard ${ago(worker.report_age_ms / 1000)}` : state);
-    say(this.model, worker.model);
+    say(this.model, worker.role === "both" ? worker.model : `${worker.model}, ${worker.role}`);
     say(this.detail, worker.detail);
     this.detail.hidden = !worker.detail;
     this.body.hidden = !load;

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.console.endpoints import FILES, FleetView, host_of
+from headrace.gateway.console.endpoints import FILES, FleetView, host_of, worker_value
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WORKER_STATE_SUSPECT, WorkerInfo
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.worker_pb2 import Counters, Load
+from headrace.protos.worker_pb2 import ROLE_PREFILL, Counters, Load
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,6 +60,11 @@ def router_of(router: Any) -> Any:
     """The module's router, as it was before each test."""
     router.reset()
     return router
+
+
+async def test_a_worker_has_its_role() -> None:
+    assert worker_value(WORKER, "localhost")["role"] == "both"
+    assert worker_value(WorkerInfo(role=ROLE_PREFILL), "localhost")["role"] == "prefill"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
