@@ -77,6 +77,9 @@ def complete(rule: CacheEviction, card: ModelCard) -> CacheEviction:
     whole.recent_size = _RECENT_BLOCKS * size
     whole.aggregation_mode = AGGREGATION_MODE_NORM_SUM
     whole.MergeFrom(rule)
+    if whole.aggregation_mode not in AGGREGATION_MODES.values():
+        known = " or ".join(AggregationMode.Name(mode) for mode in AGGREGATION_MODES.values())
+        raise _invalid("aggregation_mode", f"must be {known}, not {whole.aggregation_mode}")
     for name in SIZES:
         value = getattr(whole, name)
         if value < 1 or value % size:

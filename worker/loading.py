@@ -116,11 +116,9 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     limits = step_limits(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
     )
-    draft_runner = None
     if runner.state_tables is not None:
         speculation = "off"
-    else:
-        draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
+    draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
     num_blocks, region, limits, states, kept = allocate(config, runner, limits, kept, draft_runner)
     log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
     log_limits(limits, runner.exact_rows)
@@ -145,8 +143,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
         kept.restore(pool, fingerprint)
     tiers = tiers_for(config, runner, kv_layout(runner, fingerprint), pool, kept, disk_key, transport)
     card = card_of(config, pool, model_dir, fingerprint, runner, states, tiers)
-    if rule is not None:
-        add_rule(card, rule, longest)
+    add_rule(card, rule, longest)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
 
 

@@ -235,15 +235,13 @@ def serve(
     begun_s = time.monotonic()
     named = NamedModels(models, name=name, workers=workers, threads=threads, on_demand=on_demand, idle_s=idle_s)
     settings, topology = settings_of_flags(named, models_file, given), read_topology()
-    places = places_of(topology, settings.models)
-    check_prefill_workers(given["prefill_workers"], places)
+    places = checked_places(topology, settings.models, given["prefill_workers"])
     if dry_run:
         click.echo(describe_plan([place for where in places for place in where]))
         return
     log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty(), as_json=given["log_format"] == "json")
     try:
         port = chosen_port(host, port)
-        chosen_grpc_port = choose_grpc_port(host, port, grpc_port, log)
         if given["draft_model"] is not None:
             given["draft_model"] = find_draft_model(given["draft_model"], offline=offline)
         sizing = sizing_of(settings, memory_gb, topology, given)
@@ -253,26 +251,29 @@ def serve(
             files=security_files(given),
             host=host,
             port=port,
-            grpc_port=chosen_grpc_port,
+            grpc_port=choose_grpc_port(host, port, grpc_port, log),
             socket_directory=make_socket_directory(port),
             aliases=aliases,
             shadows=shadows,
             **given,
         )
-        status = asyncio.run(Serving(options, plans, sizing, log, begun_s, offline=offline).run())
+        sys.exit(asyncio.run(Serving(options, plans, sizing, log, begun_s, offline=offline).run()))
     finally:
         log.close(_LOG_FLUSH_S)
-    sys.exit(status)
 
 
-def check_prefill_workers(count: int, places: Sequence[Sequence[WorkerPlace]]) -> None:
-    """Raise CommandError if a model would have no worker for answers."""
+def checked_places(
+    topology: Topology, models: Sequence[ModelSettings], num_prefill_workers: int
+) -> list[tuple[WorkerPlace, ...]]:
+    """The places of each model's workers. Raises CommandError if a model would have no worker for answers."""
+    places = places_of(topology, models)
     fewest = min(map(len, places))
-    if count and count >= fewest:
+    if num_prefill_workers and num_prefill_workers >= fewest:
         raise CommandError(
-            f"--prefill-workers {count} leaves no worker for answers, because a model has {fewest} worker"
+            f"--prefill-workers {num_prefill_workers} leaves no worker for answers, because a model has {fewest} worker"
             f"{'s' if fewest > 1 else ''}; give fewer, or more --workers"
         )
+    return places
 
 
 def planned(

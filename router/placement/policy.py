@@ -173,8 +173,7 @@ def place(
     if transfers is not None:
         moved = worth_moving(transfers, candidates.values, cached_tokens, 1000.0 / rates[0], most_tokens)
     held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
-    copied_tokens = None if moved is None else moved.copied_tokens
-    terms = _weighed(request, candidates.values, rates, cached_tokens, held_tokens, copied_tokens, now_s, priors)
+    terms = _weighed(request, candidates.values, rates, cached_tokens, moved, now_s, priors)
     for row, more_ms in ((_TRANSFER, None if moved is None else moved.ms), (_ADAPTER, adapter_ms)):
         if more_ms is not None:
             terms[row] = more_ms
@@ -241,13 +240,12 @@ def _weighed(
     values: Values,
     rates: tuple[Values, Values],
     cached_tokens: Values,
-    held_tokens: Values,
-    copied_tokens: Values | None,
+    moved: Moved | None,
     now_s: float,
     priors: Priors,
 ) -> Values:
-    """The expected cost at each candidate: a row for each field of CostTerms. `held_tokens` includes fetched ones, and
-    `copied_tokens` are those fetched from other workers."""
+    """The expected cost at each candidate: a row for each field of CostTerms. `moved` is what each fetches."""
+    held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
     answer = _answer_tokens(request, priors)
     double = priors.batch_for_double_step
     running, uncached, max_num_seqs = values[RUNNING], values[UNCACHED_TOKENS], values[MAX_NUM_SEQS]
@@ -284,7 +282,7 @@ def _weighed(
     np.minimum(backlog_ms, ahead_ms, out=backlog_ms)
 
     new_tokens = request.num_prompt_tokens - cached_tokens + answer
-    _weigh_blocks(terms, new_tokens, copied_tokens, answer, values, ms_per_token, step_ms, priors)
+    _weigh_blocks(terms, new_tokens, moved, answer, values, ms_per_token, step_ms, priors)
     terms[:_TOTAL].sum(axis=0, out=terms[_TOTAL])
     return terms
 
@@ -292,15 +290,15 @@ def _weighed(
 def _weigh_blocks(
     terms: Values,
     new_tokens: Values,
-    copied_tokens: Values | None,
+    moved: Moved | None,
     answer: int,
     values: Values,
     ms_per_token: Values,
     step_ms: Values,
     priors: Priors,
 ) -> None:
-    """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer, and
-    `copied_tokens` stay at another worker too."""
+    """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer. Tokens
+    copied from another worker stay there too."""
     queue_ms, eviction_ms, pressure_ms = terms[0], terms[4], terms[5]
     size, blocks = values[BLOCK_SIZE], values[BLOCKS]
     ms_per_block = size * ms_per_token
@@ -310,8 +308,8 @@ def _weigh_blocks(
     displaced = needed - np.maximum(free - values[CACHED_BLOCKS], 0.0)
     is_known = blocks > 0.0
     lost = np.maximum(displaced, 0.0) * priors.reuse_chance
-    if copied_tokens is not None:
-        lost += np.clip(displaced, 0.0, copied_tokens / size) * priors.copy_chance
+    if moved is not None:
+        lost += np.clip(displaced, 0.0, moved.copied_tokens / size) * priors.copy_chance
     np.multiply(lost, ms_per_block, out=eviction_ms, where=is_known)
     short = needed - np.maximum(free, 0.0)
     # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.

@@ -58,6 +58,11 @@ def test_a_rule_is_completed() -> None:
         ({"max_cache_size": 160}, "max_cache_size", "must exceed start_size and recent_size together, 160"),
         ({"max_cache_size": 992}, "max_cache_size", "must be at most 960"),
         ({"start_size": 32}, "max_cache_size", "is missing"),
+        (
+            {"max_cache_size": 640, "aggregation_mode": 7},
+            "aggregation_mode",
+            "must be AGGREGATION_MODE_SUM or AGGREGATION_MODE_NORM_SUM, not 7",
+        ),
     ],
 )
 def test_a_wrong_rule_is_refused_with_the_remedy(rule: dict[str, int], field: str, problem: str) -> None:

@@ -26,9 +26,11 @@ def eviction_of(config: WorkerConfig) -> CacheEviction | None:
     return rule
 
 
-def add_rule(card: ModelCard, rule: CacheEviction, longest: int) -> None:
-    """Say in the card that requests may give up blocks, all of them by `rule` if it is not empty. Contexts have at most
-    `longest` tokens then. ConfigurationError if the rule does not fit the cache."""
+def add_rule(card: ModelCard, rule: CacheEviction | None, longest: int) -> None:
+    """Say in the card that requests may give up blocks, all of them by `rule` if it is not empty; nothing without a
+    rule. Contexts have at most `longest` tokens then. ConfigurationError if the rule does not fit the cache."""
+    if rule is None:
+        return
     card.max_evicting_context_tokens = max(longest, card.max_context_tokens)
     if not rule.max_cache_size:
         return
