@@ -1,6 +1,6 @@
 """The concatenation of a stream equals the whole answer, for every answer and every cut into messages.
 
-Thousands of requests are made up; HEADRACE_SOAK=1 makes a hundred times as many (`make soak-gateway`).
+Thousands of requests are made up; HEADRACE_SOAK=1 makes two hundred times as many (`make soak-gateway`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TABLE = [
     "a€".encode(),
 ]
 TOKENS = st.lists(st.integers(0, len(TABLE) + 1), max_size=12)
-SOAK = 100 if os.environ.get("HEADRACE_SOAK") else 1
+SOAK = 200 if os.environ.get("HEADRACE_SOAK") else 1
 STOPS = st.lists(st.text("abé€", min_size=1, max_size=3), max_size=3)
 
 
@@ -71,7 +71,7 @@ def account(pieces: list[Piece]) -> Any:
     return "".join(p.text for p in pieces), logprobs, pieces[-1].ending, sum(p.num_tokens for p in pieces)
 
 
-@settings(max_examples=500 * SOAK, deadline=None)
+@settings(max_examples=250 * SOAK, deadline=None)
 @given(
     tokens=TOKENS,
     stops=STOPS,
@@ -266,7 +266,7 @@ def check_common(request: Request, events: list[Any], whole: Any) -> None:
         assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
 
 
-@settings(max_examples=1000 * SOAK, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500 * SOAK, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_streamed_chat_adds_up_to_the_whole_one(data: st.DataObject) -> None:
     request = Request(data.draw)
@@ -296,7 +296,7 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(data: st.DataObject) -> None:
         assert listed == (choice["logprobs"]["content"] if choice["logprobs"] else [])
 
 
-@settings(max_examples=500 * SOAK, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250 * SOAK, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_streamed_completion_adds_up_to_the_whole_one(data: st.DataObject) -> None:
     request = Request(data.draw)
