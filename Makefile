@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-chaos soak-gateway soak-speculation soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv bench-lora bench-embeddings dev clean
+.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-chaos soak-gateway soak-models soak-speculation soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv bench-lora bench-embeddings dev clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
 	@echo 'make soak-step-cost                           what a worker learns of its steps, over days of virtual time'
 	@echo 'make soak-chaos                               an hour of random faults under random clients'
+	@echo 'make soak-models                              ten minutes of three models in memory for two, and kills'
 	@echo 'make soak-gateway                             20,000 made-up requests, and long runs of properties'
 	@echo 'make soak-speculation [ARGS="-k ngram"]        500 prompts with each proposer, up to 64 at once; hours'
 	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
@@ -130,6 +131,10 @@ soak-speculation: .venv/.dev .links/headrace
 # A day of virtual time under each of four loads: about an hour of one core.
 soak-step-cost: .venv/.dev .links/headrace
 	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/sim/test_soak.py --timeout 7200 $(ARGS)
+
+# HEADRACE_SEED repeats a run's choices.
+soak-models: .venv/.dev .links/headrace
+	HEADRACE_SOAK=1 $(BIN)/pytest -n 0 -s tests/infra/test_model_budget.py $(ARGS)
 
 # About 20,000 requests made up from the OpenAPI document, and long runs of the properties of streams.
 soak-gateway: .venv/.dev .links/headrace
