@@ -25,6 +25,7 @@ class Compiled:
     """Stands for a compiled model."""
 
     block_bytes = 1024
+    state_tables = None
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
