@@ -172,7 +172,6 @@ def place(
     rates, moved = believed_rates(candidates.values, priors), None
     if transfers is not None:
         moved = worth_moving(transfers, candidates.values, cached_tokens, 1000.0 / rates[0], most_tokens)
-    held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
     terms = _weighed(request, candidates.values, rates, cached_tokens, moved, now_s, priors)
     for row, more_ms in ((_TRANSFER, None if moved is None else moved.ms), (_ADAPTER, adapter_ms)):
         if more_ms is not None:
@@ -181,7 +180,7 @@ def place(
     totals = _totals(request, terms)
     chosen, reason = _choose(request, candidates, totals, cached_tokens, rng, priors)
 
-    described = partial(_described, candidates, held_tokens, moved, terms)
+    described = partial(_described, candidates, cached_tokens, moved, terms)
     own = described(chosen)
     cheapest = terms[_TOTAL].argsort(kind="stable")[:num_described].tolist() if num_described else ()
     return Placement(
@@ -198,13 +197,15 @@ def place(
     )
 
 
-def _described(candidates: Candidates, held_tokens: Values, moved: Moved | None, terms: Values, number: int) -> Weighed:
+def _described(
+    candidates: Candidates, cached_tokens: Values, moved: Moved | None, terms: Values, number: int
+) -> Weighed:
     """A candidate by its number."""
     num_moved = 0 if moved is None else int(moved.tokens[number])
     num_on_disk = num_moved if moved is not None and moved.is_on_disk[number] else 0
     cost = CostTerms(*terms[:, number].tolist())
     names = candidates.worker_ids
-    return Weighed(names[number], int(held_tokens[number]), num_moved - num_on_disk, num_on_disk, cost)
+    return Weighed(names[number], int(cached_tokens[number]) + num_moved, num_moved - num_on_disk, num_on_disk, cost)
 
 
 def _belief(

@@ -61,6 +61,7 @@ async def test_redis_may_be_away_and_a_worker_started_meanwhile_is_used_when_it_
             assert num_known(own_fleet) == [1, 1]
             redis_server.start()
             await asyncio.to_thread(until, lambda: num_known(own_fleet) == [2, 2], "both routers have both workers")
+            await requests.more(32)
             own_fleet.workers[0].kill()
             await requests.more(8)
         assert [stream.error for stream in requests.failed] == []
