@@ -9,7 +9,7 @@ from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.status import Reason, error_of
 from headrace.router.fleet.adapters import ServedList
-from tests.router.conftest import StartRouter, StartWorker
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, answer, until
 
 PROMPT = list(range(20))
@@ -20,6 +20,18 @@ async def until_known(router: object, name: str, *workers: FakeWorker) -> None:
     addresses = {worker.address for worker in workers}
     links = router.fleet.links  # type: ignore[attr-defined]
     await until(lambda: {link.address for link in links() if link.adapters.find(name)} == addresses)
+
+
+async def two_with_adapter(
+    start_router: StartRouter, start_worker: StartWorker
+) -> tuple[RunningRouter, list[FakeWorker]]:
+    """A router, and two workers with the adapter `sql` that it knows."""
+    workers = [await start_worker(name) for name in "ab"]
+    for worker in workers:
+        worker.has_adapter("sql")
+    router = await start_router(*workers)
+    await until_known(router, "sql", *workers)
+    return router, workers
 
 
 async def test_a_request_goes_to_workers_that_know_its_adapter(
@@ -66,11 +78,7 @@ async def test_a_worker_with_the_adapter_in_memory_is_cheaper(
 async def test_prefixes_of_adapters_and_of_the_model_are_apart(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
-    workers = [await start_worker(name) for name in "ab"]
-    for worker in workers:
-        worker.has_adapter("sql")
-    router = await start_router(*workers)
-    await until_known(router, "sql", *workers)
+    router, workers = await two_with_adapter(start_router, start_worker)
     workers[0].store(PROMPT)
     root = root_hash(workers[1].card.fingerprint, "a" * 64)
     workers[1].report(stored=block_hashes(root, PROMPT, BLOCK_SIZE))
@@ -162,11 +170,7 @@ async def test_what_cannot_be_loaded_is_refused_by_its_field(
 async def test_the_list_of_adapters_is_only_made_again_after_a_change(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
-    workers = [await start_worker(name) for name in "ab"]
-    for worker in workers:
-        worker.has_adapter("sql")
-    router = await start_router(*workers)
-    await until_known(router, "sql", *workers)
+    router, workers = await two_with_adapter(start_router, start_worker)
     served, links = ServedList(), router.fleet.links
     before = served.of(links())
     assert [(each.adapter.name, each.num_workers) for each in before] == [("sql", 2)]
