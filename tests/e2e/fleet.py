@@ -20,10 +20,9 @@ import grpc
 import httpx
 
 from headrace.cli import launch
-from headrace.cli.models.model_cache import model_directory
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
-from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, headrace, until
+from tests.e2e.serving import BOUND_S, HTTP, MODEL, READY_BOUND_S, until
 from tests.e2e.small_model import small_model
 
 _TAIL_LINES = 40
@@ -34,13 +33,6 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def pulled_model() -> Path:
-    """Directory of the demo model, pulled if the cache does not have it."""
-    done = headrace("pull", MODEL, timeout_s=600)
-    assert done.returncode == 0, done.stderr
-    return model_directory(MODEL)
 
 
 class Process:
@@ -277,13 +269,13 @@ class Fleet:
     def is_ready(self) -> bool:
         """Whether the gateways answer requests."""
         try:
-            return all(httpx.get(f"{url}/health/ready").status_code == 200 for url in self.base_urls)
+            return all(HTTP.get(f"{url}/health/ready").status_code == 200 for url in self.base_urls)
         except httpx.HTTPError:
             return False
 
     def metric(self, name: str) -> float:
         """Sum of a metric over the gateways and its labels."""
-        text = "".join(httpx.get(f"{url}/metrics").text for url in self.base_urls)
+        text = "".join(HTTP.get(f"{url}/metrics").text for url in self.base_urls)
         return sum(map(float, re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)))
 
     def tail(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import re
 import signal
@@ -15,13 +15,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import grpc
 import httpx
+
+from headrace.cli.fleet.fleet_access import transport_of
+from headrace.cli.fleet.run_state import ServeRecord, running_serves
+from headrace.cli.fleet.status import row_of
+from headrace.cli.models.model_cache import model_directory
+from headrace.protos import router_pb2, router_pb2_grpc
 
 MODEL = "smollm2-135m"
 READY_BOUND_S = 60.0
 BOUND_S = 30.0
 _TAIL_LINES = 60
+_ASK_TIMEOUT_S = 2.0
 _HEADRACE = (sys.executable, "-m", "headrace.cli")
+# Tests ask again and again. Reading the certificates of authorities takes httpx 35 ms each time, which no test needs,
+# and a connection that is kept may be to a process that is gone.
+HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def headrace(*args: str, stdin: str = "", timeout_s: float = BOUND_S) -> subprocess.CompletedProcess[str]:
@@ -86,9 +97,8 @@ class Serve:
         assert re.fullmatch(r"ready: http://127\.0\.0\.1:\d+/v1", self.stdout[0])
 
     def status(self) -> list[dict[str, Any]]:
-        """Rows of `headrace status --json` for this serve."""
-        rows = json.loads(headrace("status", "--json").stdout)
-        return [row for row in rows if row["serve_pid"] == self.pid]
+        """Rows of `headrace status --json` for this serve, without starting the command: tests ask again and again."""
+        return [row for record in running_serves() if record.pid == self.pid for row in self._rows(record)]
 
     def process_of(self, name: str) -> dict[str, Any]:
         """The row of one process."""
@@ -97,13 +107,13 @@ class Serve:
     def is_ready(self) -> bool:
         """Whether requests can be answered now."""
         try:
-            return httpx.get(f"{self.base_url}/health/ready").status_code == 200
+            return HTTP.get(f"{self.base_url}/health/ready").status_code == 200
         except httpx.HTTPError:
             return False
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels, from /metrics."""
-        text = httpx.get(f"{self.base_url}/metrics").text
+        text = HTTP.get(f"{self.base_url}/metrics").text
         found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
         assert found, f"/metrics has no {name}"
         return sum(map(float, found))
@@ -132,6 +142,18 @@ class Serve:
             assert stream is not None
             stream.close()
 
+    def _rows(self, record: ServeRecord) -> list[dict[str, Any]]:
+        transport = transport_of(record.tls_dir, record.join_token_file)
+        with transport.blocking_channel(record.router_address) as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            try:
+                answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_ASK_TIMEOUT_S)
+                workers = {info.worker_id: info for info in answer.workers}
+            except grpc.RpcError:
+                workers = None
+        gateway_ready, now_s = self.is_ready(), time.time()
+        return [row_of(record, process, workers, gateway_ready, now_s) for process in record.processes]
+
     def _reader(self, stream: IO[str], lines: list[str]) -> threading.Thread:
         def read() -> None:
             # Line by line: others look at the list while it grows.
@@ -143,12 +165,19 @@ class Serve:
         return thread
 
 
+@functools.cache
+def pulled_model() -> Path:
+    """Directory of the demo model, pulled if the cache does not have it."""
+    done = headrace("pull", MODEL, timeout_s=600)
+    assert done.returncode == 0, done.stderr
+    return model_directory(MODEL)
+
+
 @contextmanager
 def serving(*args: str, model: Path | None = None) -> Iterator[Serve]:
     """A model under the name of the demo model, ready on a free port: the demo model itself, pulled first if the cache
     does not have it, or the one in the directory `model`."""
-    pulled = headrace("pull", MODEL, timeout_s=600)
-    assert pulled.returncode == 0, pulled.stderr
+    pulled_model()
     named = [MODEL] if model is None else [str(model), "--name", MODEL]
     serve = Serve(*named, "--port", "0", "--kv-cache-gb", "0.5", *args)
     try:

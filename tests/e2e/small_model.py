@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import shutil
 from pathlib import Path
 
-from headrace.cli.models.model_cache import cache_directory, model_directory
-from tests.e2e.serving import MODEL, headrace
+from headrace.cli.models.model_cache import cache_directory
+from tests.e2e.serving import MODEL, pulled_model
 from tests.infra.few_layers import write_few_layers
 
 LAYERS = 3
 
 
+@functools.cache
 def small_model() -> Path:
     """Its directory, made if it is not there."""
-    pulled = headrace("pull", MODEL, timeout_s=600)
-    assert pulled.returncode == 0, pulled.stderr
+    whole = pulled_model()
     directory = cache_directory() / "test-models" / f"{MODEL}-{LAYERS}-layers"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (directory.parent / "lock").open("w") as lock:
@@ -24,6 +25,6 @@ def small_model() -> Path:
         if not directory.exists():
             part = directory.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
-            write_few_layers(model_directory(MODEL), part, LAYERS)
+            write_few_layers(whole, part, LAYERS)
             part.rename(directory)
     return directory

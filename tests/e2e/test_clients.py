@@ -17,7 +17,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.e2e.serving import MODEL, Serve, headrace
+from tests.e2e.serving import Serve, pulled_model
 
 pytestmark = pytest.mark.e2e
 
@@ -48,11 +48,9 @@ TEMPLATE = """\
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """The demo model under another name and with another template."""
-    pulled = headrace("pull", MODEL, timeout_s=600)
-    assert pulled.returncode == 0, pulled.stderr
     directory = tmp_path_factory.mktemp("model") / NAME
     directory.mkdir()
-    for path in Path(pulled.stderr.rpartition("(")[2].rstrip(")\n")).iterdir():
+    for path in pulled_model().iterdir():
         if path.name not in ("headrace.json", "chat_template.jinja"):
             (directory / path.name).symlink_to(path)
     (directory / "chat_template.jinja").write_text(TEMPLATE)

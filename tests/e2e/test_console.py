@@ -13,7 +13,7 @@ import pytest
 from headrace.common.stores.api_keys import ApiKey, new_id, new_secret, sha256_of, write_keys
 from tests.browser import Browser, browser, chromium
 from tests.e2e.fleet import Process, free_port
-from tests.e2e.serving import Serve, serving, until
+from tests.e2e.serving import HTTP, Serve, serving, until
 
 pytestmark = pytest.mark.e2e
 
@@ -290,7 +290,7 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(served: Serve, 
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/ready").status_code == 200
+        return HTTP.get(f"{url}/health/ready").status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -17,8 +17,6 @@ import openvino as ov
 import pytest
 from openvino._offline_transformations import paged_attention_transformation
 
-import headrace.worker
-from headrace.cli.models.model_cache import model_directory
 from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
@@ -36,7 +34,7 @@ from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits, float_of
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.weights.file_memory import FileMemory
-from tests.e2e.serving import MODEL, headrace
+from tests.e2e.serving import pulled_model
 from tests.e2e.small_model import small_model
 from tests.worker.conftest import CHEAP_STEPS
 
@@ -102,12 +100,12 @@ class RealEngine:
 def real_engine(
     execution_mode: str, kv_precision: str = "u8", *, decode_graph: bool = False, directory: Path | None = None
 ) -> RealEngine:
-    if directory is None:
-        pulled = headrace("pull", MODEL, timeout_s=600)
-        assert pulled.returncode == 0, pulled.stderr
-        directory = model_directory(MODEL)
     runner = OpenVINOModelRunner(
-        directory, threads=2, kv_precision=kv_precision, execution_mode=execution_mode, decode_graph=decode_graph
+        directory or pulled_model(),
+        threads=2,
+        kv_precision=kv_precision,
+        execution_mode=execution_mode,
+        decode_graph=decode_graph,
     )
     runner.allocate(NUM_BLOCKS)
     return RealEngine(runner)
@@ -196,7 +194,7 @@ def test_a_graph_made_anew_gives_the_bits_of_the_model_as_it_is(
 
 
 def test_the_graph_has_one_product_for_query_key_and_value_and_one_layer_of_sampled_rows(default: RealEngine) -> None:
-    model = ov.Core().read_model(model_directory(MODEL) / "openvino_model.xml")
+    model = ov.Core().read_model(pulled_model() / "openvino_model.xml")
     paged_attention_transformation(model)
     num_layers = sum(node.get_type_name() == "PagedAttentionExtension" for node in model.get_ops())
     assert fuse_projections(model, FileMemory([])) == num_layers == 30

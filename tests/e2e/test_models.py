@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.serving import BOUND_S, READY_BOUND_S, Serve, headrace, until
+from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace, until
 from tests.e2e.small_model import small_model
 
 pytestmark = pytest.mark.e2e
@@ -40,7 +40,7 @@ def ask(serve: Serve, model: str, text: str = "Once", **fields: Any) -> httpx.Re
 
 def states(serve: Serve) -> dict[str, str]:
     """Model -> its state."""
-    answer = httpx.get(f"{serve.base_url}/v1/models", timeout=BOUND_S).json()
+    answer = HTTP.get(f"{serve.base_url}/v1/models", timeout=BOUND_S).json()
     return {model["id"]: model["state"] for model in answer["data"]}
 
 

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.fleet import Fleet, Process, fleet, free_port
-from tests.e2e.serving import MODEL, until
+from tests.e2e.serving import HTTP, MODEL, until
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver
 from tests.prometheus import is_installed, prometheus
 
@@ -41,7 +41,7 @@ class Observed:
 
     def scrape(self, role: str) -> str:
         """The exposition of a process."""
-        answer = httpx.get(self.metrics_urls[role])
+        answer = HTTP.get(self.metrics_urls[role])
         assert answer.status_code == 200
         return answer.text
 

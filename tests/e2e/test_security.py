@@ -20,7 +20,7 @@ from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.status import Reason, error_of
 from tests.certificates import make_certificates
 from tests.e2e.fleet import Fleet, Process, fleet, free_port
-from tests.e2e.serving import MODEL, headrace, until
+from tests.e2e.serving import HTTP, MODEL, headrace, until
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e
@@ -63,7 +63,7 @@ class Secured:
         self.secrets.append(secret)
         headers = {"authorization": f"Bearer {secret}"}
         for url in self.urls:
-            until(lambda u=url: httpx.get(f"{u}/v1/models", headers=headers).status_code == 200, "the key is known")  # type: ignore[misc]
+            until(lambda u=url: HTTP.get(f"{u}/v1/models", headers=headers).status_code == 200, "the key is known")  # type: ignore[misc]
         return headers
 
 
@@ -111,7 +111,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/ready").status_code == 200
+        return HTTP.get(f"{url}/health/ready").status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, Serve, alive, headrace, serving, until
+from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, Serve, alive, headrace, pulled_model, serving, until
 
 pytestmark = pytest.mark.e2e
 
@@ -313,9 +313,8 @@ def test_a_busy_port_is_refused_with_a_remedy(system: Serve) -> None:
 @pytest.fixture
 def model_copy(system: Serve, tmp_path: Path) -> Path:
     """A model directory that a test may damage."""
-    cache = Path(headrace("pull", MODEL).stderr.rpartition("(")[2].rstrip(")\n"))
     copy = tmp_path / "copy"
-    shutil.copytree(cache, copy, ignore=shutil.ignore_patterns("headrace.json"))
+    shutil.copytree(pulled_model(), copy, ignore=shutil.ignore_patterns("headrace.json"))
     return copy
 
 

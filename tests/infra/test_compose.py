@@ -22,8 +22,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.models.model_cache import model_directory
-from tests.e2e.serving import MODEL, headrace, until
+from tests.e2e.serving import headrace, pulled_model, until
 from tests.test_readme import Block, blocks_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -131,8 +130,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def fill_volume() -> None:
     """Have the model in the volume, so that nothing is fetched."""
-    pulled = headrace("pull", MODEL, timeout_s=600)
-    assert pulled.returncode == 0, pulled.stderr
+    model_dir = pulled_model()
     docker("compose", "down", "--volumes")
     docker(
         *("volume", "create", f"{PROJECT}_models"),
@@ -141,7 +139,7 @@ def fill_volume() -> None:
     mount = Path(json.loads(docker("volume", "inspect", f"{PROJECT}_models"))[0]["Mountpoint"])
     target = mount / "models" / "served"
     target.parent.mkdir(parents=True)
-    subprocess.run(["cp", "-r", str(model_directory(MODEL).resolve()), str(target)], check=True)
+    subprocess.run(["cp", "-r", str(model_dir.resolve()), str(target)], check=True)
     subprocess.run(["chown", "-R", "10001:10001", str(mount)], check=True)
 
 

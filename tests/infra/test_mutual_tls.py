@@ -17,8 +17,8 @@ import pytest
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.certificates import make_certificates
-from tests.e2e.fleet import Process, pulled_model
-from tests.e2e.serving import MODEL, READY_BOUND_S, until
+from tests.e2e.fleet import Process
+from tests.e2e.serving import HTTP, MODEL, READY_BOUND_S, pulled_model, until
 from tests.e2e.streams import load
 from tests.infra.hosts import Host, network_of
 from tests.redis_server import RedisServer
@@ -80,7 +80,7 @@ class Hosts:
 
     def gateway_is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.base_url}/health/ready").status_code == 200
+            return HTTP.get(f"{self.base_url}/health/ready").status_code == 200
         except httpx.HTTPError:
             return False
 

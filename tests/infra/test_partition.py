@@ -14,7 +14,7 @@ import pytest
 
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.e2e.fleet import Process
-from tests.e2e.serving import MODEL, READY_BOUND_S, until
+from tests.e2e.serving import HTTP, MODEL, READY_BOUND_S, until
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import chat_body, load, run_streams
 from tests.infra.hosts import Host, network_of
@@ -75,7 +75,7 @@ class ThreeHosts:
 
     def gateway_is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.base_url}/health/ready").status_code == 200
+            return HTTP.get(f"{self.base_url}/health/ready").status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fleet import pulled_model
+from tests.e2e.serving import pulled_model
 from tests.infra.emulated import EMULATOR, boot, write_initramfs
 
 KERNEL = os.environ.get("HEADRACE_NUMA_KERNEL", "")
