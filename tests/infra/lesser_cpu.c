@@ -87,7 +87,9 @@ __attribute__((constructor)) static void pretend(void) {
         if (strcmp(name, NAMES[cpu]) == 0) pretended = cpu;
     struct sigaction action = {0};
     action.sa_sigaction = on_illegal;
-    action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+    /* Not on the alternate stack: OpenVINO maps one for each plugin that is loaded, and when they go in another order than
+     * they came, the one that is left is unmapped. */
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
     if (pretended == WHOLE || real_sigaction()(SIGILL, &action, NULL) != 0) {
         fprintf(stderr, "cannot pretend the CPU %s\n", name);
         _exit(77);
