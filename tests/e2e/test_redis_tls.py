@@ -60,6 +60,7 @@ class TlsServer:
             ssl_ca_certs=str(self.certificates / "ca.pem"),
             ssl_check_hostname=False,
             socket_timeout=5,
+            retry=None,
             password=(self.certificates / "redis-password").read_text().strip() if password else None,
             **{name: str(self.certificates / file) for name, file in own.items()},  # type: ignore[arg-type]
         )
@@ -133,7 +134,7 @@ def test_only_the_fleet_gets_in(name: str, tmp_path: Path) -> None:
         with pytest.raises(redis.AuthenticationError):
             server.client(password=False).set("a", "1")
         with pytest.raises(redis.RedisError):
-            redis.Redis(port=server.port, socket_timeout=2).ping()
+            redis.Redis(port=server.port, socket_timeout=2, retry=None).ping()
         server.certificates = make_certificates(tmp_path / "others")
         with pytest.raises(redis.ConnectionError):
             server.client().ping()
