@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from tests.e2e.serving import Serve, serving
+from tests.e2e.small_model import small_model
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +19,8 @@ def system() -> Iterator[Serve]:
 
 @pytest.fixture
 def own_system() -> Iterator[Serve]:
-    """A system that the test may break."""
-    with serving() as serve:
+    """A system with a few layers of the demo model, which the test may break."""
+    with serving(model=small_model()) as serve:
         yield serve
 
 
