@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import sys
 import tomllib
@@ -167,17 +168,18 @@ def modules(package: str) -> Iterator[Path]:
             yield path
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def imported(path: Path) -> tuple[str, ...]:
     """Dotted names that a module imports, at any depth of its code."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write it out"
             assert node.module is not None
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(found)
 
 
 def test_a_wheel_has_every_package() -> None:

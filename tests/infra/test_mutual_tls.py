@@ -18,7 +18,8 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.certificates import make_certificates
 from tests.e2e.fleet import Process
-from tests.e2e.serving import HTTP, MODEL, READY_BOUND_S, pulled_model, until
+from tests.e2e.serving import HTTP, MODEL, READY_BOUND_S, until
+from tests.e2e.small_model import small_model
 from tests.e2e.streams import load
 from tests.infra.hosts import Host, network_of
 from tests.redis_server import RedisServer
@@ -57,7 +58,7 @@ class Hosts:
     def add_worker(self, index: int) -> Process:
         """A worker on its host, not started."""
         host = self.workers[index]
-        argv = ["-m", "headrace.worker", "--model", str(pulled_model()), "--name", MODEL, "--threads", "1"]
+        argv = ["-m", "headrace.worker", "--model", str(small_model()), "--name", MODEL, "--threads", "1"]
         argv += ["--worker-id", f"worker-{index}", "--listen", f"{host.address}:{PORT}", "--kv-cache-gb", "0.5"]
         argv += ["--redis", self.redis_url, "--max-num-seqs", "4", *self.flags_of(f"worker-{index}")]
         self.processes.append(Process(f"worker-{index}", argv, before=host.enter))
