@@ -128,8 +128,8 @@ class KVCacheManager:
         """Whether the request should wait for another request to compute its next block. True if copying that block
         later saves more tokens than copying a beginning now."""
         gained = self._find_beginning(request)[1]
-        computed_now = request.num_uncomputed_tokens - (gained if gained >= MIN_COPIED_TOKENS else 0)
-        return computed_now - MIN_TOKENS_LEFT >= MIN_COPIED_TOKENS
+        left = self.num_reusable(request) - request.num_computed_tokens
+        return left - (gained if gained >= MIN_COPIED_TOKENS else 0) >= MIN_COPIED_TOKENS
 
     def _find_beginning(self, request: Request) -> tuple[int, int]:
         """The cached block that shares the longest beginning with the request's next one, and the number of tokens they

@@ -190,6 +190,17 @@ def test_prompts_are_shared_until_blocks_are_lost_and_never_after() -> None:
     assert load.runner.num_tokens - before < 61 + 100 + 20
 
 
+@pytest.mark.parametrize("num_prompt", [3, 10, 20, 61])
+def test_choices_of_one_prompt_wait_for_it_once_and_not_for_one_another(num_prompt: int) -> None:
+    load = Load(100, budget=64)
+    choices = [load.add(range(num_prompt), 3) for _ in range(6)]
+    for _ in range(2):
+        load.step()
+    assert all(choice.num_generated_tokens for choice in choices)
+    load.run()
+    assert all(answer(choice) == alone(range(num_prompt), 3) for choice in choices)
+
+
 @pytest.mark.parametrize("num_resumed", [1, 2, 13, 37, 150])
 @pytest.mark.parametrize("num_prompt", [3, 27, 61])
 def test_a_resumed_answer_goes_on_as_if_nothing_had_happened(num_prompt: int, num_resumed: int) -> None:
