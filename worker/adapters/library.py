@@ -151,7 +151,7 @@ class AdapterLibrary:
 
     async def load(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
         """Register an adapter, and put it into memory unless all slots are in use. With `in_place` it replaces one of
-        the same name. StatusError (INVALID_FIELD)."""
+        the same name, unless it cannot be put there. StatusError (INVALID_FIELD)."""
         standing = self._adapters.get(name)
         if standing is not None and not in_place:
             if standing.path == path:
@@ -169,6 +169,7 @@ class AdapterLibrary:
         if standing is not None:
             self._retire(standing)
         adapter = self._adapters[name] = self._new(name, path, found)
+        self.on_change(name)  # the caller may leave while it is written
         slot = self._take_slot(adapter)
         if slot is not None:
             adapter.loading = asyncio.create_task(self._put(adapter, slot))
@@ -177,6 +178,8 @@ class AdapterLibrary:
             except StatusError:
                 if self._adapters.get(name) is adapter:
                     self._retire(adapter)
+                    if standing is not None:
+                        self._adapters[name], standing.is_unloaded = standing, False
                 self.on_change(name)
                 raise
         self.on_change(name)

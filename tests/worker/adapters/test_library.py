@@ -197,16 +197,59 @@ async def test_many_adapters_churn_through_a_few_slots(tmp_path: Path) -> None:
     assert sum(adapter.slot != NO_SLOT for adapter in library.adapters()) == 8
 
 
+class Vanishing(AdapterReader):
+    """Reads files that nobody can read again."""
+
+    def write(self, slot: int, path: Path, sha256: str) -> None:
+        raise AdapterError("the file is gone")
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+async def test_an_adapter_that_cannot_be_replaced_stays(tmp_path: Path, is_in_use: bool) -> None:
+    library, runner = library_of(2)
+    old, new = write_adapter(tmp_path / "a"), write_adapter(tmp_path / "b", seed=1)
+    standing = await library.load("a", old)
+    if is_in_use:
+        await library.acquire(standing, 1.0)
+    reader = library._reader
+    assert runner.adapters is not None
+    library._reader = Vanishing(LAYERS, runner.adapters)
+    with pytest.raises(StatusError, match="the file is gone"):
+        await library.load("a", new, in_place=True)
+    library._reader = reader
+    if is_in_use:
+        library.release(standing)
+    assert library.find("a") is standing
+    await library.acquire(standing, 1.0)
+    assert runner.has(standing, old)
+    library.release(standing)
+    library.unload("a")
+    assert standing.slot == NO_SLOT
+    library.check()
+
+
+async def test_routers_hear_of_an_adapter_whose_caller_left_while_it_was_written(tmp_path: Path) -> None:
+    library, _ = library_of(1)
+    told: list[tuple[str, bool]] = []
+    library.on_change = lambda name: told.append((name, library.known("a") is not None))
+    loading = asyncio.create_task(library.load("a", write_adapter(tmp_path / "a")))
+    while library.known("a") is None:
+        await asyncio.sleep(0)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert ("a", True) in told
+    adapter = library.find("a")
+    assert await library.acquire(adapter, 5.0) == adapter.slot
+    library.release(adapter)
+    library.check()
+
+
 async def test_an_adapter_that_cannot_be_written_is_not_known(tmp_path: Path) -> None:
     library, runner = library_of(1)
     path = write_adapter(tmp_path / "a")
     found = library._reader.read(path)
     reader = library._reader
-
-    class Vanishing(AdapterReader):
-        def write(self, slot: int, path: Path, sha256: str) -> None:
-            raise AdapterError("the file is gone")
-
     assert runner.adapters is not None
     library._reader = Vanishing(LAYERS, runner.adapters)
     with pytest.raises(StatusError, match="the adapter cannot be loaded: the file is gone"):
