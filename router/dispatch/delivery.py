@@ -75,6 +75,8 @@ class Delivery:
         self.prompt = prompts[0] if has_one else Prompt(*(p.tokens for p in prompts), self._own.token_ids)
         self.token_ids = array("I", self.request.resume_token_ids)
         self.max_tokens: int | None = None
+        self.model_identity = self.request.model_identity
+        """The model that generated the tokens, as its worker says; empty if unknown."""
         self.is_finished = False
         self._num_retries = 0
         self._num_cached_tokens = 0
@@ -104,6 +106,7 @@ class Delivery:
         self.token_ids.extend(token_ids)
         if message.HasField("num_cached_tokens"):
             self._num_cached_tokens = message.num_cached_tokens
+            self.model_identity = message.model_identity or self.model_identity
         self.is_finished = message.HasField("finish")
 
     def next_attempt(self, max_wait_ms: int, belief: inference_pb2.Belief, source: str = "") -> WireRequest:
@@ -132,6 +135,8 @@ class Delivery:
         again.CopyFrom(self._own)
         del again.resume_token_ids[:]
         again.resume_token_ids.extend(self.token_ids)
+        if self.token_ids:
+            again.model_identity = self.model_identity
         again.attempt = self.request.attempt + self._num_retries
         self._num_retries += 1
         return WireRequest(again.SerializeToString(), self._wire.shared)

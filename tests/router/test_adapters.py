@@ -7,6 +7,7 @@ import pytest
 
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, error_of
 from headrace.router.fleet.adapters import ServedList
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
@@ -110,6 +111,29 @@ async def test_an_answer_is_continued_with_the_adapter_that_began_it(
     resumed = inference_pb2.GenerateRequest.FromString(same.requests[0])
     assert resumed.adapter == "sql"
     assert len(resumed.resume_token_ids) == 5
+    assert resumed.model_identity == model_identity(same.card, "a" * 64)
+    await router.until_idle()
+
+
+async def test_an_adapter_that_was_replaced_unseen_is_the_one_that_continues(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """The first worker's adapter is replaced, and the router has not heard of it when the request arrives."""
+    first, old, new = [await start_worker(name) for name in ("first", "old", "new")]
+    first.has_adapter("sql")
+    first.budget = 5
+    router = await start_router(first, old, new)
+    await until_known(router, "sql", first)
+    first.adapters["sql"].sha256 = "b" * 64
+    call = router.call(PROMPT, adapter="sql")
+    await until(lambda: first.is_stuck)
+    old.has_adapter("sql")
+    new.has_adapter("sql", "b" * 64)
+    await until_known(router, "sql", first, old, new)
+    await first.kill()
+    messages = [message async for message in call]
+    assert [token for message in messages for token in message.token_ids] == answer(PROMPT, 20)
+    assert (len(old.requests), len(new.requests)) == (0, 1)
     await router.until_idle()
 
 
