@@ -19,6 +19,7 @@ import numpy as np
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import Bits, CompiledGrammar, Constraint, ConstraintSource, reason_of
+from headrace.worker.grammar.deep_stack import with_stack
 from headrace.worker.grammar.json_schema import UnsupportedSchema, prepared, prepared_within
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ MAX_PENDING = 64
 COMPILE_TIMEOUT_S = 10.0
 # A state of a lexer takes about 2 kB.
 MAX_LEXER_STATES = 25_000
+# llguidance follows rules and references recursively, and a stack that overflows ends the process. It was seen to take
+# up to 1.3 kB for each byte of a constraint. What needs less than ordinary threads have runs in one of those.
+_STACK_BYTES_PER_BYTE, _SMALL_BYTES = 2048, 2048
 
 
 class VocabularyError(Exception):
@@ -134,7 +138,12 @@ class Grammars:
             if grammar is not None and not grammar.is_spoiled:
                 self._cache.move_to_end(source)
                 return grammar
-        grammar = CompiledGrammar(_compiled(self._loaded_tokenizer(), source))
+        tokenizer, num_bytes = self._loaded_tokenizer(), sum(len(text.encode()) for text in source.texts)
+        if num_bytes <= _SMALL_BYTES:
+            grammar = CompiledGrammar(_compiled(tokenizer, source))
+        else:
+            stack_bytes = _STACK_BYTES_PER_BYTE * num_bytes
+            grammar = CompiledGrammar(with_stack(stack_bytes, lambda: _compiled(tokenizer, source)))
         with self._lock:
             self._cache[source] = grammar
             self._cache.move_to_end(source)

@@ -219,6 +219,28 @@ async def test_what_is_not_of_its_language_is_refused(compiler: Grammars, source
     assert len(caught.value.message) < 500
 
 
+def _chain(first: str, rule: str, last: str, length: int) -> str:
+    rules = "".join(rule.format(number, number + 1) for number in range(length))
+    return first + rules + last.format(length)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ConstraintSource("grammar", (_chain("start: r0\n", "r{}: r{}\n", 'r{}: "a"\n', 10_000),)),
+        ConstraintSource("grammar", (_chain("start: r0\n", f"r{{}}:{'(' * 25}r{{}}{')' * 25}\n", 'r{}: "a"\n', 1000),)),
+        ConstraintSource("grammar", (_chain("start: T0\n", "T{}: T{}\n", 'T{}: "a"\n', 10_000),)),
+        schema_source(
+            {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(5000)} | {"5000": True}}
+        ),
+    ],
+    ids=["rules", "groups", "terminals", "references"],
+)
+async def test_a_constraint_of_many_steps_does_not_end_the_process(source: ConstraintSource) -> None:
+    """Each of these overflows the stack of an ordinary thread. A router would then try it at the next worker."""
+    assert allowed_ids(await constraint_of(grammars(), source))
+
+
 async def test_a_model_that_cannot_end_or_tells_no_bytes_takes_no_constraints() -> None:
     def unreadable() -> Vocabulary:
         raise VocabularyError("no bytes")
