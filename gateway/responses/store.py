@@ -73,13 +73,26 @@ class StoredResponse(msgspec.Struct):
     """The events of its stream, by their numbers, if it was created as one in the background."""
 
 
+class _Kept(msgspec.Struct):
+    """A `StoredResponse` whose values are JSON text if msgpack cannot hold them."""
+
+    owner: str
+    response: dict[str, Any] | bytes
+    items: list[dict[str, Any]] | bytes
+    events: list[bytes] | None = None
+
+
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(StoredResponse)
+_DECODER = msgspec.msgpack.Decoder(_Kept)
 
 
 async def packed(stored: StoredResponse) -> bytes:
     """The bytes that are kept. Raises `StoreError` if they are too many."""
-    plain = _ENCODER.encode(stored)
+    try:
+        plain = _ENCODER.encode(stored)
+    except OverflowError:  # an integer of more than 64 bits, as schemas and arguments may have
+        response, items = msgspec.json.encode(stored.response), msgspec.json.encode(stored.items)
+        plain = _ENCODER.encode(_Kept(stored.owner, response, items, stored.events))
     value = _compressed(plain) if len(plain) <= MAX_INLINE_BYTES else await asyncio.to_thread(_compressed, plain)
     if len(value) > MAX_RESPONSE_BYTES:
         raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
@@ -89,7 +102,14 @@ async def packed(stored: StoredResponse) -> bytes:
 async def unpacked(value: bytes) -> StoredResponse:
     """Decode a response."""
     is_short = len(value) <= MAX_INLINE_BYTES // 8
-    return _DECODER.decode(zlib.decompress(value) if is_short else await asyncio.to_thread(zlib.decompress, value))
+    kept = _DECODER.decode(zlib.decompress(value) if is_short else await asyncio.to_thread(zlib.decompress, value))
+    response, items = kept.response, kept.items
+    return StoredResponse(
+        kept.owner,
+        msgspec.json.decode(response) if isinstance(response, bytes) else response,
+        msgspec.json.decode(items) if isinstance(items, bytes) else items,
+        kept.events,
+    )
 
 
 def _compressed(plain: bytes) -> bytes:

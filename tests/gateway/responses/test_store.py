@@ -100,6 +100,11 @@ async def test_a_response_is_packed_and_unpacked(num_items: int) -> None:
     assert (value.owner, value.response, value.items, value.events) == ("o", stored.response, stored.items, [b"event"])
 
 
+async def test_integers_of_any_size_are_kept() -> None:
+    stored = StoredResponse("o", {"maximum": 10**30}, [{"const": -(10**30)}], [b"event"])
+    assert await unpacked(await packed(stored)) == stored
+
+
 async def test_a_response_that_is_too_large_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = StoredResponse("", {}, [{"text": "x"}])
     monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", len(await packed(stored)) - 1)
