@@ -28,6 +28,7 @@ _CODES = {
     "FP64": "d",
 }
 MAX_ELEMENTS = 65536
+MAX_DIMENSIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Tensor:
 def checked(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
     """A tensor of a request. Raises `StatusError` unless it has the elements that its shape says, of its type."""
     check_type(name, datatype)
-    if any(size < 0 for size in shape) or math.prod(shape) != len(values):
+    has_right_shape = len(shape) <= MAX_DIMENSIONS and all(0 <= size < 1 << 63 for size in shape)
+    if not has_right_shape or math.prod(shape) != len(values):
         raise invalid(name, f"{name} has {len(values)} elements, and its shape is {list(shape)[:8]}")
     kinds = {"BYTES": str, "BOOL": bool, "FP32": (int, float), "FP64": (int, float)}.get(datatype, int)
     for value in values:

@@ -23,6 +23,7 @@ from headrace.gateway.kserve.tensors import Tensor, checked, decoded, encoded
 
 LENGTH_HEADER = "inference-header-content-length"
 MAX_NESTING = 8
+_MOST_DIGITS = 18
 _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
 
@@ -74,7 +75,7 @@ def infer_of(body: bytes, header: str) -> Infer:
     """The request in a body; `header` is its `LENGTH_HEADER`. Raises `StatusError`."""
     size = len(body)
     if header:
-        if not header.isdecimal() or int(header) > len(body):
+        if not header.isdecimal() or len(header) > _MOST_DIGITS or int(header) > len(body):
             problem = f"{LENGTH_HEADER} must be the length of the JSON, at most that of the body"
             raise invalid(LENGTH_HEADER, problem)
         size = int(header)

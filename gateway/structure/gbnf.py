@@ -256,8 +256,9 @@ class _Reader:
         found = _COUNT.match(self._text, self._pos)
         if found is None or not (found[1] or found[3]):
             self._fail("a repetition must be like {2}, {2,} or {2,5}")
-        least = int(found[1] or 0)
-        most = (int(found[3]) if found[3] else None) if found[2] else least
+        # More digits than these count too far, whatever they are.
+        least, greatest = (int((found[group] or "0").lstrip("0")[:9] or 0) for group in (1, 3))
+        most = (greatest if found[3] else None) if found[2] else least
         if max(least, most or 0) > MAX_REPEATS:
             self._fail(f"a repetition counts to at most {MAX_REPEATS}")
         if most is not None and most < least:
