@@ -64,7 +64,8 @@ def stepping_clock(directory: Path) -> dict[str, str]:
     if shutil.which("cc") is None:
         return {}
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(directory / "offset")}
+    preloaded = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+    return {"LD_PRELOAD": preloaded, "CLOCK_OFFSET_FILE": str(directory / "offset")}
 
 
 @pytest.mark.timeout(600 + 1.5 * CHAOS_S)

@@ -157,10 +157,13 @@ async def test_streams_with_drafts_of_a_smaller_model_or_of_heads_survive(propos
     with serving(*flags, model=None if proposer == "draft" else small_model()) as system:
         until(lambda: {row["state"] for row in system.status()} == {"ready"}, "all processes ready")
         undisturbed = await run_streams(system.base_url, asked)
+
+        def drafting() -> list[dict[str, Any]]:
+            return [row for row in system.status() if proposer in (row.get("draft_tokens_by_proposer") or ())]
+
         for _ in range(ROUNDS):
-            drafting = [row for row in system.status() if proposer in (row.get("draft_tokens_by_proposer") or ())]
-            assert drafting, "no worker has drafted"
-            victim = drafting[0]
+            until(lambda: bool(drafting()), "a worker has drafted")
+            victim = drafting()[0]
 
             async def kill(pid: int = victim["pid"]) -> None:
                 os.kill(pid, signal.SIGKILL)
