@@ -169,6 +169,13 @@ def check_prefill_workers(count: int, num_workers: int, peer_rate: float, polici
         raise UsageError(f"--prefill-workers is not for {', '.join(others)}; name policies with --policy")
 
 
+def tiers_of(options: Mapping[str, Any]) -> TierSettings:
+    """The tiers that the flags describe."""
+    if options["shared_disk"] and not options["disk_tokens"]:
+        raise UsageError("--shared-disk needs a disk; say with --disk-tokens how much it holds")
+    return TierSettings(options["disk_tokens"], options["disk_rate"], options["peer_rate"], options["shared_disk"])
+
+
 def print_table(answer: Answer) -> None:
     """Print the result as a table."""
     kept = f"goodput: TTFT <= {answer.objective.ttft_ms:g} ms and TPOT <= {answer.objective.tpot_ms:g} ms"
@@ -245,6 +252,7 @@ def print_table(answer: Answer) -> None:
 @click.option(
     "--disk-tokens", type=click.IntRange(0), default=0, help="Tokens that fit on each worker's disk; 0: no disk."
 )
+@click.option("--shared-disk", is_flag=True, help="All workers have the same disk, as on one host.")
 @click.option("--disk-rate", type=click.FloatRange(1), default=40_000.0, help="Tokens read from a disk per second.")
 @click.option(
     "--peer-rate",
@@ -262,6 +270,12 @@ def print_table(answer: Answer) -> None:
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
 @click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="Limit for steps with running requests.")
 @click.option("--report-delay-ms", type=click.FloatRange(0), default=20.0, help="Delay of reports to routers.")
+@click.option(
+    "--hop-ms",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Time of a message between client and router, and between router and worker.",
+)
 @click.option(
     "--step-cost",
     "cost_file",
@@ -295,13 +309,14 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
         max_num_mixed_tokens=options["max_num_mixed_tokens"],
         acceptance=options["acceptance"],
         draft_cost=read_draft_cost(options["draft_cost_file"], options["acceptance"]),
-        tiers=TierSettings(options["disk_tokens"], options["disk_rate"], options["peer_rate"]),
+        tiers=tiers_of(options),
     )
     check_prefill_workers(options["prefill_workers"], options["workers"], options["peer_rate"], policies or POLICIES)
     fleet = FleetSettings(
         worker,
         options["workers"],
         report_delay_s=options["report_delay_ms"] / 1000,
+        hop_s=options["hop_ms"] / 1000,
         seed=options["seed"],
         num_prefill=options["prefill_workers"],
     )

@@ -5,8 +5,9 @@
                    |   +-- 2 ms ---+ given back, because the worker has more work than the router believed
                    +----- report_delay --------+   at most one message every 20 ms from each worker
 
-Routers share no state. Messages take no time, except for reports, which take `report_delay_s`, and for requests that
-workers give back. All random numbers come from one seed.
+Routers share no state. A request and each token take `hop_s` between client and router, and between router and worker.
+Reports take `report_delay_s`, and other messages no time, except for requests that workers give back. All random
+numbers come from one seed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from headrace.protos.inference_pb2 import Belief
 from headrace.router.placement.beliefs import MAX_GIVEN_BACK
 from headrace.sim.clock import VirtualClock
 from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
-from headrace.sim.tiers import Timer
+from headrace.sim.tiers import DiskSlots, Timer
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
 from headrace.worker.request.request import Request
@@ -39,6 +42,8 @@ class FleetSettings:
     num_workers: int = 16
     num_routers: int = 1
     report_delay_s: float = 0.02
+    hop_s: float = 0.0
+    """Time of a message from the client to a router, from there to a worker, and back."""
     seed: int = 1
     num_prefill: int = 0
     """The first workers are set aside for long prompts, whose answers continue at the others; 0: all do both."""
@@ -47,7 +52,7 @@ class FleetSettings:
 
 @dataclass(slots=True)
 class JobRecord:
-    """The result of a request. Times are in seconds, and negative until they are known."""
+    """The result of a request. Times are the client's, in seconds, and negative until they are known."""
 
     job: Job
     worker: int
@@ -123,6 +128,8 @@ class Simulation:
         self._is_exact = exact
         self._delay_s = 0.0 if exact else settings.report_delay_s
         self.clock = VirtualClock()
+        tiers, block_size = settings.worker.tiers, settings.worker.block_size
+        self._shared_disk = DiskSlots(tiers.disk_tokens // block_size) if tiers.is_disk_shared else None
         self.workers = [self._worker(number) for number in range(count)]
         num_routers = 1 if exact else settings.num_routers
         self.routers = [
@@ -175,6 +182,7 @@ class Simulation:
             reports_every_step=self._is_exact,
             timer=timer,
             pool_of=lambda address: self.workers[int(address)].scheduler.kv_cache.pool,
+            shared_disk=self._shared_disk,
         )
 
     def check(self) -> None:
@@ -191,20 +199,31 @@ class Simulation:
         record = JobRecord(job, -1, now_s)
         self._records.append(record)
         self._busy_s = [worker.busy_s for worker in self.workers]
-        self._place(record, router)
+        self._after_hop(partial(self._place, record, router))
+
+    def _after_hop(self, action: Callable[[], None]) -> None:
+        """Do this when a message has arrived at the next process."""
+        if self._settings.hop_s:
+            self.clock.at(self.clock.now_s + self._settings.hop_s, action)
+        else:
+            action()
 
     def _place(self, record: JobRecord, router: SimulatedRouter) -> None:
-        """Place a request, and place it again if the worker gives it back."""
+        """Place a request at a worker."""
         job, now_s = record.job, self.clock.now_s
         source = record.prefill_worker if record.prefill_worker >= 0 else None
         placed = router.place(job, now_s, source)
         belief = router.belief(placed, may_be_given_back=record.num_given_back < MAX_GIVEN_BACK)
-        worker = self.workers[placed.worker]
+        self._after_hop(partial(self._take, record, router, placed, belief))
+
+    def _take(self, record: JobRecord, router: SimulatedRouter, placed: PlacedJob, belief: Belief) -> None:
+        """Give a request to its worker. If the worker gives it back, the router places it again."""
+        job, now_s, worker = record.job, self.clock.now_s, self.workers[placed.worker]
         report = worker.contradiction(belief)
         if report is not None:
             record.num_given_back += 1
             router.given_back(placed, report)
-            self.clock.at(now_s + GIVEN_BACK_S, lambda: self._place(record, router))
+            self.clock.at(now_s + GIVEN_BACK_S, partial(self._place, record, router))
             return
         record.worker = placed.worker
         request = job.request(record.arrived_s, record.num_tokens)
@@ -225,32 +244,41 @@ class Simulation:
         now_s = self.clock.now_s
         hands_on = number < self._settings.num_prefill
         outputs, report = self.workers[number].end_step(now_s, hands_on=hands_on)
+        at_client_s = now_s + 2 * self._settings.hop_s
         for output in outputs:
             record, placed, router = self._in_flight[output.request.request_id]
             if record.num_tokens == 0:
-                record.first_token_s = now_s
-                router.first_token(placed)
+                record.first_token_s = at_client_s
+                self._after_hop(partial(router.first_token, placed))
             record.num_tokens += len(output.token_ids)
             if output.is_last:
                 assert output.error is None, "a request has failed"
                 assert record.ended_s < 0, "a request has ended twice"
-                record.ended_s = now_s
+                record.ended_s = at_client_s
                 self._count_cached(record, output.request)
-                router.ended(placed)
-                del self._in_flight[output.request.request_id]
-                self._on_end()
-                if self._settings.concurrency is not None and self._jobs:
-                    self._arrive(self._jobs.popleft())
+                self._after_hop(partial(self._end, output.request.request_id))
             elif hands_on:
                 self._count_cached(record, output.request)
                 record.prefill_worker = number
-                router.moved(placed)
-                del self._in_flight[output.request.request_id]
-                self._place(record, router)
+                self._after_hop(partial(self._move, output.request.request_id))
         if report is not None:
             self._outboxes[number].put(report)
         if not self.workers[number].is_stepping:
             self._step(number)
+
+    def _end(self, request_id: str) -> None:
+        """The router has the last token of a request."""
+        _, placed, router = self._in_flight.pop(request_id)
+        router.ended(placed)
+        self._on_end()
+        if self._settings.concurrency is not None and self._jobs:
+            self._after_hop(partial(self._arrive, self._jobs.popleft()))
+
+    def _move(self, request_id: str) -> None:
+        """The router has the first token of a request that continues elsewhere."""
+        record, placed, router = self._in_flight.pop(request_id)
+        router.moved(placed)
+        self._place(record, router)
 
     @staticmethod
     def _count_cached(record: JobRecord, request: Request) -> None:

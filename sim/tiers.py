@@ -24,12 +24,14 @@ _SETUP_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """The tiers of each worker beyond its memory. `disk_tokens` fit on its disk; 0 for no disk. Speeds are in tokens
-    per second; `peer_rate` is that of fetches from other workers, 0 for none."""
+    """The tiers of each worker beyond its memory. `disk_tokens` fit on its disk; 0 for no disk. With `is_disk_shared`,
+    all workers have the same disk, as on one host. Speeds are in tokens per second and for each worker; `peer_rate` is
+    that of fetches from other workers, 0 for none."""
 
     disk_tokens: int = 0
     disk_rate: float = 40_000.0
     peer_rate: float = 0.0
+    is_disk_shared: bool = False
 
     @property
     def are_any(self) -> bool:
@@ -67,24 +69,54 @@ class _Fetches:
         self.timer.wake()
 
 
-class SimulatedDisk(_Fetches):
-    """Blocks that the memory has evicted. The least recently used one gives way."""
+class DiskSlots:
+    """The blocks on a disk, which several workers may use. The least recently used one gives way. `log` has the hashes
+    that came (True) or left."""
 
-    def __init__(self, num_slots: int, block_s: float, bytes_per_s: float, timer: Timer) -> None:
-        super().__init__(timer)
+    def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        self.log: list[tuple[int, bool]] = []
+
+    def touch(self, block_hash: int) -> None:
+        """The block was in use until now."""
+        if block_hash in self.blocks:
+            self.blocks.move_to_end(block_hash)
+
+    def add(self, block_hash: int) -> None:
+        """Store a block that is not there."""
+        self.blocks[block_hash] = None
+        self.log.append((block_hash, True))
+        if len(self.blocks) > self.num_slots:
+            oldest, _ = self.blocks.popitem(last=False)
+            self.log.append((oldest, False))
+
+
+class SimulatedDisk(_Fetches):
+    """What one worker does with a disk: it writes the blocks that its memory evicts, and reads. It sees what others
+    write when it reads or writes itself."""
+
+    def __init__(self, slots: DiskSlots, block_s: float, bytes_per_s: float, timer: Timer) -> None:
+        super().__init__(timer)
         self.bytes_per_s = bytes_per_s
         self.num_written = self.num_read = 0
         self.has_news = False
+        self._slots = slots
         self._block_s = block_s
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._known: set[int] = set()
+        self._num_seen = 0
         self._changes: dict[int, bool] = {}
         self._free_s = self._written_s = 0.0
 
     @property
+    def num_slots(self) -> int:
+        """Number of blocks that fit."""
+        return self._slots.num_slots
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks on the disk."""
-        return len(self._blocks)
+        return len(self._known)
 
     def take_changes(self) -> dict[int, bool]:
         """See DiskTier."""
@@ -93,7 +125,7 @@ class SimulatedDisk(_Fetches):
 
     def has(self, block_hash: int) -> bool:
         """See DiskTier."""
-        return block_hash in self._blocks
+        return block_hash in self._known
 
     def spill(self, block: int, content: Content) -> None:
         """A block leaves the memory. It is dropped if too many wait to be written."""
@@ -101,19 +133,17 @@ class SimulatedDisk(_Fetches):
         block_hash, now_s = content.block_hash, self.timer.clock()
         if block_hash is None:
             return
-        if block_hash in self._blocks:
-            self._blocks.move_to_end(block_hash)
+        if block_hash in self._known:
+            self._slots.touch(block_hash)
             return
         write_s = self._block_s / _WRITE_SHARE
         if self._written_s - now_s > _MAX_QUEUED * write_s:
             return
         self._written_s = max(self._written_s, now_s) + write_s
-        self._blocks[block_hash] = None
-        self._changes[block_hash] = True
-        self.num_written += 1
-        if len(self._blocks) > self.num_slots:
-            oldest, _ = self._blocks.popitem(last=False)
-            self._changes[oldest] = False
+        if block_hash not in self._slots.blocks:
+            self._slots.add(block_hash)
+            self.num_written += 1
+        self._refresh()
 
     def expected_s(self, num_blocks: int) -> float:
         """See Tier."""
@@ -124,14 +154,25 @@ class SimulatedDisk(_Fetches):
         self._free_s = max(self._free_s, self.timer.clock()) + len(fetch.wanted) * self._block_s
         self.timer.at(self._free_s, lambda: self._read(fetch))
 
+    def _refresh(self) -> None:
+        """Read the changes of all workers."""
+        for block_hash, is_there in self._slots.log[self._num_seen :]:
+            self._changes[block_hash] = is_there
+            if is_there:
+                self._known.add(block_hash)
+            else:
+                self._known.discard(block_hash)
+        self._num_seen = len(self._slots.log)
+
     def _read(self, fetch: Fetch) -> None:
+        self._refresh()
         num_read = 0
         for wanted in fetch.wanted:
-            if wanted.block_hash not in self._blocks:
+            if wanted.block_hash not in self._known:
                 break
             num_read += 1
         for wanted in reversed(fetch.wanted[:num_read]):  # the end of a chain goes first
-            self._blocks.move_to_end(wanted.block_hash)
+            self._slots.touch(wanted.block_hash)
         self.num_read += num_read
         self._end(fetch, num_read)
 

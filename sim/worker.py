@@ -19,7 +19,7 @@ from headrace.protos.inference_pb2 import Belief
 from headrace.router.placement.candidates import LoadReport
 from headrace.sim.drafts import NoGrammars, SimulatedDrafts
 from headrace.sim.step_cost import StepCost
-from headrace.sim.tiers import SimulatedDisk, SimulatedPeers, TierSettings, Timer
+from headrace.sim.tiers import DiskSlots, SimulatedDisk, SimulatedPeers, TierSettings, Timer
 from headrace.sim.trace import Job
 from headrace.worker.engine.build import build_scheduler, build_speculation
 from headrace.worker.engine.engine import EngineStats
@@ -93,8 +93,10 @@ class SimulatedWorker:
         reports_every_step: bool = False,
         timer: Timer | None = None,
         pool_of: Callable[[str], BlockPool] | None = None,
+        shared_disk: DiskSlots | None = None,
     ) -> None:
-        """With tiers, `timer` has their events, and `pool_of` finds the blocks of other workers."""
+        """With tiers, `timer` has their events, and `pool_of` finds the blocks of other workers. `shared_disk` is the
+        disk of all workers, if they share one."""
         self.settings = settings
         self._num_taken = 0
         self._clock = clock
@@ -120,7 +122,7 @@ class SimulatedWorker:
         if settings.tiers.are_any:
             assert timer is not None, "tiers need events"
             assert pool_of is not None, "tiers need the others"
-            self._add_tiers(timer, pool_of)
+            self._add_tiers(timer, pool_of, shared_disk)
         self._meter = StepMeter(self.scheduler)
         self._stats = EngineStats()
         self._warm_up()
@@ -134,11 +136,12 @@ class SimulatedWorker:
         self._next_report_s = 0.0
         self._reports_every_step = reports_every_step
 
-    def _add_tiers(self, timer: Timer, pool_of: Callable[[str], BlockPool]) -> None:
+    def _add_tiers(self, timer: Timer, pool_of: Callable[[str], BlockPool], shared_disk: DiskSlots | None) -> None:
         tiers, size = self.settings.tiers, self.settings.block_size
         pool = self.scheduler.kv_cache.pool
         if tiers.disk_tokens:
-            self._disk = SimulatedDisk(tiers.disk_tokens // size, size / tiers.disk_rate, tiers.disk_rate, timer)
+            slots = shared_disk or DiskSlots(tiers.disk_tokens // size)
+            self._disk = SimulatedDisk(slots, size / tiers.disk_rate, tiers.disk_rate, timer)
             pool.on_eviction = self._disk.spill
         if tiers.peer_rate:
             self._peers = SimulatedPeers(size / tiers.peer_rate, tiers.peer_rate, pool_of, timer)

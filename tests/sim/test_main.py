@@ -52,6 +52,7 @@ def test_one_command_compares_numbers_of_routers() -> None:
         ([*SMALL, "--prefill-workers", "2", "--workers", "2"], "give more --workers"),
         ([*SMALL, "--prefill-workers", "1"], "say how fast with --peer-rate"),
         ([*SMALL, "--prefill-workers", "1", "--peer-rate", "9"], "not for consistent-hashing, least-loaded, longest-"),
+        ([*SMALL, "--shared-disk"], "say with --disk-tokens how much it holds"),
         ([*SMALL, "--workers", "16"], "too few to measure the capacity"),
     ],
 )

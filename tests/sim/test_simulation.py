@@ -129,6 +129,18 @@ def test_a_burst_of_siblings_keeps_together_while_that_is_cheaper() -> None:
     assert len({record.worker for record in outcome.records}) == 1
 
 
+def test_messages_take_time() -> None:
+    lone = [Job(number, 10.0 * number, ((number, 1000),), 4).hashed(WORKER.block_size) for number in range(4)]
+    near, far = (
+        run("headrace", lone, FleetSettings(WORKER, num_workers=2, hop_s=hop_s))[0].records for hop_s in (0.0, 0.01)
+    )
+    for one, other in zip(near, far, strict=True):
+        assert other.first_token_s - one.first_token_s == pytest.approx(0.04), "two to the worker, two back"
+        assert other.ended_s - one.ended_s == pytest.approx(0.04)
+    jobs = jobs_of()
+    assert_conserved(run("headrace", jobs, FleetSettings(WORKER, 3, 2, hop_s=0.01, concurrency=9))[0], jobs)
+
+
 def test_a_closed_loop_keeps_so_many_in_flight_and_no_more() -> None:
     jobs = jobs_of()
     outcome = run("oracle", jobs, FleetSettings(WORKER, num_workers=3, concurrency=9))[0]

@@ -10,7 +10,7 @@ from headrace.sim import step_cost, trace
 from headrace.sim.report import Objective, PolicyReport, report_of
 from headrace.sim.router import POLICIES
 from headrace.sim.simulation import FleetSettings, Outcome, Simulation
-from headrace.sim.tiers import SimulatedDisk, TierSettings, Timer
+from headrace.sim.tiers import DiskSlots, SimulatedDisk, TierSettings, Timer
 from headrace.sim.worker import WorkerSettings
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.fetch import Fetch, Wanted
@@ -67,7 +67,7 @@ def test_tiers_slower_than_computing_change_nothing(memory_only: PolicyReport) -
 def test_a_disk_reads_one_after_the_other_and_the_oldest_blocks_give_way() -> None:
     now_s, events, woken = 0.0, [], []
     timer = Timer(lambda: now_s, lambda at_s, do: events.append((at_s, do)), lambda: woken.append(now_s))
-    disk = SimulatedDisk(3, 0.5, 128.0, timer)
+    disk = SimulatedDisk(DiskSlots(3), 0.5, 128.0, timer)
     for block_hash in (1, 2, 3):
         disk.spill(0, Content(block_hash, 0, b"", is_first=True))
     disk.spill(0, Content(1, 0, b"", is_first=True))  # is recent again
@@ -87,6 +87,23 @@ def test_a_disk_reads_one_after_the_other_and_the_oldest_blocks_give_way() -> No
     assert disk.take_ended() == [first, second]
     assert (first.num_read, second.num_read) == (2, 0), "a block that has gone ends the fetch"
     assert woken == [1.0, 2.0]
+
+
+def test_workers_see_what_others_wrote_to_a_shared_disk() -> None:
+    slots, timer = DiskSlots(2), Timer(lambda: 0.0, lambda at_s, do: do(), lambda: None)
+    first, second = (SimulatedDisk(slots, 0.5, 128.0, timer) for _ in range(2))
+    first.spill(0, Content(1, 0, b"", is_first=True))
+    assert (first.has(1), second.has(1)) == (True, False), "as far as it knows"
+    second.spill(0, Content(1, 0, b"", is_first=True))
+    assert second.has(1)
+    assert (first.num_written, second.num_written) == (1, 0)
+    for block_hash in (2, 3):
+        second.spill(0, Content(block_hash, 0, b"", is_first=True))
+    fetch = Fetch([Wanted(0, 1, 0, b"", is_first=True)])
+    first.fetch(fetch)
+    assert fetch.num_read == 0
+    assert first.take_changes() == {1: False, 2: True, 3: True}
+    assert second.take_changes() == {1: False, 2: True, 3: True}
 
 
 def test_copies_do_not_cost_hits_where_memory_is_full_and_workers_are_busy() -> None:
