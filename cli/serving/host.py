@@ -154,13 +154,13 @@ class ModelHost:
         model = self.find(name)
         if by_operator:
             model.is_stopped = False
-        elif model.is_stopped:
-            raise CannotLoadError("its operator has unloaded it (headrace models load loads it again)")
-        elif model.state is State.FAILED and (left_s := self._retry_after_s(model)) > 0:
+        elif not model.is_stopped and model.state is State.FAILED and (left_s := self._retry_after_s(model)) > 0:
             raise CannotLoadError(model.problem, None if model.plan.is_pinned else left_s)
         num_failures = model.num_failures
         with self._wanting(model):
             while model.state is not State.LOADED:
+                if model.is_stopped:
+                    raise CannotLoadError("its operator has unloaded it (headrace models load loads it again)")
                 if model.num_failures != num_failures:
                     raise CannotLoadError(model.problem, None if model.plan.is_pinned else _RETRY_S)
                 await self._changed.wait()

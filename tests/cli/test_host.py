@@ -273,6 +273,20 @@ async def test_an_operator_unloads_and_loads_a_pinned_model() -> None:
         assert system.state("a") is State.LOADED
 
 
+async def test_what_an_operator_unloads_stays_unloaded_although_a_request_waits_for_it() -> None:
+    async with hosting(a=GOOD, b=GOOD) as system:
+        await system.until_state("a", State.LOADING)
+        waiting = asyncio.create_task(system.host.load("a"))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(system.host.unload("a"), BOUND_S)
+        with pytest.raises(CannotLoadError, match="its operator has unloaded it"):
+            await asyncio.wait_for(waiting, BOUND_S)
+        system.fleet.ready = ALL
+        await system.until_state("b", State.LOADED)
+        assert system.state("a") is State.UNLOADED
+        assert system.host.is_settled
+
+
 async def test_a_failed_model_is_tried_again_when_its_operator_wants_it() -> None:
     async with hosting(a=REFUSING, b=GOOD) as system:
         with pytest.raises(CannotLoadError):
