@@ -38,7 +38,7 @@ class WatchModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[HostedModel, _Mapping]]] = ..., aliases: _Optional[_Iterable[str]] = ..., shadows: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostedModel(_message.Message):
-    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task", "is_on_demand", "num_bytes", "idle_ms", "loaded_ms", "last_used_ms")
+    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task", "is_on_demand", "num_bytes", "idle_ms", "loaded_ms", "last_used_ms", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class HostedModel(_message.Message):
     IDLE_MS_FIELD_NUMBER: _ClassVar[int]
     LOADED_MS_FIELD_NUMBER: _ClassVar[int]
     LAST_USED_MS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: HostedModelState
     problem: str
@@ -61,7 +62,8 @@ class HostedModel(_message.Message):
     idle_ms: int
     loaded_ms: int
     last_used_ms: int
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., is_on_demand: bool = ..., num_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., loaded_ms: _Optional[int] = ..., last_used_ms: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., is_on_demand: bool = ..., num_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., loaded_ms: _Optional[int] = ..., last_used_ms: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadModelRequest(_message.Message):
     __slots__ = ("name", "model", "by_operator")

@@ -215,7 +215,7 @@ class Models:
         alias, name = name, self._aliases.model_of(name, key or request_id_var.get())
         while True:
             if loads:
-                await self._have_loaded(name or self._only_name(), alias or name)
+                await self._have_loaded(self._base_of(name), alias or name)
             model = self._find(name)
             is_due = self._clock() - self._forced_s > MIN_FORCED_INTERVAL_S
             if model is None and (is_due or self._lags_behind(name)):
@@ -225,7 +225,7 @@ class Models:
             if model is not None:
                 return model if alias == name else replace(model, alias=alias)
             problem = self._why_not(name)
-            if not loads and not self._is_loaded(name or self._only_name()):
+            if not loads and not self._is_loaded(self._base_of(name)):
                 raise StatusError(Reason.MODEL_NOT_LOADED, f"model '{name}' is not loaded")
             left_s = self._settled_s - self._clock()
             if problem.reason is not Reason.NO_CAPACITY or left_s <= 0:
@@ -237,6 +237,16 @@ class Models:
         if self._host.aliases is not None:
             self._aliases = self._host.aliases
         self._notify()
+
+    def _base_of(self, name: str) -> str:
+        """The model that has to be loaded for requests with this name: the adapter's, if it is one of an adapter."""
+        name = name or self._only_name()
+        entry = self._entries.get(name)
+        if name in self._hosted or (entry is not None and not entry.card.parent):
+            return name
+        if entry is not None:
+            return str(entry.card.parent)
+        return next((hosted.name for hosted in self._hosted.values() if name in hosted.adapters), name)
 
     def _is_loaded(self, name: str) -> bool:
         """Whether requests for this model need not wait for the host: it has loaded the model, or does not know it."""

@@ -16,6 +16,8 @@ import pytest_asyncio
 
 from headrace.common.aliases import parse_aliases
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
+from headrace.protos.router_pb2 import ServedAdapter
+from headrace.protos.worker_pb2 import Adapter
 from tests.gateway.encoder_model import encode
 from tests.gateway.model_host import FakeHost, serving_host
 
@@ -84,6 +86,31 @@ async def test_a_request_waits_until_its_model_is_loaded_and_many_share_one_load
     assert [answer.status_code for answer in answers] == [200] * 5
     assert {answer.json()["model"] for answer in answers} == {"b"}
     assert system.host.loads == ["b"]
+
+
+@pytest.mark.parametrize("was_loaded", [False, True])
+async def test_a_request_for_an_adapter_has_its_model_loaded(system: System, was_loaded: bool) -> None:
+    router, host = system.router, system.host
+    cards = router.cards, [*router.cards, router.card(name="b")]
+    sql = ServedAdapter(model="b", adapter=Adapter(name="sql", sha256="a" * 64, created_s=7), num_workers=1)
+    adapters: list[str] = []
+    if was_loaded:
+        router.cards, router.adapters = cards[1], [sql]
+        host.set("b", "LOADED", is_on_demand=True)
+        await system.until_listed("sql", "loaded")
+        router.cards, router.adapters = cards[0], []
+    else:
+        adapters = ["sql"]
+    host.set("b", "UNLOADED", is_on_demand=True, adapters=adapters)
+    await system.until_listed("b", "unloaded")
+    assert (await system.gateway.http.get("/v2/models/sql/ready")).status_code == (200 if was_loaded else 503)
+    asked = asyncio.create_task(system.chat("sql"))
+    await system.until_loading()
+    router.cards, router.adapters = cards[1], [sql]
+    host.set("b", "LOADED", is_on_demand=True)
+    answer = await asyncio.wait_for(asked, BOUND_S)
+    assert (answer.status_code, answer.json()["model"], host.loads) == (200, "sql", ["b"])
+    assert (router.streams[-1].request.model, router.streams[-1].request.adapter) == ("b", "sql")
 
 
 async def test_a_model_that_cannot_be_loaded_says_why(system: System) -> None:
