@@ -170,7 +170,10 @@ class TgiStream:
         events = b""
         count = len(choice.tokens)
         for i in range(self._num_events, count):
-            events += self._event(i, is_last and i == count - 1)
+            events += self._event(i, choice.tokens[i], is_last and i == count - 1)
+        if is_last and count and count == self._num_events:
+            # All tokens came before a worker was lost. Readers leave the texts of special tokens out.
+            events = self._event(count - 1, {**choice.tokens[-1], "text": "", "special": True}, is_last=True)
         self._num_events = count
         return events
 
@@ -178,9 +181,9 @@ class TgiStream:
         """Write nothing: the last piece was the last event."""
         return b""
 
-    def _event(self, position: int, is_last: bool) -> bytes:
+    def _event(self, position: int, token: dict[str, Any], is_last: bool) -> bytes:
         choice = self._choice
-        value: dict[str, Any] = {"index": position + 1, "token": choice.tokens[position]}
+        value: dict[str, Any] = {"index": position + 1, "token": token}
         if self._shown.num_top:
             value["top_tokens"] = choice.tops[position]
         details = None

@@ -82,6 +82,22 @@ async def test_a_stream_has_an_event_for_each_token(ask: Any) -> None:
     assert "top_tokens" not in events[0]
 
 
+async def test_a_stream_whose_worker_is_lost_behind_the_last_token_has_a_last_event(
+    front: Any, model: Any, kit: Any
+) -> None:
+    async def lose(_: Any, stream: Any, send: Any) -> None:
+        for position, token in enumerate(kit.tokens_of("Hi")):
+            await send([token], position, None)
+        raise StatusError(Reason.DRAINING, "going")
+
+    model.script = lose
+    body = {"inputs": "hi", "parameters": {"max_new_tokens": 2, "details": True}}
+    events = events_of((await front.http.post(STREAM, json=body)).text)
+    assert [one["token"]["text"] for one in events if not one["token"]["special"]] == ["H", "i"]
+    assert events[-1]["generated_text"] == "Hi"
+    assert (events[-1]["details"]["finish_reason"], events[-1]["details"]["generated_tokens"]) == ("length", 2)
+
+
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=TEXTS, data=st.data())
 async def test_a_stream_adds_up_to_the_whole_answer(ask: Any, model: Any, text: str, data: st.DataObject) -> None:
