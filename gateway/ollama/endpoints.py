@@ -20,11 +20,13 @@ from headrace.gateway.ollama.turns import (
     check_fields,
     completion_of,
     effort_of,
+    is_zero,
     prompted_chat_of,
 )
 from headrace.gateway.ollama.types import OllamaChat, OllamaGenerate
 from headrace.gateway.services import Services
 from headrace.gateway.text.models import Model
+from headrace.protos.cache_eviction import longest_context
 from headrace.protos.status import Reason, StatusError
 
 
@@ -79,7 +81,7 @@ class _Generations:
             (plan,) = (await self._services.chats.plan_completion(completion_of(request, model.asked_as))).plans
             job = replace(plan.job, sampling=replace(plan.job.sampling, default_max_tokens=None))
             if request.context:
-                job = replace(job, token_ids=[*request.context, *job.token_ids])
+                job = replace(job, token_ids=[*_context(request.context, model), *job.token_ids])
             plan = _within(plan_job(job), request)
             answer = OllamaAnswer(
                 model.name,
@@ -99,9 +101,8 @@ class _Generations:
             chat = await self._services.chats.plan(chat_request)
             plan = chat.plan
             if request.context:
-                if max(request.context) >= model.card.vocab_size:
-                    raise invalid("context", f"context: tokens must be below {model.card.vocab_size}")
-                plan = plan_job(replace(plan.job, token_ids=[*request.context, *plan.job.token_ids]))
+                token_ids = [*_context(request.context, model), *plan.job.token_ids]
+                plan = plan_job(replace(plan.job, token_ids=token_ids))
             plan = _within(plan, request)
             answer = OllamaAnswer(
                 model.name,
@@ -131,7 +132,7 @@ class _Generations:
 
 async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model: Model) -> None:
     """Answer a request without a prompt, which only checks the model."""
-    if request.keep_alive in (0, "0", "0s"):
+    if is_zero(request.keep_alive):
         problem = "keep_alive: a gateway does not unload models; its operator does"
         raise StatusError(Reason.UNSUPPORTED, problem, field="keep_alive")
     value = loaded(model.name, isinstance(request, OllamaChat))
@@ -142,12 +143,20 @@ async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model:
         await exchange.write(line(value), last=True)
 
 
+def _context(token_ids: Sequence[int], model: Model) -> Sequence[int]:
+    """The tokens of an earlier answer, checked. Raises `StatusError`."""
+    if max(token_ids) >= model.card.vocab_size:
+        raise invalid("context", f"context: tokens must be below {model.card.vocab_size}")
+    return token_ids
+
+
 def _within(plan: Plan, request: OllamaChat | OllamaGenerate) -> Plan:
     """The plan with answers that end where `num_ctx` tokens of prompt and answer are reached. Raises `StatusError`."""
     num_ctx = None if request.options is None else request.options.num_ctx
     if num_ctx is None:
         return plan
-    most, num_prompt = plan.job.model.card.max_context_tokens, len(plan.job.token_ids)
+    most = longest_context(plan.job.model.card, plan.job.sampling.cache_eviction)
+    num_prompt = len(plan.job.token_ids)
     if num_ctx > most:
         raise invalid("options.num_ctx", f"options.num_ctx must be at most {most}, the model's context")
     if num_prompt >= num_ctx:

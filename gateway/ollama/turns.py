@@ -17,6 +17,7 @@ from headrace.gateway.ollama.types import (
     INSTEAD,
     NEUTRAL,
     NEUTRAL_OPTIONS,
+    Duration,
     Format,
     OllamaChat,
     OllamaEmbed,
@@ -58,6 +59,13 @@ def check_fields(request: msgspec.Struct) -> None:
         raise invalid("keep_alive", "keep_alive must be seconds, or a duration such as 5m or 1h30m")
     if getattr(request, "top_logprobs", None) and not getattr(request, "logprobs", None):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+
+
+def is_zero(duration: Duration | None) -> bool:
+    """Whether a checked duration is no time at all."""
+    if isinstance(duration, str):
+        return not any(digit in duration for digit in "123456789")
+    return duration == 0
 
 
 def _refuse(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], prefix: str) -> None:

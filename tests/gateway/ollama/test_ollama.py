@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.edge import exchange
+from headrace.protos.inference_pb2 import CacheEviction
 from headrace.protos.status import Reason, StatusError
 from tests.gateway.tool_model import ONE, TEXTS, TWO, in_pieces
 
@@ -213,6 +214,22 @@ async def test_num_ctx_bounds_prompt_and_answer(ask: Any, model: Any, refused: A
     assert "at most 4096" in await refused(options={"num_ctx": 5000})
 
 
+async def test_num_ctx_may_be_as_long_as_contexts_that_give_up_blocks(
+    ask: Any, model: Any, front: Any, refused: Any
+) -> None:
+    rule = CacheEviction(max_cache_size=64, start_size=1, recent_size=1)
+    model.cards = [model.card(max_evicting_context_tokens=9000, cache_eviction=rule)]
+    await front.models.refresh()
+    try:
+        last = (await ask("x", GENERATE, options={"num_ctx": 8000}))[-1]
+        assert last["done_reason"] == "stop"
+        model.streams.clear()
+        assert "at most 9000" in await refused(options={"num_ctx": 9001})
+    finally:
+        model.reset()
+        await front.models.refresh()
+
+
 async def test_stop_texts_end_the_answer_and_are_no_part_of_it(ask: Any) -> None:
     for stop in (" th", ["zz", " th"]):
         answer = await ask("Hello there", options={"stop": stop}, stream=False)
@@ -280,8 +297,9 @@ async def test_without_a_prompt_a_model_is_loaded(ask: Any, model: Any, front: A
     answer = await ask("", GENERATE, prompt="", stream=False)
     assert (answer["done_reason"], answer["response"]) == ("load", "")
     assert model.streams == []
-    response = await front.http.post(GENERATE, json={"model": "tiny", "keep_alive": 0})
-    assert (response.status_code, "does not unload" in response.json()["error"]) == (400, True)
+    for at_once in (0, 0.0, "0", "0s", "0m", "0h0.0s", "-0"):
+        response = await front.http.post(GENERATE, json={"model": "tiny", "keep_alive": at_once})
+        assert (response.status_code, "does not unload" in response.text) == (400, True), at_once
 
 
 async def test_hints_change_nothing(ask: Any, model: Any) -> None:
