@@ -49,6 +49,8 @@ MANIFEST_NAME = "headrace.json"
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(f"{_PART}(/{_PART})?(:{_PART})?(@{_PART})?")
 _ALL_PULLS = ".pulls"
+# What follows the name of a model in the names of its unfinished directories: of mkdtemp, or a step of replacing it.
+_UNFINISHED = "[a-z0-9_]{8}|old|link"
 _HASH_CHUNK_BYTES = 1 << 20
 
 
@@ -253,7 +255,9 @@ def building(name: str) -> Iterator[Path]:
     """
     target = model_directory(name)
     folder = _made(target.parent)
-    for leftover in folder.glob(f".{target.name}.*"):
+    # Not those of another model whose name begins in the same way, such as NAME.5.
+    unfinished = re.compile(rf"\.{re.escape(target.name)}\.({_UNFINISHED})")
+    for leftover in [path for path in folder.iterdir() if unfinished.fullmatch(path.name)]:
         remove_path(leftover)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder))
     try:

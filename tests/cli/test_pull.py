@@ -256,10 +256,11 @@ def test_an_interrupted_pull_leaves_nothing_half_made(
 
 
 def test_what_a_killed_pull_left_is_swept_by_the_next(conversions: list[bytes], cache: Path, tmp_path: Path) -> None:
-    write_files(cache / "models" / ".m.abcd", {"half": b"made"})
+    write_files(cache / "models" / ".m.abcd_123", {"half": b"made"})
+    write_files(cache / "models" / ".m.5.abcd_123", {"of": b"another"})
     path = write_files(tmp_path, {"m.gguf": GGUF}) / "m.gguf"
     assert run(str(path)).exit_code == 0
-    assert [entry.name for entry in (cache / "models").iterdir()] == ["m"]
+    assert sorted(entry.name for entry in (cache / "models").iterdir()) == [".m.5.abcd_123", "m"]
 
 
 def test_a_directory_is_linked_by_its_name(cache: Path, model_folder: Path) -> None:
