@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from headrace.cli.errors import EXIT_INTERRUPTED, EXIT_REFUSED
+from headrace.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 
 
 class _Subcommand(NamedTuple):
@@ -68,6 +68,12 @@ class _LazyGroup(click.Group):
             if not standalone_mode:
                 raise
             sys.exit(EXIT_INTERRUPTED)
+        except OSError as error:  # a full disk, or a file that may not be read or written
+            if not standalone_mode:
+                raise
+            about = f"{error.filename}: " if error.filename else ""
+            click.echo(f"error: {about}{error.strerror or error}", err=True)
+            sys.exit(EXIT_FAILED)
         if standalone_mode:
             sys.exit(status if isinstance(status, int) else 0)
         return status

@@ -263,6 +263,13 @@ def test_what_a_killed_pull_left_is_swept_by_the_next(conversions: list[bytes], 
     assert sorted(entry.name for entry in (cache / "models").iterdir()) == [".m.5.abcd_123", "m"]
 
 
+def test_what_the_disk_refuses_is_told_in_one_line(conversions: list[bytes], cache: Path, tmp_path: Path) -> None:
+    (cache / "locks" / "m.lock").mkdir(parents=True)
+    path = write_files(tmp_path, {"m.gguf": GGUF}) / "m.gguf"
+    result = run(str(path))
+    assert (result.exit_code, result.stderr) == (1, f"error: {cache}/locks/m.lock: Is a directory\n")
+
+
 def test_a_directory_is_linked_by_its_name(cache: Path, model_folder: Path) -> None:
     assert run(str(model_folder)).exit_code == 0
     assert model_directory("my-model").resolve() == model_folder.resolve()
