@@ -158,6 +158,8 @@ def _attempt(client: httpx.Client, wanted: Wanted, part: Path, progress: Progres
                 file.write(piece)
                 done += len(piece)
                 progress.at(done, total)
+                if wanted.num_bytes is not None and done > wanted.num_bytes:
+                    return  # another file, which may have no end
     if total is not None and done < total:
         raise _TryAgain(f"the connection ended after {done} of {total} bytes")
 

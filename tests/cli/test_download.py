@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from headrace.cli.errors import CommandError
 from headrace.cli.models.download import DownloadError, RetryRule, Wanted, download, http_client
 from headrace.cli.models.progress import PlainProgress
 from tests.cli.conftest import FileServer
+from tests.http_server import http_server
 
 CONTENT = bytes(range(256)) * 400
 DIGEST = sha256(CONTENT).hexdigest()
@@ -92,6 +95,21 @@ def test_a_wrong_length_is_refused_when_only_that_is_known(file_server: FileServ
     with pytest.raises(DownloadError, match=r"not the expected file .6 bytes"):
         fetch(f"{file_server.url}/a", tmp_path / "a", sha=None, num_bytes=6)
     assert not (tmp_path / "a").exists()
+
+
+def test_a_file_without_end_is_not_read_beyond_its_length(tmp_path: Path) -> None:
+    def send(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                handler.wfile.write(bytes(1 << 20))
+            sent.append(handler.path)
+
+    sent: list[str] = []
+    with http_server(send) as url, pytest.raises(DownloadError, match="not the expected file"):
+        fetch(f"{url}/a", tmp_path / "a", num_bytes=1000)
+    assert (list(tmp_path.iterdir()), sent) == ([], [])
 
 
 def test_without_a_checksum_a_part_is_not_trusted(file_server: FileServer, tmp_path: Path) -> None:
