@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import httpx
 
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.models.download import DownloadError, Wanted, download
-from headrace.cli.models.progress import progress_for
+from headrace.cli.models.model_cache import download_locks
+from headrace.cli.models.progress import progress_for, say
 from headrace.cli.models.reference import HubReference
 from headrace.cli.models.selection import HubFile, HubListing
 from headrace.common.model_files.config import config_in
@@ -97,11 +99,21 @@ def present_bytes(listing: HubListing, files: Iterable[HubFile], folder: Path) -
     return sum(path.stat().st_size for path in found if path.is_file())
 
 
+def lock_files(
+    reference: HubReference, listing: HubListing, files: Iterable[HubFile], folder: Path
+) -> AbstractContextManager[None]:
+    """Context manager that keeps other pulls from downloading the same files into `folder`, and from removing them.
+    Models often share files, such as tokenizers."""
+    waiting = f"{reference}: another pull downloads some of its files, waiting for that"
+    return download_locks([_waiting(listing, file, folder) for file in files], lambda: say(waiting))
+
+
 def download_files(
     client: httpx.Client, reference: HubReference, listing: HubListing, files: Iterable[HubFile], folder: Path
 ) -> dict[str, Path]:
     """Download the files into `folder`: path in the repository -> file name there. Existing files are kept, so an
-    interrupted download of many files continues where it stopped. Raises CommandError."""
+    interrupted download of many files continues where it stopped. The caller holds `lock_files`. Raises
+    CommandError."""
     fetched = {}
     for file in files:
         target = _waiting(listing, file, folder)
@@ -114,8 +126,9 @@ def download_files(
 def fetched_config(client: httpx.Client, reference: HubReference, listing: HubListing, folder: Path) -> dict[str, Any]:
     """The repository's config.json, downloaded into `folder`; empty if there is none. Raises CommandError."""
     configs = [file for file in listing.files if file.path == HEADS_CONFIG]
-    found = download_files(client, reference, listing, configs, folder)
-    return config_in(found[HEADS_CONFIG]) if found else {}
+    with lock_files(reference, listing, configs, folder):
+        found = download_files(client, reference, listing, configs, folder)
+        return config_in(found[HEADS_CONFIG]) if found else {}
 
 
 def _waiting(listing: HubListing, file: HubFile, folder: Path) -> Path:

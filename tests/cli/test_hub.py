@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 from collections import namedtuple
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -228,6 +230,31 @@ def test_a_download_of_many_files_goes_on_where_it_was(
     assert [path for path, _range in hub.seen[num_seen:] if "/large/" in path] == [f"/large/{third}"]
     assert (f"/large/{third}", "bytes=100-") in hub.seen
     assert converted == [files]
+
+
+def test_two_models_that_share_files_are_pulled_at_once(
+    hub: Hub, model_files: dict[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("owner/first", model_files)
+    hub.add("owner/second", model_files)
+    second = threading.Thread(target=run, args=("pull", "owner/second"))
+    waits = threading.Event()
+    real = pull._make
+
+    def make(*args: Any) -> dict[str, str]:
+        if args[0] == "owner/first":
+            second.start()
+            while second.is_alive() and not waits.wait(0.01):
+                pass
+        return real(*args)
+
+    monkeypatch.setattr(pull, "_make", make)
+    monkeypatch.setattr("headrace.cli.models.hub.say", lambda _sentence: waits.set())
+    assert run("pull", "owner/first").exit_code == 0
+    second.join(30)
+    for name in ("owner/first", "owner/second"):
+        assert (model_directory(name) / "openvino_tokenizer.bin").read_bytes() == model_files["openvino_tokenizer.bin"]
+    assert list((cache / "downloads").iterdir()) == []
 
 
 def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, model_files: dict[str, bytes]) -> None:
