@@ -7,6 +7,7 @@ and, for large ones, SHA-256; and /REPO/resolve/COMMIT/PATH, the file itself.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from hashlib import sha256
@@ -27,6 +28,8 @@ from headrace.common.model_files.heads import HEADS_CONFIG
 
 _PUBLIC_ENDPOINT = "https://huggingface.co"
 _DEFAULT_REVISION = "main"
+_SHA256 = re.compile("[0-9a-f]{64}")
+_MOST_BYTES = 1 << 50
 
 
 def hub_endpoint() -> str:
@@ -40,7 +43,7 @@ def list_files(client: httpx.Client, reference: HubReference) -> HubListing:
     url = f"{hub_endpoint()}/api/models/{quote(reference.repository)}/revision/{quote(revision, safe='')}"
     try:
         response = client.get(url, params={"blobs": "true"}, headers=_headers())
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandFailed(
             f"the hub {hub_endpoint()} cannot be reached: {str(error) or type(error).__name__}; "
             "set HF_ENDPOINT to one that can"
@@ -80,16 +83,24 @@ def _parsed(response: httpx.Response, repository: str, url: str) -> HubListing:
         answer = response.json()
         files = tuple(_file_of(sibling) for sibling in answer["siblings"])
         return HubListing(repository, str(answer["sha"]), files)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CommandFailed(f"{url} did not answer with a list of files") from None
 
 
 def _file_of(sibling: Mapping[str, object]) -> HubFile:
+    """A file of the list. ValueError or TypeError if the entry is invalid. Downloads are named by the SHA-256, so a hub
+    must not put a path there."""
     path, num_bytes, lfs = sibling["rfilename"], sibling.get("size"), sibling.get("lfs")
+    digest = lfs.get("sha256") if isinstance(lfs, Mapping) else None
     if not isinstance(path, str):
         raise TypeError("rfilename")
-    digest = lfs.get("sha256") if isinstance(lfs, Mapping) else None
-    return HubFile(path, num_bytes if isinstance(num_bytes, int) else None, digest if isinstance(digest, str) else None)
+    if digest is not None and not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
+        raise ValueError("sha256")
+    if not isinstance(num_bytes, int):
+        return HubFile(path, None, digest)
+    if not 0 <= num_bytes <= _MOST_BYTES:
+        raise ValueError("size")
+    return HubFile(path, num_bytes, digest)
 
 
 def present_bytes(listing: HubListing, files: Iterable[HubFile], folder: Path) -> int:

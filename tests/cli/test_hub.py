@@ -257,6 +257,39 @@ def test_two_models_that_share_files_are_pulled_at_once(
     assert list((cache / "downloads").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("sha256", "{victim}"), ("sha256", "../../victim"), ("size", -1), ("size", 10**400)]
+)
+def test_a_hub_that_lists_nonsense_is_refused(
+    hub: Hub,
+    model_files: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    value: str | int,
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(model_files["openvino_model.bin"])
+    value = value.format(victim=victim) if isinstance(value, str) else value
+
+    def sibling(path: str, raw: bytes) -> dict[str, object]:
+        lfs = {"sha256": sha256(raw).hexdigest(), field: value}
+        return {"rfilename": path, "size": len(raw), "lfs": lfs, field: value}
+
+    monkeypatch.setattr("tests.hub._sibling", sibling)
+    hub.add("owner/model", model_files)
+    refused = run("pull", "owner/model")
+    assert (refused.exit_code, "did not answer with a list of files" in refused.stderr) == (1, True)
+    assert victim.exists()
+
+
+@pytest.mark.parametrize("endpoint", ["http://[::1", "http://h:port", "huggingface.co"])
+def test_an_address_that_is_none_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    refused = run("pull", "owner/model")
+    assert (refused.exit_code, "set HF_ENDPOINT to one that can" in refused.stderr) == (1, True)
+
+
 def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, model_files: dict[str, bytes]) -> None:
     weights = b"weights" * 5000
     hub.add("owner/model", {**model_files, "openvino_model.bin": weights})
