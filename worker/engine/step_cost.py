@@ -259,6 +259,9 @@ class StepCostModel:
 # The weight of a step in the prefill rate is RATE_KEPT ** n after n such steps: half after 3,500 steps, which is
 # minutes of prefill. A shorter memory would only reflect the length of the latest prompts.
 RATE_KEPT = 0.9998
+# A step that takes more than so many times its prediction counts in the averages as if it took that long: the process
+# was stopped, or the machine slept. One pause would otherwise outweigh hours of steps.
+PAUSE = 20.0
 # The weight of the newest decode step in the mean. It is large, because the current batch matters.
 DECODE_WEIGHT = 0.05
 
@@ -324,11 +327,17 @@ class StepCosts:
         """The model of one kind of step."""
         return self.decode if is_decode else self.prompts
 
+    def most_ms(self, shape: StepShape) -> float:
+        """The most that a step of known size can take without a pause; infinite while that is unknown."""
+        model = self.of(is_decode=shape.prompt_tokens == 0)
+        return PAUSE * model.predict_ms(shape) if model.is_learned else math.inf
+
     def observe(self, shape: StepShape, milliseconds: float, *, is_first: bool) -> None:
         """Learn from a step. `is_first`: kernels were built for its size, so its time says nothing about other
         steps."""
         is_decode = shape.prompt_tokens == 0
         if not is_first:
+            milliseconds = min(milliseconds, self.most_ms(shape))
             if is_decode:
                 self.decode.observe(shape, milliseconds)
             else:

@@ -6,6 +6,7 @@ two (docs/decisions/0048).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput
@@ -58,11 +59,12 @@ class StepMeter:
     def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0, draft_s: float = 0.0) -> None:
         """Learn from a step that took `step_s` seconds and gave each stream this many tokens on average. Before it, a
         smaller model took `draft_s` to propose them."""
-        self._longest_step_s = max(step_s + draft_s, _FORGETTING * self._longest_step_s)
         # Kernels are built in the first step of each size.
         key = (size.graph, size.shape.tokens)
         is_first = key not in self._seen
         self._seen.add(key)
+        longest_s = math.inf if is_first else self.costs.most_ms(size.shape) / 1000
+        self._longest_step_s = max(min(step_s + draft_s, longest_s), _FORGETTING * self._longest_step_s)
         speculation = self._scheduler.speculation
         if speculation is not None:
             is_known = size.shape.prompt_tokens == 0 and self.costs.decode.is_learned and not is_first

@@ -56,6 +56,19 @@ def test_both_follow_a_machine_that_became_slower() -> None:
     assert costs.rates.decode_step_ms == pytest.approx(20, rel=0.01)
 
 
+def test_a_process_that_was_stopped_for_an_hour_is_as_fast_as_before() -> None:
+    costs = StepCosts()
+    for _ in range(100):
+        observed(costs, [(0, 256)], 100.0)
+        observed(costs, [(100, 1)], 10.0)
+    observed(costs, [(0, 256)], 3_600_000.0)
+    observed(costs, [(100, 1)], 3_600_000.0)
+    assert costs.rates.prefill_tokens_per_s == pytest.approx(2560, rel=0.2)
+    for _ in range(50):
+        observed(costs, [(100, 1)], 10.0)
+    assert costs.rates.decode_step_ms == pytest.approx(10, rel=0.2)
+
+
 def test_a_step_that_built_kernels_counts_in_the_averages_and_not_in_the_model() -> None:
     costs = StepCosts()
     costs.observe(StepShape.of([(0, 256)]), 400.0, is_first=True)
