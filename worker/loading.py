@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -369,8 +370,21 @@ def model_card(
         max_context_tokens=min(longest, pool.num_blocks * pool.block_size),
         vocab_size=vocab_size,
         block_size=pool.block_size,
-        eos_token_ids=model_dir.eos_token_ids,
+        eos_token_ids=known_tokens(model_dir.eos_token_ids, vocab_size),
         default_sampling=inference_pb2.SamplingParams(**sampling),  # type: ignore[arg-type]
         created_s=model_dir.created_s,
         kv_precision=kv_precision,
     )
+
+
+def known_tokens(eos_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Those end-of-sequence tokens that the model can choose."""
+    unknown = [token_id for token_id in eos_token_ids if token_id >= vocab_size]
+    if unknown:
+        log.warning(
+            "the model's files name the end-of-sequence tokens %s, which its vocabulary of %d does not have; they are "
+            "not used",
+            unknown[:8],
+            vocab_size,
+        )
+    return [token_id for token_id in eos_token_ids if token_id < vocab_size]

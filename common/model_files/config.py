@@ -12,6 +12,6 @@ def config_in(path: Path) -> dict[str, Any]:
     report."""
     try:
         config = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

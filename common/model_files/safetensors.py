@@ -53,7 +53,7 @@ def tensors_of(raw: bytes, path: Path, kinds: Collection[str] = FLOATS) -> dict[
             if not 0 <= begin <= end <= len(raw) - start or end - begin != math.prod(shape) * dtype.itemsize:
                 raise damaged
             found[key] = np.frombuffer(raw, dtype, math.prod(shape), start + begin).reshape(shape)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise damaged from None
     return found
 

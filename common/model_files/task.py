@@ -20,7 +20,7 @@ _NAMES = re.compile(rb'names="([^"]*)"')
 
 def task_of(model_dir: Path) -> Task:
     """What the network in a directory is for, by the names of its tensors and its state. Directories without a network
-    count as generating: who loads them says what is missing."""
+    that can be read count as generating: who loads them says what is wrong."""
     network = _network(model_dir)
     if network is None or network.has_kv_cache:
         return TASK_UNSPECIFIED
@@ -51,9 +51,13 @@ class _Network(NamedTuple):
 
 def _network(model_dir: Path) -> _Network | None:
     path = model_dir / "openvino_model.xml"
-    if not path.is_file() or not path.stat().st_size:
+    try:
+        if not path.is_file() or not path.stat().st_size:
+            return None
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            has_state = content.find(b'type="ReadValue"') >= 0
+            found = {name for names in set(_NAMES.findall(content)) for name in names.split(b",")}
+    except OSError:
         return None
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        has_state = content.find(b'type="ReadValue"') >= 0
-        names = {name.decode() for found in set(_NAMES.findall(content)) for name in found.split(b",")}
+    names = {name.decode(errors="replace") for name in found}
     return _Network(names, has_state or bool(names & {"beam_idx", "past_key_values.0.key"}))

@@ -45,6 +45,16 @@ _CONTEXT_NAMES = (
     "max_sequence_length",
     "n_ctx",
 )
+_MOST_DIGITS = 20
+_LARGEST_UINT32 = (1 << 32) - 1
+# The recommended values that are taken, as requests may have them. A top_k of -1 stands for all tokens.
+_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, _LARGEST_UINT32),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 100.0),
+}
 _TWO_SETS_OF_FACTORS = {"longrope", "su"}
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -64,7 +74,17 @@ class ModelDir:
 
 
 def read_model_dir(path: Path) -> ModelDir:
-    """Read and verify a directory. ConfigurationError names each file that is missing or invalid."""
+    """Read and verify a directory. ConfigurationError names each file that is missing, invalid or unreadable."""
+    try:
+        return _verified(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.filename or path} cannot be read: {error.strerror}; let the user of this process read it, or pull "
+            "the model again"
+        ) from error
+
+
+def _verified(path: Path) -> ModelDir:
     if not path.is_dir():
         raise ConfigurationError(f"there is no model directory {path}; `headrace pull` makes one")
     wrong = [f"{name} is missing" for name in REQUIRED_FILES if not (path / name).is_file()]
@@ -98,7 +118,10 @@ def read_model_dir(path: Path) -> ModelDir:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    value = json.loads(path.read_bytes())
+    try:
+        value = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value
@@ -110,7 +133,7 @@ def _read_rt_info(path: Path) -> dict[str, Any]:
     found = {}
     for element in () if info is None else info:
         value = element.get("value", "")
-        if value.isdecimal():
+        if value.isdecimal() and len(value) < _MOST_DIGITS:
             found[element.tag] = int(value)
     return found
 
@@ -192,24 +215,33 @@ def _original_context(config: Mapping[str, Any]) -> int:
 
 
 def _eos_token_ids(sources: Iterable[dict[str, Any]]) -> tuple[int, ...]:
-    """The first answer found: one id or a list of them."""
+    """The first answer found: one id or a list of them. Some files have -1 for none."""
     for source in sources:
         value = source.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-            return tuple(value)
+        values: list[Any] = value if isinstance(value, list) else [value]
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+            found = tuple(item for item in values if 0 <= item <= _LARGEST_UINT32)
+            if found:
+                return found
     return ()
 
 
 def _recommended_sampling(config: dict[str, Any]) -> dict[str, float]:
     found = {}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+    for name, (lowest, highest) in _RANGES.items():
         value = config.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[name] = float(value)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        if lowest <= value <= highest:
+            found[name] = max(0.0, float(value))
+        else:
+            log.warning(
+                "generation_config.json recommends a %s of %.20s, which no request may have; it is not used",
+                name,
+                value,
+            )
     longest = config.get("max_new_tokens")
-    if isinstance(longest, int) and not isinstance(longest, bool) and longest > 0:
+    if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest <= _LARGEST_UINT32:
         found["max_tokens"] = longest
     if config.get("do_sample") is False:
         found["temperature"] = 0.0

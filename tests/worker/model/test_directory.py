@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -10,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.common.model_files.config import config_in
+from headrace.common.model_files.task import task_of
+from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
 from headrace.worker.config import ConfigurationError
+from headrace.worker.loading import known_tokens
 from headrace.worker.model.directory import REQUIRED_FILES, UNKNOWN_CONTEXT_TOKENS, read_model_dir
 
 TOKENIZER_XML = '<net><rt_info><eos_token_id value="7" /><chat_template value="hello" /></rt_info></net>'
@@ -44,6 +49,28 @@ def test_the_end_tokens_come_from_the_first_file_that_names_them(model: Path) ->
 def test_a_model_that_recommends_greedy_gets_temperature_zero(model: Path) -> None:
     (model / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.9}')
     assert read_model_dir(model).sampling == {"temperature": 0.0}
+
+
+def test_recommendations_that_no_request_may_have_are_not_used(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (model / "generation_config.json").write_text(
+        '{"temperature": 5.0, "top_p": 0, "top_k": -1, "min_p": NaN, "repetition_penalty": 1e999,'
+        ' "max_new_tokens": 99999999999}'
+    )
+    assert read_model_dir(model).sampling == {"top_k": 0.0}
+    assert "recommends a temperature of 5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ends", "found"), [("-1", (7,)), ("[-1, 3]", (3,)), ("[]", (7,)), ("true", (7,)), (str(1 << 70), (7,))]
+)
+def test_end_tokens_that_are_none_do_not_count(model: Path, ends: str, found: tuple[int, ...]) -> None:
+    (model / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    assert read_model_dir(model).eos_token_ids == found
+
+
+def test_end_tokens_beyond_the_vocabulary_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert known_tokens([2, 1000, 5], 1000) == [2, 5]
+    assert "[1000], which its vocabulary of 1000 does not have" in caplog.text
 
 
 def test_an_unknown_context_is_short_and_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -83,6 +110,28 @@ def test_every_wrong_file_is_named(model: Path) -> None:
         read_model_dir(model)
     for part in ("openvino_model.bin is missing", "openvino_tokenizer.bin is empty", "config.json is not JSON"):
         assert part in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_refused_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    with pytest.raises(ConfigurationError, match="openvino_detokenizer.bin cannot be read: Permission denied; let"):
+        read_model_dir(model)
+
+
+def test_a_network_of_any_bytes_is_left_to_who_loads_it(model: Path) -> None:
+    (model / "openvino_model.xml").write_bytes(b'<net names="\xff\xfe,logits">')
+    assert task_of(model) == TASK_UNSPECIFIED
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])
+def test_json_of_any_depth_is_refused_by_its_name(model: Path, content: str) -> None:
+    (model / "config.json").write_text(content)
+    with pytest.raises(ConfigurationError, match="config.json is not JSON .nested too deeply"):
+        read_model_dir(model)
+    assert config_in(model / "config.json") == {}
 
 
 def test_a_directory_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path) -> None:
