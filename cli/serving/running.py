@@ -50,6 +50,7 @@ class Serving:
     host: ModelHost = field(init=False)
     state: RunState = field(init=False)
     num_stop_signals: int = field(init=False, default=0)
+    _is_recorded: bool = field(init=False, default=True)
     _announced: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -168,7 +169,14 @@ class Serving:
         return len(self.plans) == 1 and self.plans[0].is_pinned
 
     def _on_change(self) -> None:
-        self.state.write(self._record())
+        try:
+            self.state.write(self._record())
+            self._is_recorded = True
+        except OSError as error:  # a full disk, or a directory that is gone since its user logged out
+            if self._is_recorded:
+                lost = "headrace status and headrace drain may not find this server, or show old states"
+                self.log.line("serve", f"its record cannot be written ({error}); {lost}")
+            self._is_recorded = False
         self.host.wake()
 
     def _record(self) -> ServeRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import socket
 import subprocess
@@ -13,12 +14,17 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.errors import CommandError
+from headrace.cli.fleet.run_state import RunState, ServeRecord
 from headrace.cli.hosting.finding import check_memory, find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.model_cache import model_directory
 from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.model_plans import Sizing
+from headrace.cli.serving.placement import WorkerPlace
+from headrace.cli.serving.plan import ModelPlan, ServeOptions
 from headrace.cli.serving.ports import check_port, free_port, is_free
+from headrace.cli.serving.running import Serving
 from headrace.cli.serving.serve import choose_grpc_port
 from tests.cli.conftest import write_files
 
@@ -175,3 +181,19 @@ def test_an_impossible_kv_cache_is_refused_before_anything_starts(tmp_path: Path
     refused = CliRunner().invoke(cli, ["serve", "--kv-cache-gb", "1000000", "--port", "0"])
     assert refused.exit_code == 2
     assert refused.stderr.startswith("error: --kv-cache-gb asks for 1e+06 GiB")
+
+
+def test_a_disk_that_takes_no_record_stops_no_supervision(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_state: RunState, _record: ServeRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stream = io.BytesIO()
+    log = LogSink(stream)
+    options = ServeOptions(host="127.0.0.1", port=8000, grpc_port=0, socket_directory=Path("/nowhere"))
+    plan = ModelPlan("m", Path("/models/m"), (WorkerPlace(0, (0,), 1),))
+    serving = Serving(options, (plan,), Sizing(None), log, 0.0)
+    monkeypatch.setattr(RunState, "write", full)
+    for _ in range(3):
+        serving.supervisor.on_change()
+    log.close(10.0)
+    assert stream.getvalue().count(b"its record cannot be written ([Errno 28] No space left on device)") == 1
