@@ -1,7 +1,8 @@
 """Keeps the processes of one host running, and stops them in order.
 
     start all -> one dies: restart it, first at once, then with growing delays
-              -> one exits with status 2: it refuses its flags; stop all, or only this one if it is not essential
+              -> one exits with status 2: it refuses its flags; stop all, or only this one if it is not essential.
+                 An essential one that has run for long is started again: something beside the flags is wrong
               -> add(), remove(): processes that come and go while the others run
               -> stop(): SIGTERM phase by phase, SIGKILL after a time limit
 
@@ -155,18 +156,19 @@ class Supervisor:
         self._keepers[process.spec.name] = asyncio.create_task(self._keep(process))
 
     async def _keep(self, process: SupervisedProcess) -> None:
-        num_deaths = 0
+        num_deaths, has_served = 0, False
         while not process.leaving.is_set():
             started_s = time.monotonic()
             status = await self._run_once(process)
             process.pid, process.last_ending = None, _ending(status)
             if process.leaving.is_set():
                 break
-            if status == EXIT_REFUSED:
+            if status == EXIT_REFUSED and not (has_served and process.spec.is_essential):
                 self._give_up(process)
                 return
-            lived_s = time.monotonic() - started_s
-            num_deaths = 1 if lived_s >= self.restart_rule.calm_s else num_deaths + 1
+            was_calm = status != EXIT_REFUSED and time.monotonic() - started_s >= self.restart_rule.calm_s
+            has_served |= was_calm
+            num_deaths = 1 if was_calm else num_deaths + 1
             await self._wait_to_restart(process, self.restart_rule.delay_s(num_deaths))
         self._change(process, ProcessState.STOPPED)
 
@@ -186,15 +188,16 @@ class Supervisor:
             self.failure = process.last_error
             self.stop()
 
-    async def _run_once(self, process: SupervisedProcess) -> int:
-        """Start the process and wait until it ends. Returns its exit status, as Popen.returncode."""
+    async def _run_once(self, process: SupervisedProcess) -> int | None:
+        """Start the process and wait until it ends. Returns its exit status, as Popen.returncode; None if it could not
+        be started."""
         _remove_stale_socket(process.spec.address)
         process.last_error = None
         try:
             child = self._spawn(process.spec)
         except OSError as error:
             self.log.line("serve", f"{process.spec.name} could not be started: {error}")
-            return -1
+            return None
         process.pid, process.started_s = child.pid, time.time()
         self._change(process, ProcessState.STARTING)
         lines = _Lines(lambda line: self._relay(process, line))
@@ -312,7 +315,12 @@ def _remove_stale_socket(address: str) -> None:
             os.unlink(address.removeprefix("unix:"))
 
 
-def _ending(status: int) -> str:
-    if status < 0:
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "could not be started"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
         return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"

@@ -78,11 +78,13 @@ class System:
 
 
 @asynccontextmanager
-async def running(*specs: ProcessSpec, stop_rule: StopRule | None = None) -> AsyncIterator[System]:
+async def running(
+    *specs: ProcessSpec, stop_rule: StopRule | None = None, restart_rule: RestartRule = QUICK
+) -> AsyncIterator[System]:
     """Start; at the end, stop and wait."""
     stream = io.BytesIO()
     log = LogSink(stream)
-    supervisor = Supervisor(specs, log, restart_rule=QUICK, stop_rule=stop_rule or StopRule())
+    supervisor = Supervisor(specs, log, restart_rule=restart_rule, stop_rule=stop_rule or StopRule())
     task = asyncio.create_task(supervisor.run())
     system = System(supervisor, stream)
     try:
@@ -159,6 +161,29 @@ async def test_a_refusal_stops_everything_and_is_not_tried_again() -> None:
     assert supervisor.failure == "no such thing; bring one"
     assert (bad.state, bad.num_restarts) == (ProcessState.FAILED, 0)
     assert (good.state, good.pid) == (ProcessState.STOPPED, None)
+
+
+async def test_a_process_that_has_served_and_is_refused_then_does_not_stop_the_others(tmp_path: Path) -> None:
+    serves_once = f"""
+import pathlib, sys, time
+been = pathlib.Path({str(tmp_path / "been")!r})
+if been.exists():
+    sys.exit(2)
+been.touch()
+time.sleep(0.3)
+sys.exit(1)
+"""
+    rule = RestartRule(first_delay_s=0.01, longest_delay_s=0.02, calm_s=0.2)
+    async with running(spec("good", OBEDIENT), spec("bad", serves_once), restart_rule=rule) as system:
+        await system.until(lambda: system.process("bad").num_restarts >= 3)
+        assert system.supervisor.failure is None
+        assert system.process("good").pid is not None
+
+
+async def test_a_death_by_a_signal_without_name_is_a_death_as_well() -> None:
+    async with running(spec("one", f"import os\nos.kill(os.getpid(), {signal.SIGRTMIN + 1})")) as system:
+        await system.until(lambda: system.process("one").num_restarts >= 1)
+    assert f"serve | one was killed by signal {signal.SIGRTMIN + 1}; restarting it at once" in system.lines
 
 
 async def test_processes_stop_in_their_order() -> None:
