@@ -58,6 +58,8 @@ def plan_models(
         plan = plan_model(model, where, kv_share, sizing, first_worker=first_worker, offline=offline)
         plans.append(replace(plan, is_essential=len(models) == 1 and plan.is_pinned))
         first_worker += len(where)
+    if all(plan.is_encoder for plan in plans):
+        plans = [replace(plan, is_encoder=False) for plan in plans]  # nothing here generates: options for it are wrong
     if sizing.budget_bytes is not None:
         check_budget([(plan.name, plan.num_bytes, plan.is_pinned) for plan in plans], sizing.budget_bytes)
     return plans
@@ -86,6 +88,7 @@ def plan_model(
         max_adapters=model.max_adapters,
         is_essential=False,
         is_pinned=not model.on_demand,
+        is_encoder=bool(task_of(directory)),
         idle_s=model.idle_s,
     )
     return plan if sizing.budget_bytes is None else _sized(plan, sizing, sizing.budget_bytes)
@@ -95,7 +98,7 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
     """The plan with its memory, within a budget."""
     num_workers = len(plan.places)
     given_gb = plan.kv_cache_gb or sizing.kv_cache_gb or kv_cache_gb(budget_bytes, plan.kv_share, num_workers)
-    each_gb = 0.0 if task_of(plan.directory) else given_gb
+    each_gb = 0.0 if plan.is_encoder else given_gb
     files = [directory / "openvino_model.bin" for directory in (plan.directory, sizing.draft_model) if directory]
     if sizing.draft_model is not None and heads_kind(sizing.draft_model) is not None:
         files[1:] = heads_weights(sizing.draft_model)
@@ -105,7 +108,7 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
     cache_bytes = int(each_gb * GIB)
     return replace(
         plan,
-        kv_cache_gb=given_gb,
+        kv_cache_gb=plan.kv_cache_gb if plan.is_encoder else given_gb,
         kv_cache_bytes=num_workers * cache_bytes,
         num_bytes=num_workers * (base_bytes + cache_bytes),
     )

@@ -67,6 +67,8 @@ class ModelPlan:
     max_adapters: int | None = None
     is_essential: bool = True
     is_pinned: bool = True
+    is_encoder: bool = False
+    """Whether it encodes texts beside models that generate. Options for generation and KV caches are for those."""
     idle_s: float | None = None
     num_bytes: int = 0
     kv_cache_bytes: int = 0
@@ -156,25 +158,14 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     argv = [python, "-m", "headrace.worker", "--model", str(model.directory), "--name", model.name]
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
     argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
-    argv += _kv_cache(options, model, place)
     argv += _given("--max-num-seqs", options.max_num_seqs)
     argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
-    argv += _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
     argv += _given("--execution-mode", options.execution_mode)
-    argv += _given("--decode-graph", options.decode_graph)
-    argv += _given("--speculation", options.speculation) + _given("--draft-model", options.draft_model)
-    argv += _given("--cache-eviction", options.cache_eviction)
-    argv += _given("--kv-precision", options.kv_precision)
-    argv += _given("--max-context-tokens", _first(model.max_context_tokens, options.max_context_tokens))
     argv += _given("--max-ttft-s", options.max_ttft)
     argv += _given("--stuck-after-s", options.stuck_after_s)
-    if options.prefill_workers:
-        argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
-    argv += _given("--kv-disk", options.kv_disk) + _given("--kv-disk-gb", options.kv_disk_gb)
-    argv += _given("--kv-disk-key", options.kv_disk_key and options.kv_disk_key.absolute())
-    adapters = options.adapters if model.adapters is None else model.adapters
-    argv += [part for adapter in adapters for part in ("--adapter", adapter)]
-    argv += _given("--max-adapters", _first(model.max_adapters, options.max_adapters))
+    argv += _of_model(model)
+    if not model.is_encoder:
+        argv += _kv_cache(options, model, place) + _of_generation(options, model, index)
     argv += _metrics(options, 1 + number) + _observation(options) + _membership(options)
     memory_flag = "--kv-memory" if options.warm_restart else None
     return ProcessSpec(
@@ -187,6 +178,31 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
         memory_flag=memory_flag,
         is_essential=model.is_essential,
     )
+
+
+def _of_model(model: ModelPlan) -> list[str]:
+    """What is said of this model alone. A worker that encodes texts refuses what is for generation."""
+    argv = [part for adapter in model.adapters or () for part in ("--adapter", adapter)]
+    argv += _given("--max-adapters", model.max_adapters) + _given("--max-context-tokens", model.max_context_tokens)
+    return argv + (_given("--kv-cache-gb", model.kv_cache_gb) if model.is_encoder else [])
+
+
+def _of_generation(options: ServeOptions, model: ModelPlan, index: int) -> list[str]:
+    """The options of all models for generation and KV caches."""
+    argv = _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
+    argv += _given("--decode-graph", options.decode_graph)
+    argv += _given("--speculation", options.speculation) + _given("--draft-model", options.draft_model)
+    argv += _given("--cache-eviction", options.cache_eviction)
+    argv += _given("--kv-precision", options.kv_precision)
+    if options.prefill_workers:
+        argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
+    argv += _given("--kv-disk", options.kv_disk) + _given("--kv-disk-gb", options.kv_disk_gb)
+    argv += _given("--kv-disk-key", options.kv_disk_key and options.kv_disk_key.absolute())
+    if model.adapters is None:
+        argv += [part for adapter in options.adapters for part in ("--adapter", adapter)]
+    if model.max_context_tokens is None:
+        argv += _given("--max-context-tokens", options.max_context_tokens)
+    return argv + (_given("--max-adapters", options.max_adapters) if model.max_adapters is None else [])
 
 
 def _kv_cache(options: ServeOptions, model: ModelPlan, place: WorkerPlace) -> list[str]:

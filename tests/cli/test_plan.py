@@ -181,6 +181,30 @@ def test_models_share_the_memory_for_kv_caches() -> None:
     assert [argument(worker.argv, "--kv-cache-node-share") for worker in workers] == ["0.1", "0.1"]
 
 
+def test_an_encoder_beside_other_models_has_no_options_of_generation() -> None:
+    options = replace(
+        OPTIONS,
+        kv_cache_gb=2.0,
+        decode_graph="on",
+        speculation="on",
+        cache_eviction="on-request",
+        max_context_tokens=8192,
+        kv_disk=Path("/disk"),
+        kv_disk_gb=1.0,
+        prefill_workers=1,
+        max_ttft=9.0,
+    )
+    of_generation = {"--kv-cache-gb", "--decode-graph", "--speculation", "--cache-eviction", "--kv-disk", "--role"}
+    worker, *_ = processes_of(options)
+    assert of_generation < set(worker.argv)
+    worker, *_ = processes_of(options, is_encoder=True, kv_share=0.5)
+    assert not {*of_generation, "--kv-cache-share", "--max-context-tokens"} & set(worker.argv)
+    assert argument(worker.argv, "--max-ttft-s") == "9.0"
+    worker, *_ = processes_of(options, is_encoder=True, max_context_tokens=256, kv_cache_gb=1.0)
+    assert argument(worker.argv, "--max-context-tokens") == "256"
+    assert argument(worker.argv, "--kv-cache-gb") == "1.0", "what the file says of it is refused by its worker"
+
+
 def test_adapters_of_a_model_are_its_own() -> None:
     worker, *_ = processes_of(OPTIONS, adapters=("a=/x", "b=/y"), max_adapters=3)
     adapters = [value for flag, value in zip(worker.argv, worker.argv[1:], strict=False) if flag == "--adapter"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,19 @@ def test_within_a_budget_every_model_has_a_size(cache: Path, model_folder: Path)
     assert first.kv_cache_bytes == pytest.approx(2 * GIB, abs=2)
     assert first.num_bytes == pytest.approx(3 * GIB + 2 * 1.65 * (1 << 20), abs=4)
     assert (second.is_pinned, second.idle_s, second.kv_cache_bytes) == (False, 9.0, GIB)
+
+
+def test_an_encoder_beside_other_models_needs_no_kv_cache(cache: Path, model_folder: Path, tmp_path: Path) -> None:
+    encoder = tmp_path / "encoder"
+    shutil.copytree(model_folder, encoder)
+    (encoder / "openvino_model.xml").write_text('<port names="input_ids"/><port names="last_hidden_state"/>')
+    models = [ModelSettings(str(model_folder)), ModelSettings(str(encoder), name="vectors", on_demand=True)]
+    for sizing in (Sizing(None), Sizing(10 * GIB), Sizing(10 * GIB, 1.0)):
+        first, second = plan_models(models, places_of(MACHINE, models), sizing, offline=True)
+        assert (first.is_encoder, second.is_encoder, second.kv_cache_gb) == (False, True, None)
+        assert second.kv_cache_bytes == 0
+    (alone,) = plan_models(models[1:], places_of(MACHINE, models[1:]), Sizing(10 * GIB), offline=True)
+    assert (alone.is_encoder, alone.kv_cache_gb) == (False, None), "its worker refuses options of generation"
 
 
 def test_models_that_can_never_be_loaded_within_the_budget_are_refused(cache: Path, model_folder: Path) -> None:
