@@ -19,6 +19,8 @@ def unsupported(name: str, message: str) -> StatusError:
 
 def check_range(name: str, value: float, least: float, greatest: float, open_below: bool = False) -> None:
     """Raise `StatusError` unless the value is finite and from `least` (excluded if `open_below`) to `greatest`."""
-    if not math.isfinite(value) or value < least or value > greatest or (open_below and value == least):
+    # An integer may be too large to be a float.
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    if not is_finite or value < least or value > greatest or (open_below and value == least):
         bound = f"over {least:g}" if open_below else f"at least {least:g}"
         raise invalid(name, f"{name} must be {bound} and at most {greatest:g}")

@@ -68,7 +68,7 @@ def _position(raw: bytes, message: str) -> str:
         json.loads(raw)
     except json.JSONDecodeError as error:
         return f"{error.msg} (byte {len(error.doc[: error.pos].encode())})"
-    except (UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # other than of JSON: not UTF-8, or a number with thousands of digits
         return message
     return "a string has half of a surrogate pair"
 

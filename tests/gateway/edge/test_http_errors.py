@@ -53,6 +53,8 @@ async def failure(gateway: Any, path: str, status: int, body: Any, **options: An
         ({"min_p": 1.5}, "min_p"),
         ({"seed": 2**64}, "seed"),
         ({"n": 0}, "n"),
+        ({"seed": 10**400}, "seed"),
+        ({"max_tokens": -(10**400)}, "max_tokens"),
         ({"n": 129}, "n"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
@@ -192,6 +194,7 @@ async def test_prompt_and_max_tokens_must_fit_together_but_a_default_is_shortene
         (b'{"model": "\xff"}', "UTF-8"),
         (b'{"model": "\\ud800"}', "surrogate"),
         (b'{"metadata": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"metadata": ' + b"9" * 5000 + b', "model": "\\ud800"}', "truncated"),
         (b"[1]", "expected 'object'"),
     ],
 )
