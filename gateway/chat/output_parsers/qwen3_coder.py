@@ -111,7 +111,9 @@ def _json_of(text: str, kinds: set[str]) -> str:
         return _quoted(text)
     for read in (_strict_json, ast.literal_eval):
         try:
-            return json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
+            whole = json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
+            # Half of a surrogate pair has no encoding.
+            return whole.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
     return _quoted(text)

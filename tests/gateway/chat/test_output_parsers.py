@@ -418,6 +418,12 @@ def test_qwen3_coder_types_values_by_the_schema() -> None:
     assert args_of(answer) == [("get_weather", expected)]
 
 
+def test_qwen3_coder_leaves_no_half_of_a_surrogate_pair() -> None:
+    text = "<function=get_weather><parameter=options>[\"\\ud800\", '\\udc00']</parameter></function>"
+    for written in (text, text.replace("'", '"')):
+        assert args_of(parse(written, "qwen3-coder")) == [("get_weather", {"options": ["\ufffd", "\ufffd"]})]
+
+
 def test_qwen3_coder_keeps_all_line_breaks_of_a_value_but_the_outer_two() -> None:
     text = "<function=get_weather><parameter=city>\n\na\n</param\n\n</parameter></function>"
     assert args_of(parse(text, "qwen3-coder")) == [("get_weather", {"city": "\na\n</param\n"})]
