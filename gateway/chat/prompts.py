@@ -47,11 +47,11 @@ class Conversation:
     @property
     def num_chars(self) -> int:
         """The approximate length of its text."""
-        total = len(msgspec.json.encode(self.tools)) if self.tools else 0
+        total = sum(len(msgspec.json.encode(values)) for values in (self.tools, self.variables) if values)
         for message in self.messages:
-            total += len(message["content"] or "") + _MESSAGE_CHARS
-            if message.get("tool_calls"):
-                total += len(msgspec.json.encode(message["tool_calls"]))
+            total += _MESSAGE_CHARS
+            for value in message.values():
+                total += len(value if isinstance(value, str) else msgspec.json.encode(value))
         return total
 
 

@@ -13,6 +13,7 @@ from headrace.gateway.chat.conversation import conversation_of
 from headrace.gateway.chat.formats import TOOL_PARSERS, Formats, parse_parsers
 from headrace.gateway.chat.output import reading_of
 from headrace.gateway.chat.output_parsers.families import detect
+from headrace.gateway.chat.prompts import MAX_INLINE_CHARS, Conversation
 from headrace.gateway.chat.request import ChatMessage
 from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.chat.tools import ToolUse, tool_use_of
@@ -185,3 +186,15 @@ def test_the_effort_reaches_the_template_as_it_knows_it(template: str, effort: s
 def test_what_the_caller_tells_the_template_goes_before_the_effort() -> None:
     found = render("{{ enable_thinking }}", reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
     assert found == "False"
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        Conversation([{"role": "assistant", "content": "", "reasoning_content": "x" * MAX_INLINE_CHARS}]),
+        Conversation([{"role": "tool", "content": "", "tool_call_id": "x" * MAX_INLINE_CHARS}]),
+        Conversation([{"role": "user", "content": "x"}], variables={"date_string": "x" * MAX_INLINE_CHARS}),
+    ],
+)
+def test_no_part_of_a_long_conversation_is_tokenized_in_the_event_loop(conversation: Conversation) -> None:
+    assert conversation.num_chars > MAX_INLINE_CHARS
