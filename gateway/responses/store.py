@@ -21,8 +21,11 @@ MAX_RESPONSES = 10_000
 MAX_BYTES = 256 * 1024 * 1024
 # Maximum of one tenant, so that it cannot displace the responses of others.
 TENANT_BYTES = 64 * 1024 * 1024
-# Larger responses are not stored. Bodies and contexts bound what is compressed here.
+# Larger responses are not stored.
 MAX_RESPONSE_BYTES = 16 * 1024 * 1024
+# The same before compression. A conversation may be longer than any context if each turn drops its beginning, and text
+# that repeats itself is compressed to a thousandth.
+MAX_PLAIN_BYTES = 4 * MAX_RESPONSE_BYTES
 # Compressing this much takes a millisecond or two; larger values are compressed in a thread.
 MAX_INLINE_BYTES = 128 * 1024
 
@@ -93,6 +96,8 @@ async def packed(stored: StoredResponse) -> bytes:
     except OverflowError:  # an integer of more than 64 bits, as schemas and arguments may have
         response, items = msgspec.json.encode(stored.response), msgspec.json.encode(stored.items)
         plain = _ENCODER.encode(_Kept(stored.owner, response, items, stored.events))
+    if len(plain) > MAX_PLAIN_BYTES:
+        raise StoreError(f"a response of {len(plain)} bytes is too large to be kept")
     value = _compressed(plain) if len(plain) <= MAX_INLINE_BYTES else await asyncio.to_thread(_compressed, plain)
     if len(value) > MAX_RESPONSE_BYTES:
         raise StoreError(f"a response of {len(value)} bytes is too large to be kept")

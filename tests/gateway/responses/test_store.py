@@ -21,7 +21,14 @@ from headrace.gateway.responses import background as response_runs
 from headrace.gateway.responses import redis_store
 from headrace.gateway.responses import store as response_store
 from headrace.gateway.responses.redis_store import RedisStore
-from headrace.gateway.responses.store import MemoryStore, StoredResponse, StoreError, packed, unpacked
+from headrace.gateway.responses.store import (
+    MAX_RESPONSE_BYTES,
+    MemoryStore,
+    StoredResponse,
+    StoreError,
+    packed,
+    unpacked,
+)
 from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNWRITABLE
 from tests.redis_server import RedisServer
 
@@ -110,6 +117,13 @@ async def test_a_response_that_is_too_large_is_not_packed(monkeypatch: pytest.Mo
     monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", len(await packed(stored)) - 1)
     with pytest.raises(StoreError, match="too large"):
         await packed(stored)
+
+
+async def test_a_conversation_that_compresses_well_is_not_kept_at_any_length() -> None:
+    turn = {"text": "a" * (MAX_RESPONSE_BYTES - 1024)}
+    assert len(await packed(StoredResponse("owner", {}, [turn]))) < MAX_RESPONSE_BYTES // 100
+    with pytest.raises(StoreError, match="too large"):
+        await packed(StoredResponse("owner", {}, [turn] * 5))
 
 
 # --- Redis ----------------------------------------------------------------------------------------------------------
