@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+from typing import Any
+
+import msgspec
 
 from headrace.protos.status import Reason, StatusError
+
+MAX_NESTING = 256
+"""Levels of arrays and objects in the JSON of a request. Code that follows a value recursively needs fewer than three
+frames for a level, and Python has 1,000."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STEPS = tuple(1 if byte in b"[{" else -1 if byte in b"]}" else 0 for byte in range(256))
+_NO_BRACKETS = bytes(byte for byte in range(256) if not _STEPS[byte])
 
 
 def invalid(field_name: str, message: str) -> StatusError:
@@ -24,3 +36,22 @@ def check_range(name: str, value: float, least: float, greatest: float, open_bel
     if not is_finite or value < least or value > greatest or (open_below and value == least):
         bound = f"over {least:g}" if open_below else f"at least {least:g}"
         raise invalid(name, f"{name} must be {bound} and at most {greatest:g}")
+
+
+def json_of(name: str, text: str) -> Any:
+    """The value of a field that is JSON text. Raises `StatusError`."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise invalid(name, f"{name} is not JSON: {error}") from error
+    if nests_too_deeply(text.encode()):
+        raise invalid(name, f"{name} is nested too deeply, more than {MAX_NESTING} levels")
+    return value
+
+
+def nests_too_deeply(raw: bytes) -> bool:
+    """Whether valid JSON has more than `MAX_NESTING` levels of arrays and objects."""
+    if raw.count(b"{") + raw.count(b"[") <= MAX_NESTING:
+        return False
+    brackets = _STRING.sub(b"", raw).translate(None, _NO_BRACKETS)
+    return max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MAX_NESTING

@@ -6,12 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from headrace.gateway.chat.plain_tools import as_text, takes_tools, with_block
 from headrace.gateway.chat.prompts import Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage, Tokenization
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.text.chat_template import ChatTemplate
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -149,10 +147,7 @@ def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
         raise invalid(f"{where}.function", f"{where}.function needs a name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise invalid(f"{where}.function.arguments", f"{where}.function.arguments is not JSON: {error}") from error
+        arguments = json_of(f"{where}.function.arguments", arguments or "{}")
     if isinstance(arguments, dict):
         arguments = Arguments(arguments)
     return {**call, "function": {**function, "arguments": arguments}}

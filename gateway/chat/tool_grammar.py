@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from headrace.gateway.chat.formats import ModelFormat
 from headrace.gateway.chat.output_parsers import deepseek, harmony, hermes, mistral, phi4
 from headrace.gateway.chat.tools import ToolUse
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.structure.fields import Structure
 from headrace.protos.inference_pb2 import Constraint
 
@@ -181,10 +181,7 @@ def _content(structure: Structure) -> str:
     if kind == "grammar":
         field = structure.field
         raise unsupported(field, f"{field} cannot be combined with tools, unless with tool_choice none or required")
-    try:
-        schema = json.loads(constraint.json_schema) if kind == "json_schema" else {"type": "object"}
-    except (ValueError, RecursionError) as error:
-        raise invalid(structure.field, f"{structure.field}: the JSON schema is not JSON") from error
+    schema = json_of(structure.field, constraint.json_schema) if kind == "json_schema" else {"type": "object"}
     if not isinstance(schema, dict) or "x-guidance" in schema:
         raise invalid(structure.field, f"{structure.field}: a JSON schema is an object without x-guidance")
     return f"%json {json.dumps({**schema, 'x-guidance': _CONTENT_OPTIONS})}"

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.gateway.checks import invalid
+from headrace.gateway.checks import MAX_NESTING, invalid, nests_too_deeply
 from headrace.protos.status import Reason, StatusError
 
 encode = msgspec.json.encode
@@ -22,7 +22,7 @@ _BYTE = re.compile(r"\(byte (\d+)\)")
 def decode_body(raw: bytes, kind: type[_T]) -> _T:
     """The request in a body. Raises `StatusError` with the position of malformed JSON or the field of a wrong type."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
     except msgspec.DecodeError as error:
@@ -31,7 +31,14 @@ def decode_body(raw: bytes, kind: type[_T]) -> _T:
         where = f"invalid UTF-8 in a string: {error.reason}"
         raise StatusError(Reason.INVALID_FIELD, f"the body is not valid JSON: {where}") from error
     except RecursionError as error:
-        raise StatusError(Reason.INVALID_FIELD, "the body is nested too deeply") from error
+        raise _nested_too_deeply() from error
+    if nests_too_deeply(raw):
+        raise _nested_too_deeply()
+    return body
+
+
+def _nested_too_deeply() -> StatusError:
+    return StatusError(Reason.INVALID_FIELD, f"the body is nested too deeply, more than {MAX_NESTING} levels")
 
 
 def convert(value: object, kind: type[_T], name: str = "") -> _T:

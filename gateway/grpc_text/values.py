@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 from google.protobuf.json_format import MessageToDict
 
 from headrace.gateway.cache_eviction import CacheEvictionFields
@@ -18,7 +17,7 @@ from headrace.gateway.chat.logprobs import token_bytes_of
 from headrace.gateway.chat.output import ChatPiece, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
 from headrace.gateway.chat.request import Chat, ChatMessage, Completion, Tokenization
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.field_names import FieldNames
 from headrace.protos import text_pb2
 from headrace.protos.cache_eviction import AGGREGATION_MODES, SIZES
@@ -175,18 +174,11 @@ def _tools(tools: Sequence[text_pb2.ChatTool]) -> list[dict[str, Any]] | None:
         if tool.description:
             function["description"] = tool.description
         if tool.parameters:
-            function["parameters"] = _schema(f"tools[{position}].parameters", tool.parameters)
+            function["parameters"] = json_of(f"tools[{position}].parameters", tool.parameters)
         if tool.strict:
             function["strict"] = True
         found.append({"type": "function", "function": function})
     return found or None
-
-
-def _schema(name: str, text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(name, f"{name} is not JSON: {error}") from error
 
 
 def _tool_choice(message: text_pb2.ChatRequest) -> str | dict[str, Any] | None:

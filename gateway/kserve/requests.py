@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from headrace.gateway.chat.request import Completion, SamplingFields
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.edge.wire import convert
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.kserve.tensors import Tensor
@@ -170,10 +168,7 @@ def _single(tensor: Tensor) -> Any:
 
 
 def _json_object(name: str, text: Any) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text) if isinstance(text, str) else None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(name, f"{name} is not JSON: {error}") from error
+    value = json_of(name, text) if isinstance(text, str) else None
     if not isinstance(value, dict):
         raise invalid(name, f"{name} must be the text of a JSON object")
     return value

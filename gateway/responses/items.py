@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from headrace.gateway.chat.request import ChatMessage
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.text.reasoning_seal import unsealed
 
 MAX_ITEMS = 10_000
@@ -107,10 +105,7 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         return _message(where, item)
     if kind == "function_call":
         call = {name: _string(where, item, name) for name in ("call_id", "name", "arguments")}
-        try:
-            msgspec.json.decode(call["arguments"] or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise invalid(f"{where}.arguments", f"{where}.arguments is not JSON: {error}") from error
+        json_of(f"{where}.arguments", call["arguments"] or "{}")
         return {"id": _id(where, item, "fc"), "type": "function_call", "status": "completed", **call}
     if kind == "function_call_output":
         output = item.get("output")

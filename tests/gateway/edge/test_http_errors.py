@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.gateway.checks import MAX_NESTING
 from headrace.protos.status import Reason, StatusError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,9 +53,9 @@ async def failure(gateway: Any, path: str, status: int, body: Any, **options: An
         ({"top_k": -2}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
         ({"seed": 2**64}, "seed"),
-        ({"n": 0}, "n"),
         ({"seed": 10**400}, "seed"),
         ({"max_tokens": -(10**400)}, "max_tokens"),
+        ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
@@ -193,14 +194,60 @@ async def test_prompt_and_max_tokens_must_fit_together_but_a_default_is_shortene
         (b"", "byte 0"),
         (b'{"model": "\xff"}', "UTF-8"),
         (b'{"model": "\\ud800"}', "surrogate"),
-        (b'{"metadata": ' + b"[" * 100_000, "nested too deeply"),
         (b'{"metadata": ' + b"9" * 5000 + b', "model": "\\ud800"}', "truncated"),
+        (b'{"metadata": ' + b"[" * 100_000, "nested too deeply"),
         (b"[1]", "expected 'object'"),
     ],
 )
 async def test_malformed_json_is_refused_with_its_position(gateway: Any, raw: bytes, where: str) -> None:
     error = await failure(gateway, CHAT, 400, raw)
     assert where in error["message"]
+
+
+def deep(num_levels: int) -> Any:
+    """A JSON schema with this many levels."""
+    schema: Any = {}
+    for _ in range(num_levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def nested(path: str, num_levels: int) -> Any:
+    """A request with this many levels in each place where a caller may nest as deeply as it likes."""
+    if path == "/v1/responses":
+        tools = [{"type": "function", "name": "f", "parameters": deep(num_levels - 3)}]
+        return {"input": "hi", "tools": tools, "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}
+    if path == "/v1/messages":
+        return {"max_tokens": 5, "messages": HI, "tools": [{"name": "f", "input_schema": deep(num_levels - 3)}]}
+    if path == "/api/chat":
+        return {"messages": HI, "stream": False, "format": deep(num_levels - 1)}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps(deep(num_levels))}}
+    return {
+        "messages": [*HI, {"role": "assistant", "tool_calls": [call]}, *HI],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": deep(num_levels - 4)}}],
+        "response_format": {"type": "json_object", "schema": deep(num_levels - 2)},
+        "chat_template_kwargs": {"x": deep(num_levels - 2)},
+        "metadata": deep(num_levels - 1),
+    }
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages", "/api/chat"])
+async def test_whatever_is_nested_is_answered_or_refused_and_never_an_error_of_the_gateway(
+    gateway: Any, router: Any, path: str
+) -> None:
+    response = await gateway.http.post(path, json={"model": "tiny", **nested(path, MAX_NESTING)})
+    assert response.status_code in (200, 400), response.text
+    assert "nested" not in response.text
+    for raw in (nested(path, MAX_NESTING + 1), nested(path, 900)):
+        response = await gateway.http.post(path, json={"model": "tiny", **raw})
+        assert (response.status_code, "nested too deeply" in response.text) == (400, True), response.text
+
+
+async def test_arguments_in_a_text_are_nested_as_deeply_as_other_values(gateway: Any) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps(deep(MAX_NESTING + 1))}}
+    body = {"model": "tiny", "messages": [*HI, {"role": "assistant", "tool_calls": [call]}, *HI]}
+    error = await failure(gateway, CHAT, 400, body)
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
 async def test_a_number_that_is_not_finite_is_refused(gateway: Any) -> None:
