@@ -33,10 +33,10 @@ from headrace.router.dispatch.forwarding import (
     ForwardingConfig,
     Metadata,
     UpstreamError,
-    Verdict,
-    verdict_of,
 )
 from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
+from headrace.router.dispatch.suspects import Suspects
+from headrace.router.dispatch.verdicts import Verdict, verdict_of
 from headrace.router.explain import explain
 from headrace.router.fleet.adapters import ServedList
 from headrace.router.fleet.fleet import Fleet
@@ -109,6 +109,7 @@ class InferenceService:
         self._admission = admission
         self._metrics = metrics
         self._config = config
+        self._suspects = Suspects(config.max_attempts)
         self.bounds = bounds
         self.sessions = SessionServer(self.serve)
         self.num_in_flight = 0
@@ -166,6 +167,7 @@ class InferenceService:
             self._admission,
             self._metrics,
             self._config,
+            self._suspects,
             wire,
             passed_on(context),
             context.write,

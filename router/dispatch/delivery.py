@@ -8,7 +8,9 @@ Pure: bytes in, bytes out.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
+from functools import cached_property
 
 from google.protobuf.message import DecodeError
 
@@ -80,6 +82,29 @@ class Delivery:
         self.is_finished = False
         self._num_retries = 0
         self._num_cached_tokens = 0
+        self._num_before = 0  # tokens when the current attempt began
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A hash of what is computed: prompt and parameters, without ids and seed."""
+        own = self._own
+        content = inference_pb2.GenerateRequest(
+            model=own.model,
+            adapter=own.adapter,
+            token_ids=own.token_ids,
+            sampling=own.sampling,
+            prediction_token_ids=own.prediction_token_ids,
+        )
+        content.sampling.ClearField("seed")
+        hashed = hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16)
+        for part in self._wire.shared:
+            hashed.update(part.raw)
+        return hashed.digest()
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the current attempt has delivered a token."""
+        return len(self.token_ids) > self._num_before
 
     @property
     def num_delivered(self) -> int:
@@ -114,6 +139,7 @@ class Delivery:
         worker that has more of its blocks. The first has the client's own bytes, later ones resume after the delivered
         tokens."""
         wire = self._next_attempt()
+        self._num_before = len(self.token_ids)
         # A field that is appended to the bytes of a message replaces the earlier one.
         bound = inference_pb2.GenerateRequest(
             max_wait_ms=max_wait_ms,

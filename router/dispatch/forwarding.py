@@ -13,10 +13,9 @@ When `run` returns or raises, the booking is released and the call to the worker
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -30,12 +29,14 @@ from headrace.protos import worker_pb2
 from headrace.protos.answer_bounds import check_context
 from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import model_identity
-from headrace.protos.status import Reason, StatusError, detail_of, details_of, error_of, is_peer_lost
+from headrace.protos.status import Reason, StatusError, detail_of
 from headrace.router.dispatch.admission import Admission, has_begun
 from headrace.router.dispatch.delivery import Delivery, FencedError, PrefilledError
 from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.dispatch.refusals import model_changed
 from headrace.router.dispatch.spans import MAX_CANDIDATES, describe_placement
+from headrace.router.dispatch.suspects import Suspects
+from headrace.router.dispatch.verdicts import Verdict, verdict_of, was_reached
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.fleet.routed_request import PlacedRequest, Prefilled, RoutedRequest
@@ -51,7 +52,8 @@ ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
 
 @dataclass(frozen=True, slots=True)
 class ForwardingConfig:
-    """`max_attempts` bounds the workers that one request may lose in a row without a token from any."""
+    """`max_attempts` bounds the workers that one request may lose in a row without a token from any; see also
+    `suspects`."""
 
     max_attempts: int = 4
 
@@ -64,34 +66,6 @@ class UpstreamError(Exception):
         self.code = error.code()
         self.details = error.details() or ""
         self.trailing_metadata = tuple(cast("Metadata", tuple(error.trailing_metadata() or ())))
-
-
-class Verdict(enum.Enum):
-    """The consequence of a failed call to a worker for its request."""
-
-    LOST = enum.auto()  # the worker or its connection failed: go elsewhere, and suspect the worker
-    LOST_BEHIND = enum.auto()  # a service that it depends on failed: go elsewhere
-    DRAINING = enum.auto()  # it takes no requests: go elsewhere
-    GIVEN_BACK = enum.auto()  # it has more work than was believed: place the request again, on any worker
-    FULL = enum.auto()  # it has no room: go elsewhere if possible
-    FINAL = enum.auto()  # every worker would answer the same
-
-
-def verdict_of(error: grpc.aio.AioRpcError) -> Verdict:
-    """Read a failed call. An error that carries our details was made by a worker, one without by the transport."""
-    if is_peer_lost(error):
-        return Verdict.LOST
-    if details_of(error) is None:
-        return Verdict.FINAL
-    by_reason = {
-        Reason.WORKER_LOST: Verdict.LOST_BEHIND,
-        Reason.MODEL_CHANGED: Verdict.LOST_BEHIND,
-        Reason.DRAINING: Verdict.DRAINING,
-        Reason.GIVEN_BACK: Verdict.GIVEN_BACK,
-        Reason.QUEUE_FULL: Verdict.FULL,
-        Reason.NO_CAPACITY: Verdict.FULL,
-    }
-    return by_reason.get(error_of(error).reason, Verdict.FINAL)
 
 
 class _AttemptFailedError(Exception):
@@ -130,6 +104,7 @@ class Forwarding:
         admission: Admission,
         metrics: RouterMetrics,
         config: ForwardingConfig,
+        suspects: Suspects,
         wire: WireRequest,
         metadata: Metadata,
         write: Callable[[bytes], Awaitable[None]],
@@ -140,6 +115,7 @@ class Forwarding:
         self._admission = admission
         self._metrics = metrics
         self._config = config
+        self._suspects = suspects
         self._metadata = metadata
         self._write = write
         self._remaining_s = remaining_s
@@ -156,6 +132,7 @@ class Forwarding:
         try:
             with self._admission.counted(self._delivery.request):
                 await self._deliver()
+            self._suspects.answered(self._delivery)
         finally:
             if self._card is not None:
                 self._fleet.answer_lengths.ended(self._card.name, len(self._delivery.token_ids))
@@ -164,6 +141,7 @@ class Forwarding:
         why, was_lost, num_lost, num_vain = "", False, 0, 0
         while num_vain < self._config.max_attempts and num_lost < _MAX_LOST:
             num_before = self._delivery.num_delivered
+            self._suspects.check(self._delivery)
             if self._card is not None and await self._close(self._card):
                 return
             placed = await self._next_place()
@@ -196,6 +174,7 @@ class Forwarding:
                 placed.link.release(placed.booking)
         if self._card is not None and await self._close(self._card):
             return
+        self._suspects.check(self._delivery)
         log.warning(
             "request %r is given up, %d workers failed it: %s", self._delivery.request.request_id, num_lost, why
         )
@@ -330,22 +309,24 @@ class Forwarding:
         wire = self._delivery.next_attempt(self._max_wait_ms(), belief, placed.placement.source)
         call = placed.link.generate(wire, timeout=self._remaining_s(), metadata=span.onto(self._metadata))
         running = _Call(call)
-        try:
-            with placed.link.running(running):
+        link, life = placed.link, (placed.link.address, placed.link.incarnation)
+        with link.running(running), self._suspects.running(life, self._delivery):
+            try:
                 await self._pass_on(placed, call)
-        except grpc.aio.AioRpcError as error:
-            if not self._delivery.is_finished:  # what comes after the finish no longer matters
-                raise self._judge(placed.link, error) from None
-        except asyncio.CancelledError:
-            if running.abandoned_because is None or _is_cancelled_from_outside():
-                raise
-            if not self._delivery.is_finished:
-                raise _AttemptFailedError(running.abandoned_because) from None
-        except FencedError as error:
-            log.error("worker %s is fenced: %s", placed.link.worker_id, error)
-            raise _AttemptFailedError(f"worker {placed.link.worker_id} is fenced: {error}") from None
-        finally:
-            call.cancel()
+            except grpc.aio.AioRpcError as error:
+                if not self._delivery.is_finished:  # what comes after the finish no longer matters
+                    raise self._judge(link, life, error) from None
+            except asyncio.CancelledError:
+                if running.abandoned_because is None or _is_cancelled_from_outside():
+                    raise
+                if not self._delivery.is_finished:
+                    self._lost_worker(link, life)
+                    raise _AttemptFailedError(running.abandoned_because) from None
+            except FencedError as error:
+                log.error("worker %s is fenced: %s", link.worker_id, error)
+                raise _AttemptFailedError(f"worker {link.worker_id} is fenced: {error}") from None
+            finally:
+                call.cancel()
 
     def _max_wait_ms(self) -> int:
         """The rest of the time that the request may wait for others."""
@@ -370,7 +351,11 @@ class Forwarding:
         if not delivery.is_finished:
             raise _AttemptFailedError(f"worker {placed.link.worker_id} ended the stream without a finish")
 
-    def _judge(self, link: WorkerLink, error: grpc.aio.AioRpcError) -> Exception:
+    def _lost_worker(self, link: WorkerLink, life: Hashable) -> None:
+        load = link.reported.load
+        self._suspects.lost(life, self._delivery, load.num_running + load.num_waiting)
+
+    def _judge(self, link: WorkerLink, life: Hashable, error: grpc.aio.AioRpcError) -> Exception:
         verdict = verdict_of(error)
         why = f"worker {link.worker_id}: {error.code().name}: {error.details()}"
         if verdict is Verdict.FINAL:
@@ -385,6 +370,8 @@ class Forwarding:
             is_allowed = self._num_given_back < MAX_GIVEN_BACK
             return _GivenBackError(why) if is_allowed else _AttemptFailedError(why, "full")
         if verdict is Verdict.LOST:
+            if was_reached(error):
+                self._lost_worker(link, life)
             link.suspect(f"a call failed: {error.code().name}: {error.details()}")
         elif verdict is Verdict.DRAINING:
             link.draining()

@@ -336,14 +336,54 @@ async def test_no_capacity_is_said_with_a_time_to_retry(start_router: StartRoute
     await router.until_idle()
 
 
-async def test_workers_that_keep_dying_end_in_worker_lost(start_router: StartRouter, start_worker: StartWorker) -> None:
+async def test_workers_that_keep_failing_end_in_worker_lost(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
     workers = [await start_worker(name) for name in "abcde"]
     router = await start_router(*workers)
     for worker in workers:
-        worker.bare_error = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        worker.bare_error = (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
     error = await failure_of(router.call(PROMPT))
     assert error.reason is Reason.WORKER_LOST
     assert sum(len(worker.requests) for worker in workers) == 4
+    await router.until_idle()
+
+
+async def test_a_request_that_kills_its_workers_does_not_end_the_fleet(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "abcd"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.bare_error = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    for request_id in ("first", "again"):
+        error = await failure_of(router.call(PROMPT, request_id=request_id, sampling={"seed": len(request_id)}))
+        assert (error.reason, error.retry_after_s) == (Reason.INTERNAL, None)
+        assert "2 workers were lost" in error.message
+    assert sum(len(worker.requests) for worker in workers) == 2
+    for worker in workers:
+        worker.bare_error = None
+    tokens, _ = await router.generate([1, 2, 3])
+    assert tokens == answer([1, 2, 3], 20)
+    await router.until_idle()
+
+
+async def test_the_choices_of_a_prompt_that_kills_its_workers_count_as_one(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "abcdef"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget = 0
+    choices = [asyncio.create_task(failure_of(router.call(PROMPT, sampling={"seed": i}))) for i in range(4)]
+    num_killed = 0
+    while not all(choice.done() for choice in choices):
+        victims = [worker for worker in workers if worker.is_stuck]
+        num_killed += len(victims)
+        await asyncio.gather(*(victim.kill() for victim in victims))
+        await asyncio.sleep(0.01)
+    assert {(await choice).reason for choice in choices} == {Reason.INTERNAL}
+    assert num_killed < len(workers)
     await router.until_idle()
 
 
