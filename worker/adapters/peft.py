@@ -48,7 +48,9 @@ class _Config(NamedTuple):
             raise AdapterError(
                 f"{module} has rank {rank}, but {CONFIG} says {expected}; the files do not belong together"
             )
-        alpha = float(_matching(self.alphas, module, self.alpha))
+        alpha = _matching(self.alphas, module, self.alpha)
+        if not rank or not isinstance(alpha, (int, float)):
+            raise AdapterError(f"{module} has rank {rank} and alpha {alpha!r} in {CONFIG}; both must be numbers above 0")
         return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
 
 

@@ -140,6 +140,8 @@ def main() -> None:
                 connection.send(getattr(reader, method)(*arguments))
             except (AdapterError, MemoryError) as error:
                 connection.send(error)
+            except Exception as error:
+                connection.send(AdapterError(f"its files are damaged or unknown ({type(error).__name__}: {error})"))
 
 
 def _memory_of(

@@ -76,6 +76,8 @@ def test_the_hash_is_that_of_both_files(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"r": "four"}, "numbers r and lora_alpha"),
+        ({"alpha_pattern": {"q_proj": "four"}}, "rank 4 and alpha 'four'"),
+        ({"rank": 0}, "rank 0"),
         ({"alpha_pattern": {"(": 1}}, r"pattern '\(', which is no regular expression"),
     ],
 )

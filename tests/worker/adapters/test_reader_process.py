@@ -87,6 +87,17 @@ def test_refusals_are_those_of_the_reader(reader: ReaderProcess, tmp_path: Path)
         reader.write(0, path, found.sha256)
 
 
+def test_files_of_an_unknown_kind_do_not_end_the_process(reader: ReaderProcess, tmp_path: Path) -> None:
+    pid, path = reader.pid, write_adapter(tmp_path / "a")
+    config = path / "adapter_config.json"
+    config.write_bytes(
+        config.read_bytes().replace(b'"r": 4', b'"r": 4, "alpha_pattern": {"q_proj": 1' + b"0" * 400 + b"}")
+    )
+    with pytest.raises(AdapterError, match="its files are damaged or unknown .OverflowError"):
+        reader.read(path)
+    assert reader.pid == pid
+
+
 def test_a_reader_that_was_killed_is_started_again(
     reader: ReaderProcess, memory: AdapterMemory, tmp_path: Path
 ) -> None:
