@@ -111,7 +111,7 @@ class Encodings:
             document_ids = encoded[len(queries) + number][: request.max_tokens_per_doc]
             room = most - len(first) - len(behind)
             if room < 1:
-                raise _too_long(request.query_fields[number], len(query_ids[query]), most, model, "shorten it")
+                raise _no_room(request.query_fields[number], len(query_ids[query]), most, model)
             if keep is not None:
                 document_ids = document_ids[: max(keep - len(first) - len(behind), 0)]
             if len(document_ids) > room:
@@ -177,6 +177,11 @@ def _fitting(token_ids: Sequence[int], keep: int | None, num_last: int, at: str,
         remedy = "split it, or set truncate_prompt_tokens to -1 to use its beginning"
         raise _too_long(at, len(token_ids), most, model, remedy)
     return token_ids
+
+
+def _no_room(at: str, num_tokens: int, most: int, model: Model) -> StatusError:
+    problem = f"{at} has {num_tokens} tokens, which leave no room for a document: the model '{model.name}' takes"
+    return StatusError(Reason.CONTEXT_TOO_LONG, f"{problem} at most {most} for both; shorten it", field=at)
 
 
 def _too_long(at: str, num_tokens: int, most: int, model: Model, remedy: str, field: str = "") -> StatusError:

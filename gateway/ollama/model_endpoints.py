@@ -24,6 +24,7 @@ from headrace.protos.worker_pb2 import ModelCard
 API_VERSION = "0.12.11"
 """The version of Ollama whose API is served. Clients compare it with the least that they need."""
 _NEVER = "9999-12-31T23:59:59Z"
+_MOST_IDLE_MS = 1000 * 366 * 24 * 3600 * 1000
 _DETAILS = {
     "parent_model": "",
     "format": "openvino",
@@ -163,7 +164,8 @@ def _size(model: ListedModel) -> int:
 def _expires_at(model: ListedModel) -> str:
     """When the model will be unloaded if nobody uses it from now on."""
     idle_ms = 0 if model.hosted is None else model.hosted.idle_ms
-    return time_of(int(time.time() + idle_ms / 1000)) if idle_ms else _NEVER
+    # Later than in a thousand years is never.
+    return time_of(int(time.time() + idle_ms / 1000)) if 0 < idle_ms < _MOST_IDLE_MS else _NEVER
 
 
 def _card(model: ListedModel) -> ModelCard:

@@ -50,7 +50,9 @@ class _Config(NamedTuple):
             )
         alpha = _matching(self.alphas, module, self.alpha)
         if not rank or not isinstance(alpha, (int, float)):
-            raise AdapterError(f"{module} has rank {rank} and alpha {alpha!r} in {CONFIG}; both must be numbers above 0")
+            raise AdapterError(
+                f"{module} has rank {rank} and alpha {alpha!r} in {CONFIG}; both must be numbers above 0"
+            )
         return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
 
 

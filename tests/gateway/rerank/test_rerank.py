@@ -97,6 +97,7 @@ async def test_texts_are_paired_one_by_one_or_one_with_many(ask: Any) -> None:
         ("/v1/rerank", {"documents": ["a"] * 2049}, "documents", "at most 2048 texts"),
         ("/v1/rerank", {"documents": ["a", "x" * 300]}, "documents[1]", "has 305 tokens, and the model 'scores' takes"),
         ("/v1/rerank", {"query": "x" * 300}, "query", "query has 300 tokens"),
+        ("/v1/rerank", {"query": "x" * 254}, "query", "254 tokens, which leave no room for a document"),
         ("/v1/rerank", {"documents": ["a", 5]}, "documents[1]", "got 'int'"),
         ("/v1/rerank", {"documents": [{"title": "a"}]}, "documents[0].text", "is required"),
         ("/v1/rerank", {"top_n": 0}, "top_n", ">= 1"),
