@@ -10,10 +10,12 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -26,6 +28,9 @@ log = logging.getLogger(__name__)
 
 CACHED_GRAMMARS = 64
 MAX_PENDING = 64
+# Compiled grammars take up to 50 MB of memory for each second that compiling them took. The most seconds of those that
+# are cached, and of those that are cached or in use.
+MAX_CACHED_S, MAX_KEPT_S = 5.0, 15.0
 COMPILE_TIMEOUT_S = 10.0
 # A state of a lexer takes about 2 kB.
 MAX_LEXER_STATES = 25_000
@@ -80,6 +85,7 @@ class Grammars:
         self._loading = threading.Lock()
         self._tokenizer: Any = None
         self._cache: OrderedDict[ConstraintSource, CompiledGrammar] = OrderedDict()
+        self._kept: WeakSet[CompiledGrammar] = WeakSet()
         self._pending: dict[_Key, _Work] = {}
 
     async def constrain(
@@ -95,6 +101,8 @@ class Grammars:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 return await asyncio.shield(asyncio.wrap_future(work.future))
         except TimeoutError as error:
+            if not work.future.running():
+                raise _busy("others are being compiled") from error
             raise _refusal(source, f"it takes longer than {COMPILE_TIMEOUT_S:.0f} s; make it smaller") from error
         finally:
             work.num_waiting -= 1
@@ -108,8 +116,7 @@ class Grammars:
             num_pending = len(self._pending)
         if work is None:
             if num_pending >= MAX_PENDING:
-                message = "too many constraints are being compiled; try again"
-                raise StatusError(Reason.QUEUE_FULL, message, retry_after_s=1.0)
+                raise _busy("too many others are being compiled")
             work = self._pending[key] = _Work(self._pool.submit(self._constrain, *key))
             work.future.add_done_callback(lambda _: self._is_done(key))
         work.num_waiting += 1
@@ -138,18 +145,31 @@ class Grammars:
             if grammar is not None and not grammar.is_spoiled:
                 self._cache.move_to_end(source)
                 return grammar
+            self._make_room()
         tokenizer, num_bytes = self._loaded_tokenizer(), sum(len(text.encode()) for text in source.texts)
-        if num_bytes <= _SMALL_BYTES:
-            grammar = CompiledGrammar(_compiled(tokenizer, source))
-        else:
-            stack_bytes = _STACK_BYTES_PER_BYTE * num_bytes
-            grammar = CompiledGrammar(with_stack(stack_bytes, lambda: _compiled(tokenizer, source)))
+
+        def compiled() -> CompiledGrammar:
+            start_s = time.thread_time()
+            matcher = _compiled(tokenizer, source)
+            return CompiledGrammar(matcher, time.thread_time() - start_s)
+
+        grammar = compiled() if num_bytes <= _SMALL_BYTES else with_stack(_STACK_BYTES_PER_BYTE * num_bytes, compiled)
         with self._lock:
+            self._kept.add(grammar)
             self._cache[source] = grammar
             self._cache.move_to_end(source)
-            while len(self._cache) > CACHED_GRAMMARS:
+            while len(self._cache) > CACHED_GRAMMARS or (
+                len(self._cache) > 1 and _cost_s(self._cache.values()) > MAX_CACHED_S
+            ):
                 self._cache.popitem(last=False)
         return grammar
+
+    def _make_room(self) -> None:
+        """Forget cached grammars if those that are kept take too much memory. StatusError if requests need them all."""
+        while _cost_s(self._kept) > MAX_KEPT_S:
+            if not self._cache:
+                raise _busy("those of running requests take too much memory")
+            self._cache.popitem(last=False)
 
     def _loaded_tokenizer(self) -> Any:
         with self._loading:
@@ -218,6 +238,14 @@ def _grammar_text(source: ConstraintSource) -> str:
         return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in source.texts)
     assert source.kind == "grammar", source.kind
     return prepared_within(source.texts[0])
+
+
+def _cost_s(grammars: Iterable[CompiledGrammar]) -> float:
+    return sum(grammar.cost_s for grammar in grammars)
+
+
+def _busy(why: str) -> StatusError:
+    return StatusError(Reason.QUEUE_FULL, f"the constraint cannot be compiled now: {why}; try again", retry_after_s=1.0)
 
 
 def _refusal(source: ConstraintSource, reason: str) -> StatusError:

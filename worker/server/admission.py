@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from array import array
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_BAD_WORDS = 256
 MAX_CONSTRAINT_BYTES = 256 << 10
 MAX_CHOICES = 4096
+# Terminals may contain one another, and compiling takes time and memory with the square of their number.
+MAX_TERMINALS = 2000
+_TERMINAL = re.compile(r"^[ \t]*[!?]*_*[A-Z][A-Z0-9_]*[ \t]*(?:\.[^:\n]*)?:", re.MULTILINE)
 _LONG_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words")
 
 
@@ -269,6 +273,8 @@ def constraint_of(message: inference_pb2.SamplingParams) -> ConstraintSource | N
         raise _invalid(source.field, "must not be empty")
     if sum(len(text.encode()) for text in source.texts) > MAX_CONSTRAINT_BYTES:
         raise _invalid(source.field, f"may have at most {MAX_CONSTRAINT_BYTES} bytes")
+    if kind == "grammar" and sum(1 for _ in _TERMINAL.finditer(source.texts[0])) > MAX_TERMINALS:
+        raise _invalid(source.field, f"may define at most {MAX_TERMINALS} terminals; write some of them as rules")
     return source
 
 

@@ -262,6 +262,20 @@ async def test_a_grammar_is_compiled_once_and_the_cache_is_bounded(monkeypatch: 
     assert (await constraint_of(compiler, LETTERS)).grammar is not first.grammar
 
 
+async def test_grammars_that_took_long_to_compile_are_few_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_S", 0.0)
+    compiler = grammars()
+    running = await constraint_of(compiler, LETTERS)
+    await constraint_of(compiler, ConstraintSource("regex", ("a",)))
+    assert [source.texts for source in compiler._cache] == [("a",)]
+    monkeypatch.setattr(grammar_compiler, "MAX_KEPT_S", running.grammar.cost_s / 2)
+    with pytest.raises(StatusError, match="running requests take too much memory") as caught:
+        await constraint_of(compiler, ConstraintSource("regex", ("b",)))
+    assert (caught.value.reason, len(compiler._cache)) == (Reason.QUEUE_FULL, 0)
+    del running
+    assert allowed_ids(await constraint_of(compiler, ConstraintSource("regex", ("b",))))
+
+
 async def test_more_constraints_than_the_bound_are_refused_with_a_time_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -314,18 +328,24 @@ async def test_a_constraint_that_nobody_waits_for_any_more_is_not_made() -> None
     assert len(compiler._cache) == 2
 
 
-async def test_a_compilation_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "COMPILE_TIMEOUT_S", 0.01)
+async def test_a_compilation_that_takes_too_long_is_refused_and_those_behind_it_may_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "COMPILE_TIMEOUT_S", 0.5)
     gate = threading.Event()
 
     def gated() -> Vocabulary:
         assert gate.wait(20)
         return VOCABULARY
 
-    with pytest.raises(StatusError, match="longer than") as caught:
-        await constraint_of(Grammars(gated, VOCAB_SIZE, [EOS]), LETTERS)
+    compiler = Grammars(gated, VOCAB_SIZE, [EOS])
+    sources = [ConstraintSource("regex", (text,)) for text in "abc"]
+    refused = await asyncio.gather(*(constraint_of(compiler, source) for source in sources), return_exceptions=True)
     gate.set()
-    assert caught.value.reason is Reason.INVALID_FIELD
+    slow, also_slow, queued = [error for error in refused if isinstance(error, StatusError)]
+    assert slow.reason is also_slow.reason is Reason.INVALID_FIELD
+    assert "longer than" in slow.message
+    assert (queued.reason, queued.retry_after_s) == (Reason.QUEUE_FULL, 1.0)
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------

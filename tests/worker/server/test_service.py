@@ -337,6 +337,15 @@ async def test_a_step_that_fails_in_the_middle_of_answers_is_reported_too(worker
         ),
         ({"sampling": {"constraint": {"grammar": "start: x"}}}, Reason.INVALID_FIELD, "sampling.constraint.grammar"),
         (
+            {
+                "sampling": {
+                    "constraint": {"grammar": "start: T0\n" + "".join(f"T{i}: T{i + 1}?\n" for i in range(2001))}
+                }
+            },
+            Reason.INVALID_FIELD,
+            "sampling.constraint.grammar",
+        ),
+        (
             {"sampling": {"constraint": {"regex": "a"}, "allowed_token_ids": [1]}},
             Reason.INVALID_FIELD,
             "sampling.allowed_token_ids",
