@@ -13,6 +13,9 @@ from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Changes, Logits, Places
 from headrace.worker.sampling.reduction import FloatArray, IndexArray
 
+# Half the largest float32, so that no other change of a logit makes it infinite.
+_LARGEST = np.float32(np.finfo(np.float32).max / 2)
+
 
 class Penalties(NamedTuple):
     """What penalties do to the logits of a step, known before there are logits. At each of `places`, the logit is
@@ -27,7 +30,8 @@ class Penalties(NamedTuple):
         before = logits.at(self.places.rows, self.places.token_ids)
         values = before
         if np.any(self.repetition != 1.0):
-            values = np.where(values > 0, values / self.repetition, values * self.repetition)
+            # A repetition near 0 makes the largest logits infinite, and several infinite ones cannot be compared.
+            values = np.minimum(np.where(values > 0, values / self.repetition, values * self.repetition), _LARGEST)
         return logits.with_changes(Changes(self.places, before, values - self.subtracted))
 
 

@@ -214,6 +214,15 @@ def test_penalties_equal_a_plain_reference() -> None:
         assert got[token_id] == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.parametrize("repetition", [1e-45, 1e-40, 1e-38, 100.0])
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 2.0, "top_p": 0.5}])
+def test_the_smallest_and_largest_penalties_choose_a_token(repetition: float, fields: dict[str, float]) -> None:
+    sampling = params(repetition_penalty=repetition, presence_penalty=-2.0, logit_bias=((1, 100.0),), **fields)
+    logits = np.linspace(-20.0, 30.0, 64, dtype=np.float32)[None]
+    sampled = sample(BatchSampler(), [request(sampling, [1, 2, 3, 60, 61], (62, 63))], Logits(logits.copy()))[0]
+    assert sampled.token_id >= 0
+
+
 def test_token_counts_keep_up_with_a_growing_answer() -> None:
     sampler = BatchSampler()
     sampling = params(temperature=0.0, frequency_penalty=1.0)
