@@ -7,14 +7,20 @@ from pathlib import Path
 import click
 
 from headrace.cli.errors import CommandError
-from headrace.cli.models.model_cache import cached_names, check_cached_directory, is_model_name, model_directory
+from headrace.cli.models.model_cache import (
+    cached_names,
+    check_cached_directory,
+    expanded,
+    is_model_name,
+    model_directory,
+)
 from headrace.cli.models.reference import parse_reference
 
 
 def find_draft_model(model: str, *, offline: bool = False) -> Path:
     """The directory of a model or heads in the cache, of the directory `model`, or of what is pulled from a hub by this
     name. CommandError if there is none, or if it lacks files."""
-    path, reference = Path(model).expanduser(), parse_reference(model)
+    path, reference = expanded(model), parse_reference(model)
     name = model if reference is None else reference.name
     if is_model_name(name) and model_directory(name).exists():
         path = model_directory(name)

@@ -9,6 +9,7 @@ from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import (
     cached_names,
     check_model_directory,
+    expanded,
     is_model_name,
     model_directory,
     read_manifest,
@@ -27,7 +28,7 @@ def find_model(model: str, *, offline: bool = False, num_workers: int = 1) -> tu
 
 
 def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, str]:
-    path, reference = Path(model).expanduser(), parse_reference(model)
+    path, reference = expanded(model), parse_reference(model)
     name = model if reference is None else reference.name
     if is_model_name(name) and model_directory(name).exists():
         directory = model_directory(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ import click
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.fleet_access import transport_of
 from headrace.cli.fleet.run_state import ServeRecord, running_serves
+from headrace.cli.models.model_cache import expanded
 
 if TYPE_CHECKING:
     from headrace.protos import host_pb2
@@ -50,7 +50,7 @@ def load(name: str, model: str | None, port: int | None) -> None:
     """
     from headrace.protos import host_pb2
 
-    path = Path(model).expanduser() if model else None
+    path = expanded(model) if model else None
     where = str(path.absolute()) if path is not None and path.exists() else model or ""
     request = host_pb2.LoadModelRequest(name=name, model=where, by_operator=True)
     _call(_record(port), "LoadModel", request, None)

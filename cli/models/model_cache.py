@@ -78,9 +78,17 @@ def cache_directory() -> Path:
     """The cache folder; it need not exist."""
     own = os.environ.get("HEADRACE_CACHE")
     if own:
-        return Path(own).expanduser().absolute()
+        return expanded(own).absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).absolute() if shared else Path.home() / ".cache") / "headrace"
+    return (Path(shared) if shared else expanded("~/.cache")).absolute() / "headrace"
+
+
+def expanded(path: str) -> Path:
+    """A path with ~ or ~USER at its beginning replaced. Raises CommandError if that user has no home directory."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CommandError(f"{path} cannot be found: there is no home directory; give the whole path") from None
 
 
 def downloads_directory() -> Path:

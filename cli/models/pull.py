@@ -34,6 +34,7 @@ from headrace.cli.models.model_cache import (
     check_model_directory,
     download_locks,
     downloads_directory,
+    expanded,
     link_model,
     model_directory,
     model_lock,
@@ -70,7 +71,7 @@ class Source:
 
 def source_of(model: str, name: str | None = None, exported: ExportedWeights | None = None) -> Source:
     """Parse the argument of `headrace pull MODEL`. Raises CommandError if it names no source."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     if exported is not None:
         return _exported_source(model, name, exported)
     if model in CATALOGUE:

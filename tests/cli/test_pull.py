@@ -300,6 +300,7 @@ def test_each_missing_file_of_a_directory_is_named(cache: Path, model_folder: Pa
         ("nosuch", "nothing is known of a model 'nosuch': name one of smollm2-135m"),
         ("nosuch.gguf", "there is no file nosuch.gguf"),
         ("../a/b", "nothing is known"),
+        ("~nosuchuser/m", "~nosuchuser/m cannot be found: there is no home directory; give the whole path"),
         ("a/b/c", "nothing is known"),
     ],
 )
