@@ -1,4 +1,4 @@
-"""Runs a function with a stack as deep as its input may need. Pure."""
+"""Runs a function with a stack as deep as its input may need."""
 
 from __future__ import annotations
 
