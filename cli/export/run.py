@@ -15,6 +15,7 @@ from typing import IO
 
 from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.export.architectures import why_unservable
 from headrace.cli.export.weights import ExportedWeights, why_unreadable
 
 _EXPORTER = Path(__file__).with_name("exporter.py")
@@ -27,7 +28,10 @@ GIB = 1 << 30
 
 
 def check_exportable(name: str, config: Mapping[str, object]) -> None:
-    """Raise CommandError if a checkpoint with this config.json cannot be exported here. Takes seconds."""
+    """Raise CommandError if a checkpoint with this config.json cannot be exported here, or not be served afterwards.
+    Takes seconds."""
+    if problem := why_unservable(config):
+        raise CommandError(f"{name} {problem}; choose a model of another architecture")
     if problem := why_unreadable(config):
         raise CommandError(
             f"the weights of {name} {problem}; pull the model that it was made of with --weights int4, or take an "

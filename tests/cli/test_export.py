@@ -18,11 +18,13 @@ from click.testing import CliRunner, Result
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.export import exporter as exporter_file
 from headrace.cli.export import run as exporting
+from headrace.cli.export.architectures import why_unservable
 from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, sizes_of, weights_named
 from headrace.cli.main import cli
 from headrace.cli.models import pull as pull_module
 from headrace.cli.models.model_cache import model_directory, read_manifest
 from headrace.cli.models.selection import HubFile, HubListing, choose_files
+from tests.architectures.families import FAMILIES
 from tests.cli.conftest import write_files
 from tests.hub import Hub
 
@@ -123,6 +125,21 @@ def test_unreadable_weights_are_refused_before_the_download(hub: Hub, options: d
     assert refused.exit_code == 2
     assert f"the weights of o/m {problem}" in refused.stderr
     assert hub.fetched("o/m") == ["config.json"]
+
+
+def test_what_no_worker_serves_is_refused_before_the_download(hub: Hub) -> None:
+    hub.add("o/m", checkpoint(model_type="mamba"))
+    refused = pull("o/m")
+    assert refused.exit_code == 2
+    assert "o/m cannot be served: its architecture (mamba) has only recurrent layers" in refused.stderr
+    assert hub.fetched("o/m") == ["config.json"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exactly_the_families_that_workers_refuse_are_refused_before_the_download(name: str) -> None:
+    family = FAMILIES[name]
+    refused = why_unservable({"model_type": family.model_type, **family.whole_config})
+    assert bool(refused) == bool(family.refused), refused
 
 
 @pytest.mark.parametrize(
