@@ -18,6 +18,9 @@ import numpy as np
 if TYPE_CHECKING:
     from headrace.worker.request.step import RequestOutput
 
+# Of models with recurrent layers: slots for saved states, and the tokens between them.
+_SAVED_STATES, _STATE_INTERVAL = 64, 256
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -89,6 +92,7 @@ class HeadraceSide:
         from headrace.worker.request.request import Request
         from headrace.worker.sampling.row_sums import reducer_for
         from headrace.worker.sampling.sampler import BatchSampler
+        from headrace.worker.states.slots import StateBudget
 
         self._request, self._params = Request, SamplingParams
         self._delivered: tuple[float, list[Event]] = (0.0, [])
@@ -112,8 +116,12 @@ class HeadraceSide:
             most = runner.exact_rows
             seqs = min(seqs, most - ROOM_FOR_PROMPTS)
         limits = StepLimits(seqs, most, settings.max_num_mixed_tokens or most, is_exact=most <= runner.exact_rows)
+        states = None
+        if runner.state_tables is not None:
+            states = StateBudget(2 * seqs + _SAVED_STATES, _STATE_INTERVAL)
+            runner.allocate_states(states.num_slots)
         sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
-        self.engine = build_engine(runner, sampler, settings.num_blocks, limits)
+        self.engine = build_engine(runner, sampler, settings.num_blocks, limits, states=states)
 
     def add(self, index: int, job: Job) -> None:
         """See Side."""
