@@ -3,7 +3,7 @@
 Requests are in two lists, `waiting` and `running`, in order of rank: higher priority first, then resumed requests,
 whose clients already read the answer, then earlier arrival. A step
 
-1. admits waiting requests while the batch and the KV cache have room,
+1. admits waiting requests while the batch and the KV cache have room; others too, if the first lacks blocks,
 2. shares the time of the step: one token for each request in decode. An eighth of the rest
    (`step_budget`) goes to the prompt that is first in rank, so that even the longest prompt makes progress. The
    remainder goes to resumed requests, then to the prompts with the least left to compute,
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.protos.status import StatusError
-from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, Prompt, Room, StepBudget
+from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, Prompt, Room, StepBudget, chunk_of
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.manager import BlockCopy, KVCacheManager
 from headrace.worker.request.request import FinishReason, Request, RequestState
@@ -78,18 +78,6 @@ def rank(request: Request) -> tuple[int, bool, float]:
 def is_urgent(request: Request, first: Request) -> bool:
     """Whether the request goes before all others: it is resumed, and no request of higher priority waits."""
     return request.is_resumed and request.priority >= first.priority
-
-
-def chunk_of(remaining: int, room: int) -> int:
-    """How many of `remaining` tokens to compute now, at most `room`. Neither this chunk nor the rest is a single token,
-    because other kernels compute a single token and give other bits (docs/decisions/0006). 0 if that is not
-    possible."""
-    if remaining == 1:
-        return min(remaining, room)
-    num_tokens = min(remaining, room)
-    if remaining - num_tokens == 1:
-        num_tokens -= 1
-    return num_tokens if num_tokens > 1 else 0
 
 
 @dataclass(slots=True)
@@ -213,22 +201,46 @@ class Scheduler:
             assert requests == sorted(requests, key=rank)
 
     def _admit(self) -> None:
+        """Admit waiting requests in order of rank. If the first lacks blocks, others may overtake it."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
-        kv_cache = self.kv_cache
+        kv_cache, overtaken = self.kv_cache, None
         promised = sum(self.num_missing_blocks(request) for request in self.running)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            gained = kv_cache.reuse(request)
-            promised += self.num_missing_blocks(request)
-            if promised > kv_cache.pool.num_free_blocks and self.running:
-                kv_cache.free(request)
+        for request in self.waiting[: self.max_num_seqs]:
+            if len(self.running) >= self.max_num_seqs:
                 return
-            del self.waiting[0]
+            if overtaken is not None and not self._may_overtake(request, overtaken, promised):
+                continue
+            gained = kv_cache.reuse(request)
+            missing = self.num_missing_blocks(request)
+            if promised + missing > kv_cache.pool.num_free_blocks and self.running:
+                kv_cache.free(request)
+                overtaken = overtaken or request
+                if not self._may_be_overtaken(overtaken):
+                    return
+                continue
+            promised += missing
+            self.waiting.remove(request)
             self._count_cached_tokens(request, gained)
             request.state = RequestState.RUNNING
             request.scheduled_s = request.scheduled_s or self.clock()
             bisect.insort(self.running, request, key=rank)
+
+    def _may_be_overtaken(self, first: Request) -> bool:
+        """Whether others may go before the first waiting request, which lacks blocks: for as long as its own prompt
+        takes, and not in the middle of its answer (docs/decisions/0072)."""
+        first.lacks_blocks_since_s = first.lacks_blocks_since_s or self.clock()
+        waited_ms = 1000 * (self.clock() - first.lacks_blocks_since_s)
+        return not first.num_generated_tokens and waited_ms < self.step_costs.prompts.chunk_ms(0, first.num_tokens)
+
+    def _may_overtake(self, request: Request, first: Request, promised: int) -> bool:
+        """Whether most of a request of the same priority is cached, and the rest fits now."""
+        num_cached = self.kv_cache.num_computed_by_now(request)
+        if request.priority != first.priority or 2 * num_cached < request.num_tokens:
+            return False
+        num_blocks = self.kv_cache.num_blocks_of(request, request.num_tokens + 1)
+        missing = num_blocks - num_cached // self.kv_cache.block_size
+        return promised + missing <= self.kv_cache.pool.num_free_blocks
 
     def num_missing_blocks(self, request: Request) -> int:
         """Blocks that the request lacks for all of its tokens and one more. A draft may have left it one too many."""

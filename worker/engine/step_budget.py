@@ -35,13 +35,25 @@ LEAST_TIMES_WITHOUT_PROMPTS = 1.25
 STEP_COST_SHARE = 1 / 8
 # One part in so many is reserved for the prompt that is first in rank.
 FIRST_IN_RANK_SHARE = 8
-# With this much room, a prompt of any length makes progress; see scheduler.chunk_of.
+# With this much room, a prompt of any length makes progress; see chunk_of.
 MIN_CHUNK_ROOM = 3
 # A change in the number of tokens costs time (docs/decisions/0025). So a step that divides prompts keeps the number of
 # the step before, if that is at least this share of what it could have. Otherwise it takes a number of few significant
 # bits.
 KEPT_SHARE = 0.7
 _BITS = 3
+
+
+def chunk_of(remaining: int, room: int) -> int:
+    """How many of `remaining` tokens to compute now, at most `room`. Neither this chunk nor the rest is a single token,
+    because other kernels compute a single token and give other bits (docs/decisions/0006). 0 if that is not
+    possible."""
+    if remaining == 1:
+        return min(remaining, room)
+    num_tokens = min(remaining, room)
+    if remaining - num_tokens == 1:
+        num_tokens -= 1
+    return num_tokens if num_tokens > 1 else 0
 
 
 class Prompt(NamedTuple):

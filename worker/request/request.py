@@ -126,6 +126,8 @@ class Request:
     """Draft tokens that steps have verified."""
     num_accepted: int = 0
     """Draft tokens that became part of the answer."""
+    lacks_blocks_since_s: float = 0.0
+    """Since when it is the first that waits, without enough free KV blocks. Others may overtake it for some time."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0

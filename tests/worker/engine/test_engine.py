@@ -10,8 +10,8 @@ import pytest
 
 from headrace.protos.status import Reason
 from headrace.worker.engine.engine import MAX_FAILED_STEPS, EngineFailedError, EngineStats
-from headrace.worker.engine.scheduler import SchedulerStats, chunk_of
-from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM
+from headrace.worker.engine.scheduler import SchedulerStats
+from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, chunk_of
 from headrace.worker.kv import manager as kv_cache
 from headrace.worker.model.batch import Batch
 from headrace.worker.request.logprobs import TokenLogprobs
