@@ -14,7 +14,7 @@ from headrace.gateway.anthropic.turns import Turn, system_turn, turns_of
 from headrace.gateway.chat.conversation import can_switch_reasoning
 from headrace.gateway.chat.request import AnswerFields, Chat
 from headrace.gateway.checks import check_range, invalid, unsupported
-from headrace.gateway.field_names import FieldNames
+from headrace.gateway.field_names import FieldNames, messages_at
 from headrace.gateway.text.chat_template import ChatTemplate
 
 MIN_BUDGET_TOKENS = 1024
@@ -189,8 +189,7 @@ def chat_of(request: PromptFields, effort: str | None, answer: AnswerFields | No
 def _names(turns: Sequence[Turn]) -> FieldNames:
     return FieldNames(
         [
-            *((rf"messages\[{i}\]\.\w+", turn.place) for i, turn in enumerate(turns)),
-            *((rf"messages\[{i}\]", turn.place) for i, turn in enumerate(turns)),
+            messages_at([turn.place for turn in turns], r"(?:\.\w+)?"),
             ("stop", "stop_sequences"),
             ("reasoning_effort", "output_config.effort"),
             (r"response_format\.json_schema", "output_config.format"),

@@ -14,7 +14,7 @@ import msgspec
 from headrace.gateway.chat.request import Chat, ChatMessage, SamplingFields
 from headrace.gateway.chat.sampling import MAX_LOGPROBS
 from headrace.gateway.checks import check_range, invalid, unsupported
-from headrace.gateway.field_names import FieldNames
+from headrace.gateway.field_names import FieldNames, messages_at
 from headrace.gateway.responses.items import Turn
 
 MAX_METADATA_ENTRIES = 16
@@ -179,10 +179,9 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn]) -> ResponseChat:
 
 
 def _names(places: Sequence[str]) -> FieldNames:
-    own = [(rf"messages\[{i}\]", place) for i, place in enumerate(places)]
     return FieldNames(
         [
-            *own,
+            messages_at(places),
             ("messages", "input"),
             ("max_completion_tokens", "max_output_tokens"),
             ("reasoning_effort", "reasoning.effort"),
