@@ -30,6 +30,7 @@ from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.models import Model, Models
 from headrace.protos.cache_eviction import longest_context
 from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
+from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
 
 # Fields of a tokenization that apply only to a conversation.
@@ -111,6 +112,7 @@ class Chats:
         check_chat(request)
         use = tool_use_of(request)
         model = await self._generating(request)
+        _check_number(len(request.messages), model.card.max_context_tokens)
         conversation = conversation_of(request, model.chat_template(), use.listed, self.reasons(model))
         return model, use, conversation, await self._prompts.of_conversation(model, conversation)
 
@@ -170,6 +172,15 @@ class Chats:
         if not request.bad_words:
             return sampling
         return replace(sampling, bad_words=await self._prompts.of_words(model, request.bad_words))
+
+
+def _check_number(num_messages: int, max_context_tokens: int) -> None:
+    """Raise StatusError (CONTEXT_TOO_LONG) for more messages than a context has tokens, before any is read."""
+    if num_messages > max_context_tokens:
+        problem = (
+            f"This model's maximum context length is {max_context_tokens} tokens, too few for {num_messages} messages."
+        )
+        raise StatusError(Reason.CONTEXT_TOO_LONG, problem, field="messages")
 
 
 def plan_of(

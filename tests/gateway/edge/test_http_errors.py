@@ -185,6 +185,11 @@ async def test_prompt_and_max_tokens_must_fit_together_but_a_default_is_shortene
         assert router.streams[-1].request.sampling.max_tokens == expected
 
 
+async def test_more_messages_than_a_context_has_tokens_are_refused_before_they_are_read(gateway: Any) -> None:
+    error = await failure(gateway, CHAT, 400, {"model": "tiny", "messages": HI * 257})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
 @pytest.mark.parametrize(
     ("raw", "where"),
     [
