@@ -52,6 +52,7 @@ def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
             reader.add(role, f"{where}.content" if isinstance(content, str) else f"{where}.content[{i}]", block)
         if not blocks:
             reader.add(role, f"{where}.content", {"type": "text", "text": ""})
+    reader.end_turn()
     for turn in reader.turns:
         if turn.message.content is None and not turn.message.tool_calls:
             turn.message.content = ""  # nothing but thinking
@@ -64,24 +65,26 @@ class _Reader:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._call_ids: set[str] = set()
+        # Of the turn at the end. Joined once: there may be as many as fit into a body.
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
 
     def add(self, role: str, where: str, block: Any) -> None:
         """Add a block to the end of the conversation."""
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            turn = self._turn(role, where)
-            text = _string(where, block, "text")
-            turn.content = text if turn.content is None else f"{turn.content}\n{text}"
+            self._turn(role, where)
+            self._texts.append(_string(where, block, "text"))
         elif kind == "tool_result" and role == "user":
             self._tool_result(where, block)
         elif kind == "tool_use" and role == "assistant":
             self._tool_use(where, block)
         elif kind == "thinking" and role == "assistant":
-            turn = self._turn(role, where)
+            self._turn(role, where)
             text = _string(where, block, "thinking")
             if not text and block.get("signature"):
                 text = unsealed(f"{where}.signature", block["signature"])
-            turn.reasoning_content = (turn.reasoning_content or "") + text
+            self._thoughts.append(text)
         else:
             named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
             known = "text and tool_result" if role == "user" else "text, thinking and tool_use"
@@ -90,8 +93,20 @@ class _Reader:
     def _turn(self, role: str, where: str) -> ChatMessage:
         """The turn of this role at the end."""
         if not self.turns or self.turns[-1].message.role != role:
-            self.turns.append(Turn(ChatMessage(role=role), where))
+            self._begin_turn(Turn(ChatMessage(role=role), where))
         return self.turns[-1].message
+
+    def _begin_turn(self, turn: Turn) -> None:
+        self.end_turn()
+        self.turns.append(turn)
+
+    def end_turn(self) -> None:
+        """The turn at the end has all its blocks."""
+        if self._texts:
+            self.turns[-1].message.content = "\n".join(self._texts)
+        if self._thoughts:
+            self.turns[-1].message.reasoning_content = "".join(self._thoughts)
+        self._texts, self._thoughts = [], []
 
     def _tool_result(self, where: str, block: Mapping[str, Any]) -> None:
         call_id = _string(where, block, "tool_use_id")
@@ -101,7 +116,7 @@ class _Reader:
         text = _text(f"{where}.content", block.get("content") or "")
         if block.get("is_error"):
             text = f"Error: {text}"  # templates have no other way to mark an error
-        self.turns.append(Turn(ChatMessage(role="tool", content=text, tool_call_id=call_id), where))
+        self._begin_turn(Turn(ChatMessage(role="tool", content=text, tool_call_id=call_id), where))
 
     def _tool_use(self, where: str, block: Mapping[str, Any]) -> None:
         call_id, name = _string(where, block, "id"), _string(where, block, "name")
@@ -111,7 +126,9 @@ class _Reader:
         self._call_ids.add(call_id)
         turn = self._turn("assistant", where)
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        turn.tool_calls = [*(turn.tool_calls or ()), {"id": call_id, "type": "function", "function": function}]
+        if turn.tool_calls is None:
+            turn.tool_calls = []
+        turn.tool_calls.append({"id": call_id, "type": "function", "function": function})
 
 
 def _text(where: str, content: Any) -> str:

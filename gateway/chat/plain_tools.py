@@ -59,6 +59,7 @@ def with_block(
 def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with calls and results as text. A user's turn after results is merged with them."""
     found: list[dict[str, Any]] = []
+    contents: list[list[str]] = []  # of the turns that were found, joined once: there may be very many
     behind_result = False
     for message in messages:
         turn = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
@@ -66,17 +67,29 @@ def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if is_result:
             content = f"<tool_response>\n{turn['content'] or ''}\n</tool_response>"
             turn = {"role": "user", "content": content}
+        texts = [turn["content"]]
         for call in message.get("tool_calls") or ():
             function = call["function"]
             value = {"name": function["name"], "arguments": function.get("arguments") or {}}
-            text = f"{OPENING}\n{json.dumps(value, ensure_ascii=False)}\n{CLOSING}"
-            turn["content"] = _joined(turn["content"], text, "\n")
+            _append(texts, f"{OPENING}\n{json.dumps(value, ensure_ascii=False)}\n{CLOSING}")
         if behind_result and turn["role"] == "user":
-            found[-1]["content"] = _joined(found[-1]["content"], turn["content"], "\n")
+            for text in texts:
+                _append(contents[-1], text)
         else:
             found.append(turn)
+            contents.append(texts)
         behind_result = is_result or (behind_result and turn["role"] == "user")
+    for turn, texts in zip(found, contents, strict=True):
+        turn["content"] = texts[0] if len(texts) == 1 else "\n".join(texts)
     return found
+
+
+def _append(texts: list[str], text: str) -> None:
+    """Add a text to those that are joined, in the place of an empty one."""
+    if texts[0]:
+        texts.append(text)
+    else:
+        texts[0] = text
 
 
 def _joined(before: str | None, text: str, separator: str) -> str:

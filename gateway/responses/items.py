@@ -52,6 +52,7 @@ def turns_of(earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, 
     """The conversation of earlier items and the input. Raises `StatusError` for an output without its call."""
     turns: list[Turn] = []
     calls: set[str] = set()
+    thoughts: dict[int, list[str]] = {}  # of turns, by their numbers
     places = [*("previous_response_id" for _ in earlier), *(f"input[{i}]" for i in range(len(items)))]
     for place, item in zip(places, [*earlier, *items], strict=True):
         kind = item["type"]
@@ -63,9 +64,11 @@ def turns_of(earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, 
         elif kind == "message" and item["role"] != "assistant":
             turns.append(Turn(ChatMessage(role=item["role"], content=_text(item["content"])), place))
         else:
-            _add_to_assistant(turns, place, item)
+            _add_to_assistant(turns, thoughts, place, item)
             if kind == "function_call":
                 calls.add(item["call_id"])
+    for number, texts in thoughts.items():
+        turns[number].message.reasoning_content = "".join(texts)
     for turn in turns:
         message = turn.message
         if message.role == "assistant" and message.content is None and not message.tool_calls:
@@ -73,7 +76,7 @@ def turns_of(earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, 
     return turns
 
 
-def _add_to_assistant(turns: list[Turn], place: str, item: Mapping[str, Any]) -> None:
+def _add_to_assistant(turns: list[Turn], thoughts: dict[int, list[str]], place: str, item: Mapping[str, Any]) -> None:
     """Add an item to the assistant's turn at the end, or begin one."""
     kind = item["type"]
     last = turns[-1].message if turns and turns[-1].message.role == "assistant" else None
@@ -81,13 +84,15 @@ def _add_to_assistant(turns: list[Turn], place: str, item: Mapping[str, Any]) ->
         last = ChatMessage(role="assistant")
         turns.append(Turn(last, place))
     if kind == "reasoning":
-        last.reasoning_content = (last.reasoning_content or "") + "\n".join(part["text"] for part in item["content"])
+        thoughts.setdefault(len(turns) - 1, []).append("\n".join(part["text"] for part in item["content"]))
     elif kind == "message":
         last.content = _text(item["content"])
     else:
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
-        last.tool_calls = [*(last.tool_calls or ()), call]
+        if last.tool_calls is None:
+            last.tool_calls = []
+        last.tool_calls.append(call)
 
 
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
