@@ -373,7 +373,8 @@ def _number(query: Mapping[str, str], name: str, default: int, least: int, most:
     text = query.get(name)
     if text is None:
         return default
-    number = int(text) if text.lstrip("-").isascii() and text.lstrip("-").isdigit() and len(text) < 12 else None
+    digits = text.removeprefix("-")
+    number = int(text) if digits.isascii() and digits.isdigit() and len(text) < 12 else None
     if number is None or not least <= number <= most:
         raise invalid(name, f"{name} must be a number from {least} to {most}")
     return number

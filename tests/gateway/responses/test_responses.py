@@ -632,6 +632,7 @@ async def test_input_items_are_listed_in_pages(front: Any, ask: Any) -> None:
         {"limit": "0"},
         {"limit": "101"},
         {"limit": "x"},
+        {"limit": "--5"},
         {"order": "up"},
         {"after": "msg_none"},
         {"include": "x"},
