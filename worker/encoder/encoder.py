@@ -19,6 +19,7 @@ from headrace.worker.encoder.batcher import Batcher
 from headrace.worker.encoder.pooling import Floats
 from headrace.worker.engine.forecast import has_waited_too_long, too_long_a_wait
 from headrace.worker.engine.mailbox import LoadReport
+from headrace.worker.engine.step_cost import PAUSE
 from headrace.worker.request.request import FinishReason, Request, RequestState, StepNote
 from headrace.worker.request.step import RequestOutput
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Half-life of the learned rate, in seconds of work.
 _HALF_LIFE_S = 10.0
+# Work that takes more than so many seconds, and PAUSE times what the rate predicts, counts as if it took only that.
+_LEAST_PAUSE_S = 2.0
 _NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's output for this text is not numbers")
 _FAILED = StatusError(Reason.INTERNAL, "the model failed on the texts of this batch; the worker's log has the reason")
 
@@ -52,6 +55,8 @@ class Rate:
 
     def observe(self, num_texts: int, num_tokens: int, seconds: float) -> None:
         """Learn from texts that were encoded in some seconds of work."""
+        if self._num_tokens:
+            seconds = min(seconds, max(PAUSE * num_tokens / self.tokens_per_s, _LEAST_PAUSE_S))
         keep = 0.5 ** (seconds / _HALF_LIFE_S)
         self._num_tokens = self._num_tokens * keep + num_tokens
         self._num_texts = self._num_texts * keep + num_texts

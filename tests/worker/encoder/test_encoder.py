@@ -11,7 +11,7 @@ import pytest
 
 from headrace.protos.status import Reason
 from headrace.worker.encoder.batcher import Batcher, BatchLimits
-from headrace.worker.encoder.encoder import Encoder
+from headrace.worker.encoder.encoder import Encoder, Rate
 from headrace.worker.encoder.pooling import Floats
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
@@ -199,3 +199,13 @@ def test_the_report_shows_the_window_as_running_and_the_rest_as_waiting() -> Non
     report = under_test.encoder.report(25)
     assert report.prefill_tokens_per_s == pytest.approx(3 * 1000 / MS_PER_TOKEN, rel=0.2)
     assert report.num_running == report.num_waiting == report.num_uncached_tokens == 0
+
+
+def test_a_process_that_was_stopped_for_an_hour_is_soon_as_fast_as_before() -> None:
+    rate = Rate()
+    for _ in range(1000):
+        rate.observe(8, 1000, 0.05)
+    rate.observe(8, 1000, 3600.0)
+    for _ in range(200):
+        rate.observe(8, 1000, 0.05)
+    assert rate.tokens_per_s == pytest.approx(20_000, rel=0.15)
