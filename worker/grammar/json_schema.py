@@ -5,6 +5,8 @@ Where the compiler would accept answers that violate the schema, the schema is n
 - Dates must be in the calendar, in the years 1 to 9999, and times have no leap seconds, so any parser accepts them.
 - `minProperties` is refused if only names chosen by the model could reach it, because it may choose a name twice.
 - A schema cannot set the compiler's own options.
+- At most `MAX_PATTERNS` patterns may apply to one text. The compiler's time grows exponentially with them, and nothing
+  can interrupt it.
 
 Answers are compact, without white space between tokens: docs/decisions/0007.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -32,6 +35,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalProperties", "additionalItems")
 
+MAX_PATTERNS = 8
 _DECODER = json.JSONDecoder()
 # Strings, comments and expressions, which may contain %json as text, and %json itself.
 _LEXEMES = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)', re.DOTALL)
@@ -52,6 +56,7 @@ def prepared(schema: str) -> str:
             raise UnsupportedSchema("no answer satisfies it" if root is False else "it is not an object")
         if "x-guidance" in root:
             raise UnsupportedSchema("x-guidance cannot be set; leave it out")
+        _check_patterns(root)
         return json.dumps({**_narrowed(root), "x-guidance": _OPTIONS})
     except msgspec.DecodeError as error:
         raise UnsupportedSchema(f"it is not JSON: {error}") from error
@@ -82,6 +87,7 @@ def prepared_within(grammar: str) -> str:
 def _narrowed_root(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
+    _check_patterns(schema)
     options = schema.get("x-guidance")
     narrowed = _narrowed(schema)
     return {**narrowed, "x-guidance": {**options, "lenient": False}} if isinstance(options, dict) else narrowed
@@ -116,3 +122,51 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
     num_required = len(set(required)) if isinstance(required, list) else 0
     if isinstance(least, int) and least > max(1, num_required):
         raise UnsupportedSchema(f"minProperties {least} is over the number of required properties, {num_required}")
+
+
+def _check_patterns(root: dict[str, Any]) -> None:
+    """Refuse a schema in which too many patterns and formats apply to one text."""
+    counts: dict[int, int] = {}
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        schema, is_ready = waiting.pop()
+        if not isinstance(schema, dict) or (id(schema) in counts and not is_ready):
+            continue
+        together = [*_listed(schema, "allOf"), _target(root, schema.get("$ref"))]
+        either = [*_listed(schema, "anyOf"), *_listed(schema, "oneOf")]
+        if is_ready:
+            own = isinstance(schema.get("pattern"), str) + isinstance(schema.get("format"), str)
+            of_one = max((counts.get(id(child), 0) for child in either), default=0)
+            counts[id(schema)] = own + of_one + sum(counts.get(id(child), 0) for child in together)
+            continue
+        counts[id(schema)] = 0  # a schema that refers to itself adds nothing
+        waiting.append((schema, True))
+        elsewhere = [child for keyword in _MAPS for child in _mapped(schema, keyword)]
+        elsewhere += [child for keyword in ("prefixItems", "items") for child in _listed(schema, keyword)]
+        waiting += ((child, False) for child in (*together, *either, *elsewhere, *map(schema.get, _SINGLES)))
+    if (most := max(counts.values())) > MAX_PATTERNS:
+        problem = f"{most} patterns and formats apply to one text, and at most {MAX_PATTERNS} are supported"
+        raise UnsupportedSchema(f"{problem}; write them as one pattern")
+
+
+def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:
+    children = schema.get(keyword)
+    return children if isinstance(children, list) else []
+
+
+def _mapped(schema: dict[str, Any], keyword: str) -> list[Any]:
+    children = schema.get(keyword)
+    return list(children.values()) if isinstance(children, dict) else []
+
+
+def _target(root: dict[str, Any], reference: Any) -> Any:
+    """The part of a schema that a reference within it names; None if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for name in unquote(reference[1:]).split("/")[1:]:
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and len(name) < 8 and int(name) < len(found) else None
+        else:
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found

@@ -188,6 +188,18 @@ async def test_a_schema_within_a_grammar_that_cannot_be_kept_is_refused(compiler
         ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance"),
         (False, "no answer"),
         ([1], "object"),
+        ({"items": {"allOf": [{"pattern": f"a.*{number}"} for number in range(26)]}}, "26 patterns and formats apply"),
+        (
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {
+                    str(number): {"pattern": f"a.*{number}", "allOf": [{"$ref": f"#/$defs/{number + 1}"}]}
+                    for number in range(26)
+                }
+                | {"26": {"format": "date"}},
+            },
+            "27 patterns and formats apply",
+        ),
     ],
 )
 async def test_a_schema_that_cannot_be_kept_is_refused_with_the_reason(
@@ -197,6 +209,13 @@ async def test_a_schema_that_cannot_be_kept_is_refused_with_the_reason(
         await constraint_of(compiler, schema_source(schema))
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "sampling.constraint.json_schema")
     assert "\n" not in caught.value.message
+
+
+async def test_any_number_of_patterns_may_apply_to_different_texts(compiler: Grammars) -> None:
+    texts = [{"type": "string", "pattern": f"^x{number}$"} for number in range(30)]
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "name": {"$ref": "#/anyOf/0"}}}
+    schema = {"anyOf": [*texts, {"type": "array", "prefixItems": texts}, {"$ref": "#/$defs/node"}]}
+    assert allowed_ids(await constraint_of(compiler, schema_source({**schema, "$defs": {"node": node}})))
 
 
 @pytest.mark.parametrize(
