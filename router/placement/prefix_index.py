@@ -36,13 +36,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from headrace.router.placement.disk_index import DiskIndex
+from headrace.router.placement.block_index import BlockIndex, note
 from headrace.router.placement.predictions import Predictions, Run
 
 Depths: TypeAlias = npt.NDArray[np.intp]
 
-# So many workers are noted one by one; it takes an array to note more of them.
-_FEW_BITS = 8
 # Masks that are kept to be shared.
 _MAX_SHARED_MASKS = 4096
 # Hashes that left, in a log, beyond those that are held.
@@ -79,8 +77,8 @@ class PrefixIndex:
     def __init__(self, max_entries: int, max_predicted: int, prediction_ttl_s: float) -> None:
         assert max_entries > 0, "the index needs room"
         self.max_entries = max_entries
-        self.disk = DiskIndex(max_entries)
-        self.states = DiskIndex(max_entries)
+        self.disk = BlockIndex(max_entries)
+        self.states = BlockIndex(max_entries)
         self._num_entries = 0
         self._num_dropped = 0
         self._mask: dict[int, int] = {}
@@ -248,7 +246,7 @@ class PrefixIndex:
             start, there, end, beyond = segments.pop()
             while there != beyond:
                 if end - start == 1:
-                    _note(depths, there ^ beyond, end)
+                    note(depths, there ^ beyond, end)
                     self._extend(depths, hashes, end, there ^ beyond)
                     break
                 middle = (start + end) >> 1
@@ -263,7 +261,7 @@ class PrefixIndex:
     def _extend(self, depths: Depths, hashes: Sequence[int], depth: int, workers: int) -> None:
         """Continue with predictions for the workers whose entries end at this depth."""
         for bit, end in self._predictions.reach(hashes, depth, workers).items():
-            _note(depths, bit, end)
+            note(depths, bit, end)
 
     def _walk(self, depths: Depths, hashes: Sequence[int], alive: int) -> None:
         """Note the depths of these workers, which may have gaps, by looking at each block."""
@@ -273,13 +271,13 @@ class PrefixIndex:
             alive |= resumed.pop(depth, 0)
             still = mask_of(block_hash, 0) & alive
             if still != alive:
-                _note(depths, alive ^ still, depth)
+                note(depths, alive ^ still, depth)
                 for bit, end in self._predictions.reach(hashes, depth, alive ^ still).items():
                     resumed[end] = resumed.get(end, 0) | bit
                 alive = still
                 if not alive and not resumed:
                     return
-        _note(depths, alive | resumed.get(len(hashes), 0), len(hashes))
+        note(depths, alive | resumed.get(len(hashes), 0), len(hashes))
 
     def check(self) -> None:
         """Assert that masks, holdings and counts agree. For tests: it looks at every entry."""
@@ -358,16 +356,3 @@ class PrefixIndex:
         self._take_out(giver, (newest,))
         self._gapped |= giver.bit
         return True
-
-
-def _note(depths: Depths, bits: int, depth: int) -> None:
-    """Set the depth of the workers with these bits."""
-    if bits.bit_count() > _FEW_BITS:
-        num_bytes = (bits.bit_length() + 7) >> 3
-        flags = np.unpackbits(np.frombuffer(bits.to_bytes(num_bytes, "little"), np.uint8), bitorder="little")
-        depths[flags.nonzero()[0]] = depth
-        return
-    while bits:
-        slot = bits.bit_length() - 1
-        depths[slot] = depth
-        bits ^= 1 << slot

@@ -12,8 +12,8 @@ import pytest
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.router.fleet.link_state import LinkState
+from headrace.router.placement.block_index import BlockIndex
 from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
-from headrace.router.placement.disk_index import DiskIndex
 from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place
 from headrace.router.placement.prefix_index import PrefixIndex
 from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S, SETUP_MS, Transfers
@@ -105,7 +105,7 @@ def test_more_on_the_disk_is_better_than_less_at_a_peer() -> None:
 
 
 def test_a_disk_continues_where_the_memory_ends() -> None:
-    index = DiskIndex(100)
+    index = BlockIndex(100)
     hashes = list(range(10, 20))
     slots, depths = np.array([0, 1, 3]), np.array([2, 0, 4])
     assert index.extend(hashes, slots, depths) is None
@@ -123,13 +123,37 @@ def test_a_disk_continues_where_the_memory_ends() -> None:
 
 
 def test_the_index_of_disks_is_bounded() -> None:
-    index = DiskIndex(5)
+    index = BlockIndex(5)
     index.apply(0, range(3), [])
     index.apply(1, range(10), [])
     assert len(index) == 5
     index.apply(0, [], range(3))
     index.apply(1, range(20, 30), [])
     assert len(index) == 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_workers_are_looked_up_as_if_one_by_one(seed: int) -> None:
+    rng, index = random.Random(seed), BlockIndex(400)
+    hashes, there = list(range(100, 112)), {slot: set[int]() for slot in range(40)}
+    for _ in range(300):
+        slot, stored, evicted = rng.randrange(40), rng.sample(range(98, 116), 6), rng.sample(range(98, 116), 3)
+        index.apply(slot, stored, evicted)
+        there[slot] = there[slot] - set(evicted) | set(stored)
+        if rng.random() < 0.1:
+            index.reset(slot)
+            there[slot] = set()
+        index.check()
+        if len(index) == 400:
+            return
+        slots = np.array(rng.sample(range(40), 30))
+        depths = np.array([rng.randint(0, 12) for _ in slots])
+        cut, extended = index.cut(hashes, slots, depths), index.extend(hashes, slots, depths)
+        for number, (one, depth) in enumerate(zip(slots.tolist(), depths.tolist(), strict=True)):
+            before = [end for end in range(1, depth + 1) if hashes[end - 1] in there[one]]
+            assert cut[number] == max(before, default=0)
+            behind = next((end for end in range(depth, 12) if hashes[end] not in there[one]), 12)
+            assert behind == (depth if extended is None else extended[number])
 
 
 def test_predicted_blocks_are_not_there_to_be_fetched_yet() -> None:
@@ -232,7 +256,7 @@ async def test_what_is_on_a_disk_counts_at_its_worker(start_router: StartRouter,
 
 
 def test_a_prefix_is_used_up_to_the_last_state() -> None:
-    index = DiskIndex(100)
+    index = BlockIndex(100)
     hashes, slots = list(range(10, 20)), np.array([0, 1, 2])
     index.apply(0, [13, 16, 19], [])
     index.apply(1, [15], [])
