@@ -102,17 +102,23 @@ async def poisson_load(base_url: str, names: list[str], rng: random.Random) -> l
 
 
 async def kill_workers(serve: Serve, rng: random.Random, killed: Counter[str]) -> None:
-    """Kill a worker now and then, one that is loading if there is one. Runs until it is cancelled."""
+    """Kill a worker now and then, one that is loading if there is one. Runs until it is cancelled.
+
+    No load is killed twice in a row: a model whose worker ends three times while it loads counts as one that cannot be
+    loaded."""
+    spared = ""
     while True:
         await asyncio.sleep(KILL_EVERY_S / 2)
         for _ in range(round(KILL_EVERY_S)):
             rows = await asyncio.to_thread(serve.status)
             workers = [row for row in rows if row["role"] == "worker" and row["pid"] is not None]
-            loading = [row for row in workers if row["model"] is None]
+            loading = [row for row in workers if row["model"] is None and row["name"] != spared]
             if loading or rng.random() < 0.05:
                 break
-        if workers:
-            row = rng.choice(loading or workers)
+        serving = [row for row in workers if row["model"] is not None]
+        if loading or serving:
+            row = rng.choice(loading or serving)
+            spared = row["name"] if loading else ""
             with suppress(ProcessLookupError):  # its model may just have left
                 os.kill(row["pid"], signal.SIGKILL)
                 killed["loading" if loading else "serving"] += 1
