@@ -57,6 +57,7 @@ class Fetching:
         if takeover is not None:
             takeover.num_spare = self._num_spare
         self._held: dict[Fetch, _Held] = {}
+        scheduler.fetch_first = self._begin_late
 
     @property
     def num_held(self) -> int:
@@ -65,8 +66,24 @@ class Fetching:
 
     def begin(self, request: Request) -> bool:
         """Hold a new request if it should wait. Else it is to be scheduled at once."""
-        if request.wants_prompt_logprobs:
+        return not request.wants_prompt_logprobs and self._begin(request, self._num_spare)
+
+    def _begin_late(self, request: Request, num_free: int) -> bool:
+        """Hold a request that is about to be computed, if it should wait for blocks: there was no room for them when it
+        came, or others have taken them since. It gets `num_free` free ones, which it would take to be computed."""
+        if request.was_fetched_for or request.num_preemptions or request.wants_prompt_logprobs:
             return False
+        cache = self._scheduler.kv_cache
+        if self._best(request, request.num_computed_tokens // cache.block_size)[0] is None:
+            return False
+        cache.free(request)
+        if self._begin(request, lambda: min(num_free, cache.pool.num_free_blocks)):
+            self._scheduler.waiting.remove(request)
+            return True
+        cache.reuse(request)
+        return False
+
+    def _begin(self, request: Request, count_room: Callable[[], int]) -> bool:
         cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
         first = cache.num_computed_by_now(request) // cache.block_size
         tier, end = self._best(request, first)
@@ -74,7 +91,7 @@ class Fetching:
             return False
         prefix = self._hold_prefix(request)
         # The held blocks are not spare any more.
-        end = min(end, first + self._num_spare())
+        end = min(end, first + count_room())
         if len(prefix) != first or self._saved_s(tier, first, end) <= 0.0:
             pool.release(reversed(prefix))
             return False
@@ -83,6 +100,7 @@ class Fetching:
             for index, block in zip(range(first, end), pool.take(end - first), strict=True)
         ]
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._compute_s(first, end))
+        request.was_fetched_for = True
         fetch = Fetch(wanted, request.kv_source if tier is self.peers else "", patience_s)
         self._held[fetch] = _Held(request, prefix, self._clock() + patience_s)
         self._count_running()

@@ -99,6 +99,8 @@ class Scheduler:
     num_traced: int = 0
     num_fetching: int = 0
     """Prompts for which the disk fills blocks that no request here holds."""
+    fetch_first: Callable[[Request, int], bool] | None = None
+    """Takes a waiting request whose cached blocks are elsewhere, to have them fetched into so many free blocks."""
     _num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -118,8 +120,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Accept a request. The service has checked that it fits the pool when it is alone."""
         assert self.kv_cache.num_blocks_of(request, request.num_tokens) <= self.kv_cache.pool.num_blocks
-        self.stats.requests_admitted += 1
-        self.num_traced += request.steps is not None
+        if not request.is_accepted:
+            request.is_accepted = True
+            self.stats.requests_admitted += 1
+            self.num_traced += request.steps is not None
         bisect.insort(self.waiting, request, key=rank)
 
     def cancel(self, request: Request) -> None:
@@ -219,6 +223,8 @@ class Scheduler:
                 if not self._may_be_overtaken(overtaken):
                     return
                 continue
+            if self.fetch_first is not None and self.fetch_first(request, missing):
+                continue
             promised += missing
             self.waiting.remove(request)
             self._count_cached_tokens(request, gained)
@@ -255,15 +261,9 @@ class Scheduler:
             self.stats.prompt_tokens_cached += of_prompt
 
     def _share_budget(self) -> dict[Request, int]:
-        """How many tokens each running request should compute. A request may wait for a block that another
-        computes."""
-        wanted: dict[Request, int] = {}
-        behind: list[Request] = []
-        for request in self.running:
-            if request.num_uncomputed_tokens == 1:
-                wanted[request] = 1
-            else:
-                behind.append(request)
+        """How many tokens each running request should compute. It may wait for a block that another computes."""
+        wanted = {request: 1 for request in self.running if request.num_uncomputed_tokens == 1}
+        behind = [request for request in self.running if request not in wanted]
         if behind:
             self._share_with(behind, wanted)
         elif self.speculation is not None:

@@ -126,6 +126,10 @@ class Request:
     """Draft tokens that steps have verified."""
     num_accepted: int = 0
     """Draft tokens that became part of the answer."""
+    is_accepted: bool = False
+    """Whether it has been in the scheduler's queue."""
+    was_fetched_for: bool = False
+    """Whether it has waited for blocks from the disk or from another worker."""
     lacks_blocks_since_s: float = 0.0
     """Since when it is the first that waits, without enough free KV blocks. Others may overtake it for some time."""
     scheduled_s: float = 0.0

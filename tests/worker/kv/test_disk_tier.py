@@ -447,6 +447,26 @@ def test_no_more_is_read_than_the_pool_has_room_for_beside_the_cached_beginning(
     worker.pool.check()
 
 
+def test_what_has_no_room_when_it_comes_is_read_when_its_turn_comes(worker: Worker) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    scheduler = worker.under_test.scheduler
+    long, request = worker.request([1, 2, 3], NUM_BLOCKS * BLOCK_SIZE - 4), worker.request(PROMPT)
+    worker.under_test.tokens[long], worker.under_test.tokens[request] = [], []
+    scheduler.add(long)
+    worker.under_test.step()
+    assert not worker.fetching.begin(request), "all blocks may be needed by the first"
+    scheduler.add(request)
+    worker.under_test.step()
+    assert (scheduler.waiting, scheduler.running, scheduler.num_fetching) == ([], [long], 1)
+    until(worker.add_ready)
+    worker.under_test.run()
+    assert request.num_disk_tokens == request.num_cached_tokens == 6 * BLOCK_SIZE
+    assert worker.under_test.tokens[request] == expected_tokens(PROMPT, 2, VOCAB_SIZE)
+    assert scheduler.stats.requests_admitted == scheduler.stats.requests_finished == 3
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+
+
 def test_many_requests_at_once_in_a_small_pool_get_the_right_tokens_and_leave_no_block(worker: Worker) -> None:
     rng = random.Random(6)
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(8)]
