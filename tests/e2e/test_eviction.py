@@ -32,7 +32,8 @@ RULE = EvictionRule(192, start_size=32, recent_size=64)
 NUM_BLOCKS = 256 if SOAK else 60
 BUDGET = 256
 ANSWER = 60
-TEXT = Path(__file__).parents[2] / "docs" / "architecture.md"
+# No document that people edit: with some prompts these few layers answer the same without the blocks that are given up.
+TEXT = Path(__file__).parents[2] / "LICENSE"
 pytestmark = pytest.mark.e2e
 
 
