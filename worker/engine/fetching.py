@@ -66,29 +66,31 @@ class Fetching:
 
     def begin(self, request: Request) -> bool:
         """Hold a new request if it should wait. Else it is to be scheduled at once."""
-        return not request.wants_prompt_logprobs and self._begin(request, self._num_spare)
+        first = self._scheduler.kv_cache.num_computed_by_now(request) // self._scheduler.kv_cache.block_size
+        return self._begin(request, first, *self._best(request, first), self._num_spare)
 
     def _begin_late(self, request: Request, num_free: int) -> bool:
         """Hold a request that is about to be computed, if it should wait for blocks: there was no room for them when it
         came, or others have taken them since. It gets `num_free` free ones, which it would take to be computed."""
-        if request.was_fetched_for or request.num_preemptions or request.wants_prompt_logprobs:
+        if request.was_fetched_for or request.num_preemptions:
             return False
         cache = self._scheduler.kv_cache
-        if self._best(request, request.num_computed_tokens // cache.block_size)[0] is None:
+        first = request.num_computed_tokens // cache.block_size
+        tier, end = self._best(request, first)
+        if tier is None:
             return False
         cache.free(request)
-        if self._begin(request, lambda: min(num_free, cache.pool.num_free_blocks)):
+        if self._begin(request, first, tier, end, lambda: min(num_free, cache.pool.num_free_blocks)):
             self._scheduler.waiting.remove(request)
             return True
         cache.reuse(request)
         return False
 
-    def _begin(self, request: Request, count_room: Callable[[], int]) -> bool:
-        cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
-        first = cache.num_computed_by_now(request) // cache.block_size
-        tier, end = self._best(request, first)
+    def _begin(self, request: Request, first: int, tier: Tier | None, end: int, count_room: Callable[[], int]) -> bool:
+        """Hold a request for its blocks from `first` to `end`, as far as there is room, if that is worth it."""
         if tier is None:
             return False
+        cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
         prefix = self._hold_prefix(request)
         # The held blocks are not spare any more.
         end = min(end, first + count_room())
@@ -185,6 +187,8 @@ class Fetching:
         """The tier that saves most time for the blocks from `first` on, and the index after the last that it has. None
         if computing takes less."""
         best: tuple[Tier | None, int] = None, first
+        if request.wants_prompt_logprobs:
+            return best
         most_s = 0.0
         for tier, end in self._offers(request, first):
             saved_s = self._saved_s(tier, first, end)
