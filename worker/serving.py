@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health
@@ -19,6 +16,7 @@ from grpc_health.v1 import health
 from headrace.common.model_files.task import task_of
 from headrace.common.stores.redis_link import connect
 from headrace.common.telemetry.logs import without_secrets
+from headrace.common.threads import in_thread
 from headrace.common.transport.channels import SERVER_OPTIONS, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
 from headrace.common.transport.session_server import SessionServer
@@ -45,7 +43,6 @@ from headrace.worker.server.service import INFERENCE, SERVICE_NAMES, InferenceSe
 from headrace.worker.server.watch import WatchHub
 
 log = logging.getLogger("headrace.worker")
-_T = TypeVar("_T")
 
 
 async def serve(config: WorkerConfig) -> None:
@@ -69,11 +66,12 @@ async def serve(config: WorkerConfig) -> None:
 async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, memory: HostMemory | None) -> None:
     transport = Transport(config.tls_dir, config.join_token_file)
     server = _bound_server(config, transport)
-    loading = _in_daemon_thread(lambda: load(config, task, memory, transport))
+    loading = asyncio.wrap_future(in_thread("load", lambda: load(config, task, memory, transport)))
     stopping = asyncio.create_task(stop.wait())
     first_of: set[asyncio.Future[Any]] = {loading, stopping}
     await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
+        loading.cancel()  # its thread goes on until the process ends
         return
     model = loading.result()
     hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size)
@@ -125,28 +123,6 @@ def load(
         return load_encoder(config, task)
     refuse_embedder_with_cache(config.model_dir)
     return load_model(config, memory, transport)
-
-
-def _in_daemon_thread(function: Callable[[], _T]) -> asyncio.Future[_T]:
-    """The result of a function that runs in a thread which no end of the loop or the process waits for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def settle(settle_future: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            settle_future(value)
-
-    def run() -> None:
-        outcome: tuple[Callable[[Any], None], Any]
-        try:
-            outcome = future.set_result, function()
-        except BaseException as error:
-            outcome = future.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
-    return future
 
 
 async def _keep_in_use(memory: HostMemory) -> None:

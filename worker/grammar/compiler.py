@@ -19,9 +19,9 @@ from weakref import WeakSet
 
 import numpy as np
 
+from headrace.common.threads import in_thread
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import Bits, CompiledGrammar, Constraint, ConstraintSource, reason_of
-from headrace.worker.grammar.deep_stack import with_stack
 from headrace.worker.grammar.json_schema import UnsupportedSchema, prepared, prepared_within
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,10 @@ class Grammars:
             matcher = _compiled(tokenizer, source)
             return CompiledGrammar(matcher, time.thread_time() - start_s)
 
-        grammar = compiled() if num_bytes <= _SMALL_BYTES else with_stack(_STACK_BYTES_PER_BYTE * num_bytes, compiled)
+        if num_bytes <= _SMALL_BYTES:
+            grammar = compiled()
+        else:
+            grammar = in_thread("deep-stack", compiled, stack_bytes=_STACK_BYTES_PER_BYTE * num_bytes).result()
         with self._lock:
             self._kept.add(grammar)
             self._cache[source] = grammar
