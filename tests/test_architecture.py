@@ -152,6 +152,7 @@ TIERS = {
     ),
     "cli": (
         ("errors", "launch", "gguf"),
+        ("http_client",),
         ("export",),
         ("models", "fleet"),
         ("hosting",),

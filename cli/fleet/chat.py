@@ -18,6 +18,7 @@ import httpx
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, api_options
 from headrace.cli.fleet.run_state import running_serves
+from headrace.cli.http_client import server_url, tls_problem
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -63,9 +64,9 @@ class ChatClient:
         self, url: str, model: str | None = None, access: ApiAccess = OPEN, *, max_tokens: int | None = None
     ) -> None:
         self._max_tokens = max_tokens
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = server_url(url)
         # A slow prompt is silent for long. Only an unreachable server should fail fast.
-        self._http = access.client(httpx.Timeout(600.0, connect=5.0))
+        self._http = access.client(self._url, httpx.Timeout(600.0, connect=5.0))
         self.model = model or self._only_model()
 
     def close(self) -> None:
@@ -107,6 +108,8 @@ class ChatClient:
         if isinstance(error, httpx.HTTPStatusError):
             said = _message_of(error.response.text)
             return CommandFailed(f"{self._url} answered {error.response.status_code}" + (f": {said}" if said else ""))
+        if (problem := tls_problem(error)) is not None:
+            return CommandFailed(f"{self._url}: {problem}")
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
             return CommandFailed(f"no server at {self._url}; start one with headrace serve, or name another with --url")
         return CommandFailed(f"the connection to {self._url} broke: {str(error) or type(error).__name__}")

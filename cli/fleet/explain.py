@@ -14,6 +14,7 @@ from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.chat import default_url
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, access_options, api_options, transport_of
 from headrace.cli.fleet.run_state import ServeRecord, running_serves
+from headrace.cli.http_client import is_same_server, server_url, tls_problem
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 from headrace.protos.cache_scope import cache_scope, scoped_salt
@@ -48,17 +49,19 @@ def tokens_of(text: str) -> list[int]:
 
 def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[int]:
     """Ask the gateway for the tokens of a chat with this one message of the user. Raises CommandError."""
-    url = url.rstrip("/").removesuffix("/v1")
+    url = server_url(url)
     body: dict[str, object] = {"messages": [{"role": "user", "content": text}]}
     try:
         body |= {"model": model} if model else {}
-        with access.client(_TIMEOUT_S) as client:
+        with access.client(url, _TIMEOUT_S) as client:
             response = client.post(f"{url}/tokenize", json=body)
         answer = response.json()
         if response.status_code != 200:
             raise CommandFailed(f"{url}/tokenize refused: {answer['error']['message']}")
         return [int(token_id) for token_id in answer["tokens"]]
-    except httpx.HTTPError:
+    except httpx.HTTPError as error:
+        if (problem := tls_problem(error)) is not None:
+            raise CommandFailed(f"{url}: {problem}") from None
         raise CommandFailed(f"no gateway at {url}; name one with --url, or give token ids with --tokens") from None
     except (ValueError, KeyError, TypeError):
         raise CommandError(f"{url} is not a headrace gateway: its /tokenize is not valid") from None
@@ -113,8 +116,8 @@ def _print(explained: router_pb2.ExplainResponse) -> None:
 
 def _default_serve(url: str | None) -> ServeRecord:
     """The serve at this URL, or the only one on this host."""
-    wanted = None if url is None else url.rstrip("/").removesuffix("/v1")
-    records = [record for record in running_serves() if wanted in (None, record.url)]
+    wanted = None if url is None else server_url(url)
+    records = [record for record in running_serves() if wanted is None or is_same_server(wanted, record.url)]
     if len(records) != 1:
         known = "no headrace serve" if not records else "several of headrace serve"
         where = "this host runs" if url is None else f"at {url} this host runs"

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headrace.cli.errors import CommandError
+from headrace.cli.http_client import http_client, is_on_this_host
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
     from headrace.common.transport.channels import Transport
@@ -57,20 +60,29 @@ class ApiAccess:
     api_key: str | None = None
     ca_file: Path | None = None
 
-    def client(self, timeout: httpx.Timeout | float) -> httpx.Client:
-        """A client that sends the key. Close it, or use it in a `with`. Raises CommandError for a bad file."""
+    def client(self, url: str, timeout: httpx.Timeout | float) -> httpx.Client:
+        """A client of the server at `url` that sends the key. A server on this host is asked without a proxy. Close the
+        client, or use it in a `with`. Raises CommandError for a bad file or a bad variable."""
+        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        return http_client(direct=is_on_this_host(url), timeout=timeout, headers=headers, verify=self._authorities(url))
+
+    def _authorities(self, url: str) -> ssl.SSLContext | bool:
+        """The certificates to trust; False without TLS."""
+        if url.startswith("http:") and self.ca_file is None:
+            return False
         import ssl
 
         import httpx
 
-        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
         if self.ca_file is None:
-            return httpx.Client(timeout=timeout, headers=headers)
+            try:
+                return httpx.create_ssl_context()  # reads SSL_CERT_FILE and SSL_CERT_DIR
+            except OSError as error:
+                raise CommandError(f"SSL_CERT_FILE names no file of certificates: {error.strerror or error}") from None
         try:
-            context = ssl.create_default_context(cafile=self.ca_file)
+            return ssl.create_default_context(cafile=self.ca_file)
         except OSError as error:
             raise CommandError(f"--ca-file {self.ca_file}: {error.strerror or 'no certificates in it'}") from None
-        return httpx.Client(timeout=timeout, headers=headers, verify=context)
 
 
 OPEN = ApiAccess()

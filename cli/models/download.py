@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 
 from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.http_client import http_client
 from headrace.cli.models.progress import Progress
 
 _PIECE_BYTES = 1 << 18
@@ -72,10 +73,11 @@ class _TryAgain(Exception):
         self.asked_s = asked_s
 
 
-def http_client() -> httpx.Client:
-    """A client with the CA bundle and the proxies that the environment names, and bounded waits."""
+def hub_client() -> httpx.Client:
+    """A client with the CA bundle and the proxies that the environment names. Its waits are bounded. Raises
+    CommandError."""
     timeout = httpx.Timeout(30.0, connect=10.0)
-    return httpx.Client(verify=_tls_context(), timeout=timeout, follow_redirects=True, max_redirects=10)
+    return http_client(verify=_tls_context(), timeout=timeout, follow_redirects=True, max_redirects=10)
 
 
 def _tls_context() -> ssl.SSLContext:

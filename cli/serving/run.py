@@ -19,6 +19,7 @@ from headrace.cli.fleet.chat import ChatClient, Conversation, talk
 from headrace.cli.fleet.fleet_access import ApiAccess, api_options
 from headrace.cli.fleet.run_state import running_serves, runtime_directory
 from headrace.cli.hosting.finding import find_model
+from headrace.cli.http_client import tls_problem
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.offline import offline_option
 from headrace.cli.models.progress import say
@@ -85,12 +86,14 @@ def _running(name: str) -> str | None:
 
 def _wait_until_ready(url: str, name: str, access: ApiAccess) -> None:
     """Wait until the server has loaded its model. Raises CommandFailed if the server ends."""
-    with access.client(5.0) as client:
+    with access.client(url, 5.0) as client:
         while True:
             try:
                 if client.get(f"{url}/health/ready").status_code == 200:
                     return
             except httpx.TransportError as error:
+                if (problem := tls_problem(error)) is not None:
+                    raise CommandFailed(f"{url}: {problem}") from None
                 if _running(name) is None:
                     raise CommandFailed(f"the server at {url} has ended ({error})") from None
             time.sleep(_POLL_S)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.cli.errors import CommandError
-from headrace.cli.models.download import DownloadError, RetryRule, Wanted, download, http_client
+from headrace.cli.models.download import DownloadError, RetryRule, Wanted, download, hub_client
 from headrace.cli.models.progress import PlainProgress
 from tests.cli.conftest import FileServer
 from tests.http_server import http_server
@@ -25,7 +25,7 @@ QUIET = PlainProgress("test", write=lambda _line: None)
 def fetch(url: str, target: Path, sha: str | None = DIGEST, num_bytes: int | None = None) -> list[float]:
     """Download with a clock that does not wait. Returns the requested delays."""
     delays: list[float] = []
-    with http_client() as client:
+    with hub_client() as client:
         download(client, Wanted(url, sha, num_bytes), target, QUIET, RetryRule(sleep=delays.append))
     return delays
 
@@ -62,7 +62,7 @@ def test_however_the_connection_breaks_the_bytes_are_right(
     file_server.cut_after = list(cuts)
     file_server.ignore_range = ignore_range
     (tmp_path / "a").unlink(missing_ok=True)
-    with http_client() as client:
+    with hub_client() as client:
         rule = RetryRule(max_fruitless=20, sleep=lambda _delay_s: None)
         download(client, Wanted(f"{file_server.url}/a", DIGEST), tmp_path / "a", QUIET, rule)
     assert (tmp_path / "a").read_bytes() == CONTENT
@@ -153,4 +153,4 @@ def test_a_server_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
 def test_a_ca_bundle_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CERT", str(tmp_path / "missing.pem"))
     with pytest.raises(CommandError, match=r"PIP_CERT names .*missing\.pem"):
-        http_client()
+        hub_client()
