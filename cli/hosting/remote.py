@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -107,23 +109,38 @@ def _models(record: ServeRecord) -> list[host_pb2.HostedModel]:
 
     answers = _call(record, "WatchModels", host_pb2.WatchModelsRequest(), _LIST_TIMEOUT_S)
     try:
-        return list(next(answers).models)
+        with _failing(record):
+            return list(next(answers).models)
     finally:
         answers.cancel()
 
 
 def _call(record: ServeRecord, method: str, request: Any, timeout_s: float | None) -> Any:
     """Return the response of a serve. Raises CommandFailed."""
-    import grpc
-
     from headrace.protos.host_pb2_grpc import ModelHostStub
-    from headrace.protos.status import error_of
 
     channel = transport_of(record.tls_dir, record.join_token_file).blocking_channel(record.host_address)
-    try:
+    with _failing(record):
         return getattr(ModelHostStub(channel), method)(request, timeout=timeout_s, wait_for_ready=True)
+
+
+@contextmanager
+def _failing(record: ServeRecord) -> Iterator[None]:
+    """Raises CommandFailed for a failed call to a serve."""
+    import grpc
+
+    from headrace.protos.status import Reason, error_of
+
+    try:
+        yield
     except grpc.RpcError as error:
-        raise CommandFailed(error_of(error).message) from None
+        status = error_of(error)
+        if status.reason is Reason.DEADLINE:
+            raise CommandFailed(
+                f"the server on port {record.port} does not answer: it may be loading its first model; headrace status "
+                "shows its processes"
+            ) from None
+        raise CommandFailed(status.message) from None
 
 
 def _row(model: host_pb2.HostedModel) -> dict[str, Any]:
