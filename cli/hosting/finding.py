@@ -14,7 +14,7 @@ from headrace.cli.models.model_cache import (
     model_directory,
     read_manifest,
 )
-from headrace.cli.models.reference import parse_reference
+from headrace.cli.models.reference import near_name, parse_reference, path_problem
 from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
 from headrace.cli.models.short_names import SHORT_NAMES
 
@@ -44,10 +44,12 @@ def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, s
 
         source = source_of(model)
         return pull_model(source, offline=offline, num_workers=num_workers), source.name
-    known = ", ".join(sorted({*CATALOGUE, *cached_names()}))
+    if problem := path_problem(model, path):
+        raise CommandError(f"unknown model {model!r}: {problem}")
+    known = {*CATALOGUE, *cached_names()}
     raise CommandError(
-        f"unknown model {model!r}: it is not one of {known}, nor a directory, a .gguf file or a hub's OWNER/NAME; "
-        "headrace models catalogue lists more names"
+        f"unknown model {model!r}: it is not one of {', '.join(sorted(known))}, nor a directory, a .gguf file or a "
+        f"hub's OWNER/NAME; {near_name(model, {*known, *SHORT_NAMES})}"
     )
 
 

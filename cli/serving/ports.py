@@ -42,6 +42,7 @@ def is_free(host: str, port: int) -> bool:
 
 def free_port(host: str) -> int:
     """A free port. If possible, the next higher port is free, too."""
+    check_port(host, 0, "--port")
     port = 0
     for _ in range(_FREE_PAIR_TRIES):
         with _socket_for(host) as listener:

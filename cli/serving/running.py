@@ -157,8 +157,10 @@ class Serving:
         usable = [plan for plan in self.plans if self.host.models[plan.name].state is not State.FAILED]
         names = ", ".join(plan.name if plan.is_pinned else f"{plan.name} (on demand)" for plan in usable)
         are = "is" if len(usable) == 1 else "are"
-        self.log.line("serve", f"{names} {are} ready after {waited_s:.1f} s; try:")
-        for command in first_requests(url, usable[0].name, usable[0].directory):
+        needs_key = self.options.files.api_keys is not None
+        key = ", with a key in HEADRACE_API_KEY" if needs_key else ""
+        self.log.line("serve", f"{names} {are} ready after {waited_s:.1f} s; try{key}:")
+        for command in first_requests(url, usable[0].name, usable[0].directory, needs_key=needs_key):
             self.log.line("serve", f"  {command}")
         if self.options.grpc_port:
             self.log.line("serve", f"gRPC on {self.options.host}:{self.options.grpc_port}; Ctrl-C stops")

@@ -19,11 +19,12 @@ from headrace.cli.hosting.finding import check_memory, find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.model_cache import model_directory
+from headrace.cli.serving.first_requests import first_requests
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.model_plans import Sizing
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ServeOptions
-from headrace.cli.serving.ports import check_port, free_port, is_free
+from headrace.cli.serving.ports import check_port, chosen_port, free_port, is_free
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.serve import choose_grpc_port
 from tests.cli.conftest import write_files
@@ -89,6 +90,45 @@ def test_a_model_that_is_nowhere_is_refused_and_what_is_known_is_named(cache: Pa
     result = run("nosuch", "--port", "0")
     assert result.exit_code == 2
     assert "unknown model 'nosuch': it is not one of my-model, smollm2-135m" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("smolm2-135m", "did you mean smollm2-135m?"),
+        ("Qwen3:8B", "did you mean qwen3-8b?"),
+        ("./nosuch", "unknown model './nosuch': there is no such file or directory"),
+        ("paper.pdf", "unknown model 'paper.pdf': it is a file, and no .gguf file"),
+        ("sha256-1", "it is a GGUF file whose name must end in .gguf"),
+    ],
+)
+def test_a_wrong_guess_of_a_model_gets_a_hint(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7")
+    (tmp_path / "sha256-1").write_bytes(b"GGUF\x03")
+    for command in ("serve", "pull"):
+        result = CliRunner().invoke(cli, [command, model])
+        assert result.exit_code == 2
+        own = "nothing is known of a" if command == "pull" else "unknown"
+        assert hint.replace("unknown", own) in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("needs_key", "header"), [(False, ""), (True, ' -H "Authorization: Bearer $HEADRACE_API_KEY"')]
+)
+def test_what_is_proposed_first_sends_a_key_if_one_is_needed(tmp_path: Path, needs_key: bool, header: str) -> None:
+    curl, chat = first_requests("http://127.0.0.1:8000", "m", tmp_path, needs_key=needs_key)
+    body = '{"model":"m","messages":[{"role":"user","content":"Hello!"}]}'
+    start = "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'"
+    assert curl == f"{start}{header} -d '{body}'"
+    assert chat == "headrace chat --url http://127.0.0.1:8000"
+
+
+def test_a_host_that_is_not_of_this_machine_is_refused_with_any_port(cache: Path) -> None:
+    with pytest.raises(CommandError, match="is not an address of this machine"):
+        chosen_port("203.0.113.1", 0)
 
 
 def test_a_directory_is_served_under_its_name(cache: Path, model_folder: Path) -> None:
