@@ -84,6 +84,8 @@ class Shown:
     """Alternatives at each token of the prompts; None for no such list."""
     pads: bool = False
     """Chunks of a stream have padding that hides the length of their text."""
+    reasoning: bool = True
+    """The reasoning before a chat's answer."""
 
 
 def whole_chat(
@@ -100,7 +102,7 @@ def whole_chat(
         assert choice.ending is not None
         value = {
             "index": index,
-            "message": message_value(choice),
+            "message": message_value(choice, shows_reasoning=shown.reasoning),
             "logprobs": None if logprobs is None else logprobs.value(choice.logprobs),
             **ending_value(choice.ending),
         }
@@ -114,7 +116,7 @@ def whole_chat(
     return _whole(who, "chat.completion", values, usage, of_prompt)
 
 
-def message_value(choice: WholeChat) -> dict[str, Any]:
+def message_value(choice: WholeChat, *, shows_reasoning: bool = True) -> dict[str, Any]:
     """The message of a chat's choice. Reasoning and calls are there if there were any."""
     calls = [
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -125,7 +127,7 @@ def message_value(choice: WholeChat) -> dict[str, Any]:
         "content": None if calls and not choice.content else choice.content,
         "refusal": None,
     }
-    if choice.reasoning:
+    if choice.reasoning and shows_reasoning:
         message["reasoning_content"] = choice.reasoning
     if calls:
         message["tool_calls"] = calls

@@ -13,6 +13,7 @@ from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body
 from headrace.gateway.openai.answers import Shown, identity, whole_chat, whole_completion
+from headrace.gateway.openai.foreign_fields import check_foreign_fields
 from headrace.gateway.openai.streams import ChatStream, CompletionStream
 from headrace.gateway.openai.types import ChatRequest, CompletionRequest, check_chat_body, check_completion_body
 from headrace.gateway.services import Services
@@ -32,7 +33,9 @@ class _Completions:
         self._services = services
 
     async def chat(self, exchange: Exchange) -> None:
-        request = decode_body(await exchange.body(), ChatRequest)
+        body = await exchange.body()
+        request = decode_body(body, ChatRequest)
+        check_foreign_fields(body)
         check_chat_body(request)
         chat = await self._services.chats.plan(request)
         model, plan, reading = chat.model, chat.plan, chat.reading
@@ -50,7 +53,9 @@ class _Completions:
             await exchange.respond(whole_chat(who, best, logprobs, usage, shown, token_bytes))
 
     async def completions(self, exchange: Exchange) -> None:
-        request = decode_body(await exchange.body(), CompletionRequest)
+        body = await exchange.body()
+        request = decode_body(body, CompletionRequest)
+        check_foreign_fields(body)
         check_completion_body(request)
         completion = await self._services.chats.plan_completion(request)
         model, plans = completion.model, completion.plans
@@ -84,4 +89,5 @@ def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echo
         token_ids=bool(request.return_token_ids),
         echoes=[text for text in echoes for _ in range(n)],
         prompt_logprobs=request.prompt_logprobs,
+        reasoning=not isinstance(request, ChatRequest) or request.include_reasoning is not False,
     )

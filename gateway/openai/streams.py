@@ -93,7 +93,8 @@ class ChatStream:
             head = self._delta_heads[index] = self._events.head + b'{"index":%d,"delta":{' % index
             events = self._first(index, head)
         self._events.count(piece.token_ids)
-        deltas = [self._delta(delta) for delta in piece.deltas]
+        hidden = () if self._shown.reasoning else (ReasoningDelta,)
+        deltas = [self._delta(delta) for delta in piece.deltas if not isinstance(delta, hidden)]
         token_ids = piece.token_ids if self._shown.token_ids else ()
         logprobs = _NO_LOGPROBS
         if self._logprobs is not None and (deltas or piece.logprobs):

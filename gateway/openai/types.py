@@ -35,6 +35,8 @@ class ChatRequest(Chat, kw_only=True):
     diversity_penalty: Any = None
     logits_processors: Any = None
 
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -114,9 +116,14 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 
 
 def check_chat_body(request: ChatRequest) -> None:
-    """Raise `StatusError` for fields of this protocol that the server does not support."""
+    """Raise `StatusError` for fields of this protocol that the server does not support. A switch for the template
+    becomes one of its variables."""
     _check_body(request)
     refuse_unless_neutral(request, NEUTRAL_CHAT)
+    if request.enable_thinking is not None:
+        request.chat_template_kwargs = {"enable_thinking": request.enable_thinking} | (
+            request.chat_template_kwargs or {}
+        )
 
 
 def check_completion_body(request: CompletionRequest) -> None:

@@ -241,6 +241,32 @@ async def test_effort_none_switches_reasoning_off(ask: Any, model: Any) -> None:
     assert model.prompt.endswith("</think>\n\n")
 
 
+@pytest.mark.parametrize("switch", [True, False])
+async def test_thinking_is_switched_by_a_field_of_its_own(ask: Any, model: Any, switch: bool) -> None:
+    await ask("x", enable_thinking=switch)
+    assert model.prompt.endswith("</think>\n\n") is not switch
+    await ask("x", enable_thinking=switch, chat_template_kwargs={"enable_thinking": not switch})
+    assert model.prompt.endswith("</think>\n\n") is switch
+
+
+async def test_reasoning_is_left_out_on_request(ask: Any) -> None:
+    text = f"<think>Hm, é.</think>Paris.{ONE}"
+    shown = await ask(text, tools=[WEATHER], logprobs=True)
+    fields: dict[str, Any] = {"tools": [WEATHER], "logprobs": True, "include_reasoning": False}
+    hidden = await ask(text, **fields)
+    message = hidden["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    assert message["content"] == shown["choices"][0]["message"]["content"] == "Paris."
+    assert message["tool_calls"][0]["function"] == shown["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert hidden["choices"][0]["logprobs"] == shown["choices"][0]["logprobs"]
+    assert hidden["usage"] == shown["usage"]
+    parts = [chunk["choices"][0] for chunk in await ask(text, stream=True, **fields)]
+    assert all("reasoning_content" not in part["delta"] for part in parts)
+    assert "".join(part["delta"].get("content", "") for part in parts) == "Paris."
+    streamed = [one for part in parts if part["logprobs"] for one in part["logprobs"]["content"]]
+    assert streamed == hidden["choices"][0]["logprobs"]["content"]
+
+
 async def test_reasoning_then_a_call(ask: Any) -> None:
     choice = (await ask(f"<think>Hm.</think>\n\n{ONE}", tools=[WEATHER]))["choices"][0]
     assert choice["message"]["reasoning_content"] == "Hm."

@@ -1,0 +1,68 @@
+"""Fields with which other servers change an answer, and which this server does not have (pure).
+
+Unknown fields are ignored. These are not unknown: whoever sends one expects it to work, so it is refused by name, with
+the field to use instead.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.checks import unsupported
+
+_KV_CACHE = "the prefix cache needs no such parameters"
+_SAMPLING = "use temperature, top_p, top_k or min_p"
+# field -> values besides null that change nothing, and what to use instead
+FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    # vLLM
+    "request_id": ((), "send the header x-request-id"),
+    "truncation_side": (("left",), "truncate_prompt_tokens keeps the end of the prompt"),
+    "thinking_token_budget": ((-1,), "use reasoning_effort"),
+    "logprob_token_ids": (([],), "use top_logprobs"),
+    "prompt_embeds": (([],), "send the prompt as text or tokens"),
+    "repetition_detection": ((), "use repetition_penalty"),
+    "kv_transfer_params": (({},), _KV_CACHE),
+    "vllm_xargs": (({},), "leave it out"),
+    "mm_processor_kwargs": (({},), "only text is supported"),
+    # SGLang
+    "stop_regex": (("", []), "use stop"),
+    "no_stop_trim": ((False,), "use include_stop_str_in_output"),
+    "lora_path": ((), "name the adapter as the model"),
+    "session_params": (({},), "use prompt_cache_key"),
+    "custom_logit_processor": ((), "use logit_bias"),
+    "return_hidden_states": ((False,), "leave it out"),
+    "separate_reasoning": ((True,), "reasoning is in reasoning_content"),
+    # llama.cpp's server
+    "n_predict": ((-1,), "use max_tokens"),
+    "repeat_penalty": ((1,), "use repetition_penalty"),
+    "typical_p": ((1,), _SAMPLING),
+    "top_n_sigma": ((-1, 0), _SAMPLING),
+    "mirostat": ((0,), _SAMPLING),
+    "dynatemp_range": ((0,), _SAMPLING),
+    "xtc_probability": ((0,), _SAMPLING),
+    "dry_multiplier": ((0,), "use repetition_penalty"),
+    "samplers": ((), "the order of the filters is fixed"),
+    "n_probs": ((0,), "use logprobs"),
+    "lora": (([],), "name the adapter as the model"),
+    "reasoning_format": (("auto", "deepseek", "parsed"), "reasoning is in reasoning_content"),
+    # others
+    "max_new_tokens": ((), "use max_tokens"),
+    "tfs_z": ((1,), _SAMPLING),
+    "top_a": ((0,), _SAMPLING),
+    "reasoning": (({},), "use reasoning_effort"),
+    "thinking": ((), "use reasoning_effort"),
+}
+_Foreign = msgspec.defstruct("_Foreign", [(name, Any, None) for name in FOREIGN_FIELDS])
+
+
+def check_foreign_fields(body: bytes) -> None:
+    """Raise `StatusError` for a field of another server in a valid body."""
+    found = msgspec.json.decode(body, type=_Foreign)
+    for name, (neutral, instead) in FOREIGN_FIELDS.items():
+        value = getattr(found, name)
+        if value is not None and value not in neutral:
+            hint = f"; it may only be {json.dumps(neutral[0])}" if neutral else ""
+            raise unsupported(name, f"{name} is not supported{hint}; {instead}")
