@@ -122,7 +122,7 @@ class Exchange:
     async def body(self) -> bytes:
         """Read the whole body. From then on, the task is cancelled when the client disconnects.
 
-        Raises `HttpError` (413, 408), or `StatusError` when all bodies together are too large.
+        Raises `HttpError` (413, 408, 415), or `StatusError` when all bodies together are too large.
         """
         timeout = asyncio.timeout(self._bodies.timeout_s)
         try:
@@ -137,6 +137,10 @@ class Exchange:
         return body
 
     async def _read_body(self) -> bytes:
+        encoding = self.header("content-encoding")
+        if encoding.lower() not in ("", "identity"):
+            problem = f"the body has the content-encoding {encoding[:32]!r}; send it uncompressed"
+            raise HttpError(415, "encoding_not_supported", problem, param="content-encoding")
         parts: list[bytes] = []
         num_bytes = 0
         most = self._bodies.max_bytes

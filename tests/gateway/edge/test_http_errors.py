@@ -33,6 +33,17 @@ async def failure(gateway: Any, path: str, status: int, body: Any, **options: An
     return error
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd"])
+async def test_a_compressed_body_is_refused_by_its_encoding(gateway: Any, router: Any, encoding: str) -> None:
+    headers = {"content-encoding": encoding}
+    error = await failure(gateway, CHAT, 415, b"\x1f\x8b\x08", headers=headers)
+    assert (error["param"], error["code"]) == ("content-encoding", "encoding_not_supported")
+    assert encoding in error["message"]
+    plain = {"model": "tiny", "messages": HI}
+    response = await gateway.http.post(CHAT, json=plain, headers={"content-encoding": "identity"})
+    assert response.status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
