@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace.gateway.anthropic.answers import ANTHROPIC_ERRORS, PING, MessageAnswer
 from headrace.gateway.anthropic.types import MessagesRequest, PromptFields, chat_of, check_messages, effort_of
 from headrace.gateway.chat.request import AnswerFields, Chat
-from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.endpoint import Endpoint, Handler, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.field_names import FieldNames
@@ -18,9 +18,13 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST messages and messages/count_tokens."""
     own = _Messages(services)
     return [
-        *at_api("POST", "/messages", "messages", own.create, ANTHROPIC_ERRORS),
-        *at_api("POST", "/messages/count_tokens", "count_tokens", own.count_tokens, ANTHROPIC_ERRORS),
+        *_at_api("/messages", "messages", own.create),
+        *_at_api("/messages/count_tokens", "count_tokens", own.count_tokens),
     ]
+
+
+def _at_api(path: str, name: str, handler: Handler) -> Sequence[Endpoint]:
+    return at_api("POST", path, name, handler, ANTHROPIC_ERRORS, request_id_header=b"request-id")
 
 
 class _Messages:

@@ -10,8 +10,9 @@ from headrace.gateway.edge.exchange import Message, Receive, Send
 PREFLIGHT_AGE_S = 600
 _METHODS = b"GET, POST, DELETE"
 _EXPOSED = (
-    b"x-request-id, retry-after, retry-after-ms, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
-    b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+    b"x-request-id, request-id, retry-after, retry-after-ms, "
+    b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
 _MAX_ECHO_BYTES = 2048
 

@@ -30,6 +30,8 @@ class Endpoint:
     """Whether it is answered without a key, where others are not."""
     makes_work: bool = True
     """Whether a POST to it counts against the limits of its key."""
+    request_id_header: bytes = b""
+    """The header in which the protocol's own clients look for the request's id, if it is not x-request-id."""
 
     @property
     def is_probe(self) -> bool:
@@ -38,7 +40,15 @@ class Endpoint:
 
 
 def at_api(
-    method: str, path: str, name: str, handler: Handler, errors: ErrorShape = OPENAI_ERRORS
+    method: str,
+    path: str,
+    name: str,
+    handler: Handler,
+    errors: ErrorShape = OPENAI_ERRORS,
+    *,
+    request_id_header: bytes = b"",
 ) -> Sequence[Endpoint]:
     """An endpoint at `path` under each of `API`."""
-    return [Endpoint(method, prefix + path, name, handler, errors) for prefix in API]
+    return [
+        Endpoint(method, prefix + path, name, handler, errors, request_id_header=request_id_header) for prefix in API
+    ]

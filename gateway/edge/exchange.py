@@ -47,9 +47,13 @@ class Exchange:
         errors: ErrorShape,
         bodies: Bodies | None = None,
         early_headers_s: float | None = None,
+        *,
+        request_id_header: bytes = b"",
     ) -> None:
         """After `early_headers_s`, the response to a streaming request begins even if there is no event yet. Its
-        status is then 200, and later errors are events. None: never."""
+        status is then 200, and later errors are events. None: never. The response has the request's id in
+        `request_id_header`, if there is one, besides x-request-id."""
+        self._request_id_headers = [b"x-request-id", *([request_id_header] if request_id_header else [])]
         self._early_headers_s = early_headers_s
         self._bodies = Bodies() if bodies is None else bodies
         self._num_body_bytes = 0
@@ -133,14 +137,14 @@ class Exchange:
                 raise
             message = f"the body did not come within {self._bodies.timeout_s:g} s"
             raise HttpError(408, "request_timeout", message, [(b"connection", b"close")]) from None
-        self._watch = asyncio.create_task(self._watch_for_disconnect())
-        return body
-
-    async def _read_body(self) -> bytes:
         encoding = self.header("content-encoding")
         if encoding.lower() not in ("", "identity"):
             problem = f"the body has the content-encoding {encoding[:32]!r}; send it uncompressed"
             raise HttpError(415, "encoding_not_supported", problem, param="content-encoding")
+        self._watch = asyncio.create_task(self._watch_for_disconnect())
+        return body
+
+    async def _read_body(self) -> bytes:
         parts: list[bytes] = []
         num_bytes = 0
         most = self._bodies.max_bytes
@@ -212,16 +216,20 @@ class Exchange:
             (b"content-type", content_type),
             # In a 304 it would be the length of a body that is not sent.
             *([] if status == 304 else [(b"content-length", b"%d" % len(body))]),
-            (b"x-request-id", self.caller.request_id.encode()),
-            *self._limits(),
+            *self._names(),
             *(headers or ()),
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": start})
         self._ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _limits(self) -> Headers:
-        return [] if self.caller.authorization is None else self.caller.authorization.headers()
+    def _names(self) -> Headers:
+        """The headers with the request's id and the state of its key's limits."""
+        request_id, authorization = self.caller.request_id.encode(), self.caller.authorization
+        return [
+            *((name, request_id) for name in self._request_id_headers),
+            *(() if authorization is None else authorization.headers()),
+        ]
 
     async def fail(self, error: StatusError | HttpError) -> None:
         """Send an error: as the response, or as the last event if a stream has begun."""
@@ -245,8 +253,7 @@ class Exchange:
                     (b"content-type", self.stream_type),
                     (b"cache-control", b"no-cache"),
                     (b"x-accel-buffering", b"no"),
-                    (b"x-request-id", self.caller.request_id.encode()),
-                    *self._limits(),
+                    *self._names(),
                 ]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self._last_write_s = time.monotonic()

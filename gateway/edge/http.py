@@ -134,13 +134,28 @@ class _Resource:
         if "GET" in endpoints:
             self._endpoints["HEAD"] = endpoints["GET"]
         first = next(iter(endpoints.values()))
-        refusing = Endpoint("", first.path, first.name, self._wrong_method, first.errors)
+        refusing = Endpoint(
+            "",
+            first.path,
+            first.name,
+            self._wrong_method,
+            first.errors,
+            request_id_header=first.request_id_header,
+        )
         self._other = self._endpoints.get("", refusing)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         endpoint = self._endpoints.get(scope["method"], self._other)
         edge = self._edge
-        exchange = Exchange(scope, receive, send, endpoint.errors, edge.bodies, edge.early_headers_s)
+        exchange = Exchange(
+            scope,
+            receive,
+            send,
+            endpoint.errors,
+            edge.bodies,
+            edge.early_headers_s,
+            request_id_header=endpoint.request_id_header,
+        )
         await edge.answer(exchange, endpoint)
 
     async def _wrong_method(self, exchange: Exchange) -> None:

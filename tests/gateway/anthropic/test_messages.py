@@ -56,6 +56,14 @@ def refused(front: Any, model: Any) -> Any:
     return post
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"max_tokens": 0}])
+async def test_the_id_of_the_request_is_where_the_clients_of_this_api_look(front: Any, fields: dict[str, Any]) -> None:
+    body = {"model": "tiny", "messages": HI, "max_tokens": 5, **fields}
+    response = await front.http.post(MESSAGES, json=body, headers={"x-request-id": "req_1"})
+    assert response.headers["request-id"] == response.headers["x-request-id"] == "req_1"
+    assert "request-id" not in (await front.http.get("/v1/models")).headers
+
+
 # --- whole answers --------------------------------------------------------------------------------------------------
 
 
