@@ -57,6 +57,10 @@ class RequestObserver:
         span.fail(error.reason.name.lower(), error.message)
         span.end()
 
+    def broken_off(self, span: Span, error: BaseException) -> None:
+        """The call was cancelled, or its handler failed, before the engine had the request."""
+        span.__exit__(type(error), error, None)
+
     def ended(self, span: Span, request: Request, error: StatusError | None, *, is_whole: bool) -> None:
         """The request has ended. Without `is_whole` and without an error, its caller has disconnected."""
         now_s = time.monotonic()

@@ -106,12 +106,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except StatusError as error:
             self._observer.refused(span, error)
             await abort(context, error)
+        except BaseException as error:
+            self._observer.broken_off(span, error)
+            raise
         failure: StatusError | None = None
         try:
-            is_first = True
-            async for response in _responses(stream):
-                if is_first:
-                    response.model_identity, is_first = identity, False
+            async for response in _responses(stream, identity):
                 yield response
         except StatusError as error:
             failure = error
@@ -172,8 +172,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request.sampling = replace(request.sampling, constraint=constraint)
 
 
-async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.GenerateResponse]:
-    """Messages of one request; the last one has its finish. Raises the request's StatusError if it fails."""
+async def _responses(stream: OutputStream, identity: str) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    """Messages of one request: the first one has the model's `identity`, the last one has its finish. Raises the
+    request's StatusError if it fails."""
     request = stream.request
     is_first = True
     while True:
@@ -184,6 +185,7 @@ async def _responses(stream: OutputStream) -> AsyncIterator[inference_pb2.Genera
                 request.first_token_s = time.monotonic()
             response = _response_of(request, outputs)
             if is_first:
+                response.model_identity = identity
                 response.num_cached_tokens = request.num_cached_tokens
                 response.num_disk_tokens = min(request.num_disk_tokens, request.num_cached_tokens)
                 response.num_peer_tokens = min(request.num_peer_tokens, request.num_cached_tokens)

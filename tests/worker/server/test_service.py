@@ -13,10 +13,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from headrace.common.telemetry.tracing import start_tracing, stop_tracing
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.inference_pb2 import Belief, Constraint, GenerateRequest, GenerateResponse, SamplingParams
 from headrace.protos.status import Reason, StatusError, detail_of, error_of
+from headrace.worker.grammar.compiler import Grammars
+from tests.otlp import grpc_receiver
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, KnownCosts
 from tests.worker.fake_runner import expected_tokens
 from tests.worker.server.running import MODEL, NUM_BLOCKS, RunningWorker, running_worker, small_engine
@@ -200,6 +203,33 @@ async def test_a_cancelled_stream_frees_its_blocks_at_the_next_step(worker: Gate
     await worker.until(lambda: worker.hub.report.counters.get("requests_cancelled") == 1)
     assert (worker.hub.report.num_free_blocks, worker.hub.report.num_running) == (NUM_BLOCKS, 0)
     assert worker.hub.report.counters["steps"] == 1
+
+
+async def test_a_call_that_is_cancelled_while_its_constraint_compiles_ends_its_span(
+    worker: GatedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, given_up = asyncio.Event(), asyncio.Event()
+
+    async def constrain(*_: object, **__: object) -> None:
+        compiling.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    monkeypatch.setattr(Grammars, "constrain", constrain)
+    with grpc_receiver() as receiver:
+        start_tracing("worker", receiver.url)
+        sampling = SamplingParams(constraint=Constraint(regex="a"), **GREEDY)
+        call = worker.inference.Generate(GenerateRequest(request_id="r", token_ids=[1, 2], sampling=sampling))
+        await compiling.wait()
+        call.cancel()
+        await asyncio.wait_for(given_up.wait(), 20)
+        await asyncio.to_thread(stop_tracing, 10.0)
+        (span,) = receiver.spans
+    assert span.attributes["headrace.cancelled"]
+    assert span.attributes["headrace.request_id"] == "r"
+    assert worker.mailbox.num_open == 0
 
 
 async def test_a_deadline_ends_a_request_and_frees_it(worker: GatedWorker) -> None:
