@@ -29,6 +29,7 @@ TIMEOUT_HEADER = "x-request-timeout"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_SECONDS = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[\x21-\x7e]{0,64}")
 
 Message = MutableMapping[str, Any]
@@ -104,10 +105,7 @@ class Exchange:
         text = self.header(TIMEOUT_HEADER)
         if not text:
             return None
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = math.nan
+        seconds = float(text) if _SECONDS.fullmatch(text) else math.nan
         if not 0 < seconds < math.inf:
             problem = f"{TIMEOUT_HEADER} must be a number of seconds greater than 0, such as 30 or 2.5"
             raise StatusError(Reason.INVALID_FIELD, problem, field=TIMEOUT_HEADER)

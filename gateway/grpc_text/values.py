@@ -113,7 +113,13 @@ def _given(message: Any, name: str) -> Any:
 
 
 def _variables(message: Any) -> dict[str, Any] | None:
-    return MessageToDict(message.chat_template_kwargs) if message.HasField("chat_template_kwargs") else None
+    if not message.HasField("chat_template_kwargs"):
+        return None
+    try:
+        return MessageToDict(message.chat_template_kwargs)
+    except ValueError as error:  # JSON has neither
+        problem = "chat_template_kwargs: a number must not be NaN or infinite"
+        raise invalid("chat_template_kwargs", problem) from error
 
 
 def _common(model: str, params: text_pb2.TextParams) -> dict[str, Any]:
@@ -139,6 +145,9 @@ def _eviction(rule: CacheEviction) -> CacheEvictionFields | bool:
     if rule.HasField("max_cache_size") and not rule.max_cache_size:
         return False
     modes = {value: name for name, value in AGGREGATION_MODES.items()}
+    if rule.aggregation_mode and rule.aggregation_mode not in modes:
+        problem = f"{rule.aggregation_mode} is no mode; it must be {' or '.join(AGGREGATION_MODES)}"
+        raise invalid("cache_eviction.aggregation_mode", f"cache_eviction.aggregation_mode: {problem}")
     sizes = {name: _given(rule, name) for name in SIZES}
     return CacheEvictionFields(**sizes, aggregation_mode=modes.get(rule.aggregation_mode))
 
@@ -185,6 +194,9 @@ def _tool_choice(message: text_pb2.ChatRequest) -> str | dict[str, Any] | None:
     choice = message.tool_choice
     if choice.WhichOneof("kind") == "tool":
         return {"type": "function", "function": {"name": choice.tool}}
+    if choice.mode not in (*_MODES, text_pb2.CHAT_TOOL_MODE_UNSPECIFIED):
+        problem = f"tool_choice.mode: {choice.mode} is no mode; it must be auto, required or none"
+        raise invalid("tool_choice.mode", problem)
     return _MODES.get(choice.mode)
 
 
