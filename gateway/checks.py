@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -36,6 +37,12 @@ def check_range(name: str, value: float, least: float, greatest: float, open_bel
     if not is_finite or value < least or value > greatest or (open_below and value == least):
         bound = f"over {least:g}" if open_below else f"at least {least:g}"
         raise invalid(name, f"{name} must be {bound} and at most {greatest:g}")
+
+
+def is_one_of(value: object, values: Iterable[object]) -> bool:
+    """Whether JSON has the value written like one of these: 1.0 is 1, and true is not."""
+    is_bool = isinstance(value, bool)
+    return any(value == one and isinstance(one, bool) is is_bool for one in values)
 
 
 def json_of(name: str, text: str) -> Any:

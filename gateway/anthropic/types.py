@@ -13,7 +13,7 @@ import msgspec
 from headrace.gateway.anthropic.turns import Turn, system_turn, turns_of
 from headrace.gateway.chat.conversation import can_switch_reasoning
 from headrace.gateway.chat.request import AnswerFields, Chat
-from headrace.gateway.checks import check_range, invalid, unsupported
+from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
 from headrace.gateway.field_names import FieldNames, messages_at
 from headrace.gateway.text.chat_template import ChatTemplate
 
@@ -111,7 +111,7 @@ def check_messages(request: PromptFields) -> None:
 def _refuse_unless_neutral(request: PromptFields, neutral: Mapping[str, tuple[Any, ...]]) -> None:
     for name, values in neutral.items():
         value = getattr(request, name)
-        if value is not None and value not in values:
+        if value is not None and not is_one_of(value, values):
             raise unsupported(name, f"{name} is not supported; {_INSTEAD.get(name, 'leave it out')}")
 
 
@@ -215,7 +215,7 @@ def _chat_tool(position: int, tool: Mapping[str, Any]) -> dict[str, Any]:
         named = f"'{kind[:64]}'" if isinstance(kind, str) else "no name"
         raise unsupported(f"{where}.type", f"{where}.type: there is no built-in {named} here; only custom tools are")
     for name, values in _NEUTRAL_TOOL.items():
-        if tool.get(name) is not None and tool[name] not in values:
+        if tool.get(name) is not None and not is_one_of(tool[name], values):
             raise unsupported(f"{where}.{name}", f"{where}.{name} is not supported; leave it out")
     if not isinstance(tool.get("input_schema"), dict):
         raise invalid(f"{where}.input_schema", f"{where}.input_schema must be a JSON schema, an object")

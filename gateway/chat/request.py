@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.gateway.cache_eviction import CacheEvictionFields, eviction_rule
 from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
-from headrace.gateway.checks import check_range, invalid, unsupported
+from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
 from headrace.gateway.structure.fields import ConstraintFields, Structure
 
 COMPLETION_MAX_TOKENS = 16
@@ -216,7 +216,7 @@ def refuse_unless_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[A
     """Raise `StatusError` for a field whose value is not null and not one of those without effect."""
     for name, values in neutral.items():
         value = getattr(request, name)
-        if value is not None and value not in values:
+        if value is not None and not is_one_of(value, values):
             hint = f"; it may only be {json.dumps(values[0])}" if values else "; leave it out"
             raise unsupported(name, f"{name} is not supported yet{hint}")
 

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.gateway.chat.conversation import can_switch_reasoning
 from headrace.gateway.chat.request import Chat, ChatMessage, Completion
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, is_one_of, unsupported
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.ollama.types import (
     INSTEAD,
@@ -75,7 +75,7 @@ def _refuse(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], pre
             continue
         if (type(request), name) in _OWN_MEANING:
             continue
-        if value not in neutral[name]:
+        if not is_one_of(value, neutral[name]):
             instead = INSTEAD.get(name, f"it may only be {json.dumps(neutral[name][0])}")
             raise unsupported(prefix + name, f"{prefix}{name} is not supported: {instead}")
 
@@ -168,7 +168,7 @@ def _response_format(form: Format | None) -> dict[str, Any] | None:
 
 def _chat_message(position: int, message: OllamaMessage) -> ChatMessage:
     where = f"messages[{position}]"
-    if message.images:
+    if message.images is not None and not is_one_of(message.images, NEUTRAL["images"]):
         raise unsupported(f"{where}.images", f"{where}.images is not supported: {INSTEAD['images']}")
     calls = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
     content = message.content
@@ -192,7 +192,7 @@ def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise invalid(f"{where}.function.arguments", f"{where}.function.arguments must be an object")
     made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {**made, "id": call["id"]} if isinstance(call.get("id"), str) else made
+    return made if call.get("id") is None else {**made, "id": call["id"]}
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

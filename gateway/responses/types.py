@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.gateway.chat.request import Chat, ChatMessage, SamplingFields
 from headrace.gateway.chat.sampling import MAX_LOGPROBS
-from headrace.gateway.checks import check_range, invalid, unsupported
+from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
 from headrace.gateway.field_names import FieldNames, messages_at
 from headrace.gateway.responses.items import Turn
 
@@ -101,7 +101,7 @@ def check_response(request: ResponsesRequest) -> None:
     """Raise `StatusError` for unsupported or contradictory fields. The chat's checks do the rest."""
     for name, values in _NEUTRAL.items():
         value = getattr(request, name)
-        if value is not None and value not in values:
+        if value is not None and not is_one_of(value, values):
             raise unsupported(name, f"{name} is not supported; {_INSTEAD.get(name, 'leave it out')}")
     for name in request.include or ():
         if name not in (LOGPROBS, ENCRYPTED_REASONING):
