@@ -113,8 +113,11 @@ class _Reader:
         if call_id not in self._call_ids:
             field = f"{where}.tool_use_id"
             raise invalid(field, f"{field}: there is no tool_use of this id before")
-        text = _text(f"{where}.content", block.get("content") or "")
-        if block.get("is_error"):
+        content, is_error = block.get("content"), block.get("is_error")
+        text = "" if content is None else _text(f"{where}.content", content)
+        if not isinstance(is_error, bool | None):
+            raise invalid(f"{where}.is_error", f"{where}.is_error must be true or false")
+        if is_error:
             text = f"Error: {text}"  # templates have no other way to mark an error
         self._begin_turn(Turn(ChatMessage(role="tool", content=text, tool_call_id=call_id), where))
 

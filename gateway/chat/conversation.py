@@ -145,9 +145,15 @@ def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"{where}.function", f"{where}.function needs a name and arguments")
-    arguments = function.get("arguments")
+    if call.get("type") not in (None, "function"):
+        raise unsupported(f"{where}.type", f"{where}.type may only be function")
+    if not isinstance(call.get("id"), str | None):
+        raise invalid(f"{where}.id", f"{where}.id must be a text")
+    arguments, name = function.get("arguments"), f"{where}.function.arguments"
     if isinstance(arguments, str):
-        arguments = json_of(f"{where}.function.arguments", arguments or "{}")
+        arguments = json_of(name, arguments or "{}")
+    elif not isinstance(arguments, dict | None):
+        raise invalid(name, f"{name} must be a JSON object, or its text")
     if isinstance(arguments, dict):
         arguments = Arguments(arguments)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -15,7 +15,7 @@ from headrace.protos.status import Reason, StatusError
 encode = msgspec.json.encode
 _PADDED_CHARS = 32
 _T = TypeVar("_T")
-_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
+_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
 _BYTE = re.compile(r"\(byte (\d+)\)")
 
 
@@ -63,7 +63,8 @@ def _wrong_type(message: str) -> StatusError:
         path = f"{path}.{missing[1]}".removeprefix(".")
         return invalid(path, f"{path} is required")
     if path:
-        return invalid(path, f"{path}: {what[:1].lower()}{what[1:]}")
+        place = f"{path}, a key" if found["key"] else path
+        return invalid(path, f"{place}: {what[:1].lower()}{what[1:]}")
     return StatusError(Reason.INVALID_FIELD, f"the body is not a request: {what[:1].lower()}{what[1:]}")
 
 

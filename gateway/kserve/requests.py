@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.chat.request import Completion, SamplingFields
-from headrace.gateway.checks import invalid, json_of, unsupported
+from headrace.gateway.checks import invalid, is_one_of, json_of, unsupported
 from headrace.gateway.edge.wire import convert
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.kserve.tensors import Tensor
@@ -29,6 +29,7 @@ OPTIONAL_OUTPUTS = {
 FLAGS = ("stream", "exclude_input_in_output", *OPTIONAL_OUTPUTS.values())
 _LISTS = frozenset({"stop", "stop_words", "bad_words", "stop_token_ids", "allowed_token_ids"})
 _OBJECTS = frozenset({"response_format", "structured_outputs", "logit_bias"})
+_SCHEMAS = ("guided_json", "json_schema")
 _ALIASES = {"stop_words": "stop", "random_seed": "seed"}
 # Triton's parameters of a request that no text model here knows; values besides them are refused.
 _OF_SCHEDULERS = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
@@ -98,7 +99,7 @@ def parameters_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a request, without those for Triton's scheduler. Raises `StatusError` if the latter are not
     0."""
     for name in _OF_SCHEDULERS:
-        if parameters.get(name):
+        if parameters.get(name) is not None and not is_one_of(parameters[name], (0, False, "")):
             instead = "; use the deadline of the call, or x-request-timeout" if name == "timeout" else "; leave it out"
             raise unsupported(f"parameters.{name}", f"parameters.{name} is not supported{instead}")
     return {name: value for name, value in parameters.items() if name not in _OF_SCHEDULERS}
@@ -125,6 +126,10 @@ def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams
     for name in _OBJECTS & rest.keys():
         if isinstance(rest[name], str):
             rest[name] = _json_object(name, rest[name])
+    for name in _SCHEMAS:
+        # A number would be converted to a boolean, which is a schema.
+        if isinstance(rest.get(name), int) and not isinstance(rest[name], bool):
+            raise invalid(name, f"{name} must be a JSON schema, an object or its text")
     parameters = convert({name: value for name, value in rest.items() if value is not None}, KserveParameters)
     asked = [name for name, flag in OPTIONAL_OUTPUTS.items() if flags[flag]]
     for name in outputs:

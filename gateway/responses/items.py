@@ -171,7 +171,7 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if not content and item.get("summary"):
         field = f"{where}.summary"
         raise unsupported(field, f"{field} is not supported: hand reasoning back in content or encrypted_content")
-    content = content or []
+    content = [] if content is None else content
     texts = []
     for position, part in enumerate(content if isinstance(content, list) else [None]):
         place = f"{where}.content[{position}]"

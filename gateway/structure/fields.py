@@ -151,7 +151,10 @@ def _of_structured_outputs(options: Mapping[str, Any]) -> list[_Found]:
     found: list[_Found] = [
         _guided(kind, options[kind], f"structured_outputs.{kind}") for kind in _GUIDED if options.get(kind) is not None
     ]
-    if options.get("json_object"):
+    wants_object = options.get("json_object")
+    if not isinstance(wants_object, bool | None):
+        raise invalid("structured_outputs.json_object", "structured_outputs.json_object must be true or false")
+    if wants_object:
         found.append(Structure(Constraint(json_object=JsonObject()), "structured_outputs.json_object"))
     if not found:
         raise invalid("structured_outputs", "structured_outputs needs json, json_object, regex, choice or grammar")
