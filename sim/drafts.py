@@ -25,11 +25,9 @@ class SimulatedDrafts:
     max_tokens = MAX_MODEL_DRAFT
     has_branches = False
 
-    def __init__(
-        self, acceptance: float, cost: StepCost | None, right_token: Callable[[Request], int], seed: int = 0
-    ) -> None:
+    def __init__(self, acceptance: float, cost: StepCost | None, right_token: Callable[[Request], int]) -> None:
         self._acceptance, self._cost, self._right_token = acceptance, cost, right_token
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._spent_ms = 0.0
 
     def can_serve(self, request: Request) -> bool:

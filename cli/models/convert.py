@@ -19,17 +19,6 @@ from headrace.common.model_files.gguf_files import ARCHITECTURES, INTERLEAVED, G
 
 _NEEDED = "converting a GGUF file needs openvino-genai and gguf; install them with: pip install 'headrace[convert]'"
 _REMEDY = "take an OpenVINO version of the model (optimum-cli export openvino makes one of the original)"
-_LAYER_TENSORS = (
-    "attn_norm",
-    "attn_q",
-    "attn_k",
-    "attn_v",
-    "attn_output",
-    "ffn_norm",
-    "ffn_gate",
-    "ffn_up",
-    "ffn_down",
-)
 _KNOWN_TENSOR = re.compile(
     r"(token_embd|output_norm|output|rope_freqs)\.weight"
     r"|blk\.\d+\.(attn_(norm|q|k|v|output|q_norm|k_norm)|ffn_(norm|gate|up|down))\.(weight|bias)"

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from headrace.cli.errors import CommandError
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
@@ -97,7 +96,8 @@ def downloads_directory() -> Path:
 
 
 def model_directory(name: str) -> Path:
-    """The directory of the model with this name, whether or not it exists. OWNER/NAME is stored as OWNER--NAME."""
+    """The directory of the model with this name, whether or not it exists. OWNER/NAME is stored as OWNER--NAME. Raises
+    CommandError if no model can have this name."""
     if not is_model_name(name):
         raise CommandError(
             f"{name!r} cannot be the name of a model (letters, digits, '.', '_', '-', at most one '/', and a "
@@ -210,15 +210,14 @@ def write_manifest(directory: Path, name: str, source: dict[str, str], version: 
     return manifest
 
 
-def sha256_of(path: Path, on_bytes: Callable[[int], Any] = lambda _num_bytes: None) -> str:
-    """SHA-256 of a file, hex. `on_bytes` gets the size of each piece, bytes."""
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hex."""
     from hashlib import sha256
 
     digest = sha256()
     with path.open("rb") as file:
         while piece := file.read(_HASH_CHUNK_BYTES):
             digest.update(piece)
-            on_bytes(len(piece))
     return digest.hexdigest()
 
 

@@ -215,12 +215,13 @@ class Transport:
             channel = grpc.aio.secure_channel(address, self._channel_credentials(), options=self._named(options))
         return cast("grpc.aio.Channel", _Presenting(channel, self)) if self._token_file is not None else channel
 
-    def blocking_channel(self, address: str, options: Options = CHANNEL_OPTIONS) -> grpc.Channel:
+    def blocking_channel(self, address: str) -> grpc.Channel:
         """A channel to another process, for code without asyncio. Close it, or use it in a `with`."""
         if self._tls_dir is None:
-            channel = grpc.insecure_channel(address, options=options)
+            channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
-            channel = grpc.secure_channel(address, self._channel_credentials(), options=self._named(options))
+            options = self._named(CHANNEL_OPTIONS)
+            channel = grpc.secure_channel(address, self._channel_credentials(), options=options)
         return cast("grpc.Channel", _Presenting(channel, self)) if self._token_file is not None else channel
 
     def _channel_credentials(self) -> grpc.ChannelCredentials:

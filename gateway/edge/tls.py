@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import ssl
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,10 @@ class EdgeTls:
     Existing connections keep their certificate. Files that do not fit together are ignored.
     """
 
-    def __init__(
-        self,
-        certificate: Path,
-        key: Path,
-        client_ca: Path | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         """Raises TlsError."""
         self._paths = (certificate, key, *([client_ca] if client_ca is not None else []))
-        self._files = WatchedFiles(self._paths, clock)
+        self._files = WatchedFiles(self._paths, time.monotonic)
         self._context = self._load()
         self._raw = self._read()
         # The context of the listening socket. Each handshake switches from it to the current context.

@@ -80,7 +80,6 @@ class Fleet:
         self._transport = transport
         self._rng = rng or random.Random()
         self._clock = clock
-        self._started_at_s = clock()
         self._links: dict[str, WorkerLink] = {}
         self._watcher_id = random.SystemRandom().randrange(1, 1 << 64)
         self._pools = Pools(config.long_prompt_ms)

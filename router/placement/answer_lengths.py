@@ -33,10 +33,10 @@ class _Mean:
 
 
 class AnswerLengths:
-    """Mean answers of models; `prior` has what holds for models of which nothing is known."""
+    """Mean lengths of answers by model. The prior applies to models without an ended answer."""
 
-    def __init__(self, prior: Priors = Priors()) -> None:  # noqa: B008  frozen
-        self._prior = prior
+    def __init__(self) -> None:
+        self._prior = Priors()
         self._means: OrderedDict[str, _Mean] = OrderedDict()
 
     def __len__(self) -> int:

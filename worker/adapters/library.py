@@ -90,16 +90,15 @@ class _Slots:
 
 class AdapterLibrary:
     """Adapters by name, at most as many in memory as `runner.adapters` has slots. The reader writes to that memory. For
-    one event loop; `load_now` may be called before there is one. `on_change` is called with the name of an
-    adapter that is new, replaced or unknown now, and with an empty name if others are in memory."""
+    one event loop; `load_now` may be called before there is one. `on_change` is called with an adapter's name when it
+    was added, replaced or removed, and with an empty name when other adapters are in memory."""
 
-    def __init__(self, runner: Runner, reader: Reader, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, runner: Runner, reader: Reader) -> None:
         assert runner.adapters is not None, "the runner has memory for adapters"
         self.on_change: Callable[[str], None] = lambda name: None
         self.counters = AdapterCounters()
         self._runner = runner
         self._reader = reader
-        self._clock = clock
         self._adapters: dict[str, Adapter] = {}
         self._slots = _Slots([None] * runner.adapters.num_slots)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -198,7 +197,7 @@ class AdapterLibrary:
         """Hold an adapter in memory for a request, until `release`; its slot. It is read from its files if need be, and
         waits up to `timeout_s` for a slot. StatusError: QUEUE_FULL, INTERNAL if its files have changed."""
         adapter.num_requests += 1
-        adapter.used_s = self._clock()
+        adapter.used_s = time.monotonic()
         try:
             if not adapter.is_in_memory:
                 await self._bring(adapter, timeout_s)
@@ -211,7 +210,7 @@ class AdapterLibrary:
         """Release the adapter of a request that has ended."""
         assert adapter.num_requests > 0
         adapter.num_requests -= 1
-        adapter.used_s = self._clock()
+        adapter.used_s = time.monotonic()
         if not adapter.num_requests and adapter.loading is None:
             if adapter.is_unloaded and adapter.slot != NO_SLOT:
                 self._empty(adapter)
@@ -318,7 +317,7 @@ class AdapterLibrary:
         return moved
 
     def _new(self, name: str, path: Path, found: Found) -> Adapter:
-        return Adapter(name, path, found.sha256, found.rank, found.num_bytes, int(time.time()), used_s=self._clock())
+        return Adapter(name, path, found.sha256, found.rank, found.num_bytes, int(time.time()), used_s=time.monotonic())
 
     def _retire(self, adapter: Adapter) -> None:
         del self._adapters[adapter.name]

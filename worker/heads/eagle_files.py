@@ -32,7 +32,6 @@ from headrace.worker.config import ConfigurationError
 _Array = npt.NDArray[Any]
 _KINDS = (*FLOATS, "I64", "I32", "BOOL")
 _LAYER = "midlayer."
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True)

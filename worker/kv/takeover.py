@@ -42,10 +42,10 @@ class _Running(NamedTuple):
 
 
 class Takeover:
-    """Fetches what is offered with `tier`. Only `offer` and `refresh` are for other threads than the engine's."""
+    """Fetches offered blocks through `tier`. Only `offer` and `refresh` may be called outside of the engine thread."""
 
-    def __init__(self, pool: BlockPool, tier: Tier, wake: Callable[[], None] = lambda: None) -> None:
-        self.wake = wake
+    def __init__(self, pool: BlockPool, tier: Tier) -> None:
+        self.wake: Callable[[], None] = lambda: None
         """Makes the engine thread call `advance`."""
         self.num_spare: Callable[[], int] = lambda: 0
         """Number of blocks that no running request needs."""
@@ -78,7 +78,7 @@ class Takeover:
             self._begin(self._offers.popleft())
 
     def end(self, fetch: Fetch) -> bool:
-        """Make the blocks of an ended fetch findable. Returns False if the fetch is of somebody else."""
+        """Make the blocks of an ended fetch findable. Returns False if this object did not begin the fetch."""
         running = self._running.pop(fetch, None)
         if running is None:
             return False

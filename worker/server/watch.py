@@ -137,13 +137,10 @@ class WatchHub:
     """Keeps the latest load and the findable hashes, and reports them to any number of watchers. Used by the event loop
     only."""
 
-    def __init__(
-        self, epoch: int, max_num_seqs: int, block_size: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, epoch: int, max_num_seqs: int, block_size: int) -> None:
         self.epoch = epoch
         self._arrivals = Arrivals(block_size)
-        self._clock = clock
-        self._reported_s = clock()
+        self._reported_s = time.monotonic()
         self._version = 1
         self.report = LoadReport()
         self.draining = False
@@ -178,7 +175,7 @@ class WatchHub:
         """Receive the state after a step."""
         self.report = report
         self._arrivals.shown(report.num_taken)
-        self._reported_s = self._clock()
+        self._reported_s = time.monotonic()
         self._version += 1
         for block_hash in report.evicted:
             self.findable.pop(block_hash, None)
@@ -354,7 +351,7 @@ class WatchHub:
             num_arrived=self._arrivals.num_requests,
             arrived_tokens=self._arrivals.num_tokens,
             arrived_blocks=self._arrivals.num_blocks,
-            age_ms=round(1000 * (self._clock() - self._reported_s)),
+            age_ms=round(1000 * (time.monotonic() - self._reported_s)),
             version=self._version,
             num_disk_slots=report.num_disk_slots,
             num_disk_blocks=report.num_disk_blocks,
