@@ -248,8 +248,8 @@ class FairQueue(Generic[T]):
         return number
 
     def charge_ahead(self, tenant: str, priority: int) -> float:
-        """Sum of the charges that would go before a new entry of this tenant and priority. It takes the time of a look
-        at each tenant, and is exact to within an entry of each."""
+        """Sum of the charges that would go before a new entry of this tenant and priority. Takes time proportional to
+        the number of tenants. Exact to within one entry of each tenant."""
         charge = 0.0
         for other in reversed(self._priorities):
             level = self._levels[other]

@@ -14,9 +14,9 @@ _starting = threading.Lock()
 
 
 def in_thread(name: str, function: Callable[[], _T], *, stack_bytes: int = 0) -> Future[_T]:
-    """The result of a function that runs in a daemon thread, which no end of the process waits for. It has begun, so
-    it cannot be cancelled. With `stack_bytes`, the stack has at least so many; only what is touched takes memory, until
-    the end of the function."""
+    """Run a function in a daemon thread. Returns the future of its result. The function cannot be cancelled, and the
+    process does not wait for it when it ends. With `stack_bytes`, the thread's stack has at least that size; only the
+    part that is used takes memory, until the function returns."""
     result: Future[_T] = Future()
     result.set_running_or_notify_cancel()
 

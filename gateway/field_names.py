@@ -16,8 +16,8 @@ Replacement: TypeAlias = "str | Callable[[re.Match[str]], str]"
 
 
 def messages_at(places: Sequence[str], behind: str = "") -> tuple[str, Replacement]:
-    """The pair for `FieldNames` that renames each message to its place. `behind` is an expression for what is left out
-    after it."""
+    """The pair for `FieldNames` that renames each message to its place. `behind` is a regular expression for text after
+    the message, which is dropped."""
 
     def place_of(found: re.Match[str]) -> str:
         number = int(found[1])

@@ -1,8 +1,8 @@
 """Hands the cached blocks of a draining worker over to others.
 
-The worker names its blocks, this router distributes those that no other worker has, and the others fetch them in small
-parts, so that each can be stopped soon and none is in the way of requests. If several routers watch the worker, the
-first one that calls does it. What fails costs only the computation.
+The worker names its blocks. This router distributes those that no other worker has, and the other workers fetch them.
+They fetch in small parts: each part can be stopped soon, and none delays requests. If several routers watch the worker,
+the first one to call it does the work. Blocks of a failed part are computed again when they are needed.
 """
 
 from __future__ import annotations

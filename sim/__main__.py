@@ -98,7 +98,8 @@ class _Runs:
 
 
 def read_step_cost(path: Path | None, flag: str = "--step-cost") -> step_cost.StepCost:
-    """Read the coefficients from a file. The default is the committed fit."""
+    """Read the coefficients from a file. The default is the committed fit. Raises UsageError if the file is not
+    valid."""
     if path is None:
         return step_cost.default()
     try:
@@ -108,7 +109,8 @@ def read_step_cost(path: Path | None, flag: str = "--step-cost") -> step_cost.St
 
 
 def read_draft_cost(path: Path | None, acceptance: float | None) -> step_cost.StepCost | None:
-    """Read the cost of a smaller model's steps, if there is a file."""
+    """Read the cost of a smaller model's steps, if there is a file. Raises UsageError if the file is not valid, or if
+    it is given without `acceptance`."""
     if path is None:
         return None
     if acceptance is None:
@@ -117,7 +119,7 @@ def read_draft_cost(path: Path | None, acceptance: float | None) -> step_cost.St
 
 
 def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
-    """The generated trace that the flags describe."""
+    """The generated trace that the flags describe. Raises UsageError if the flags contradict each other."""
     try:
         return trace.Generated(
             num_requests=options["requests"],
@@ -134,7 +136,8 @@ def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
 
 
 def read_jobs(path: Path | None, limit: int | None, generated: trace.Generated, seed: int) -> list[Job]:
-    """Read the requests from a file, or generate them."""
+    """Read the requests from a file, or generate them. Raises UsageError if the file is not valid or has no
+    requests."""
     if path is None:
         return generated.jobs(random.Random(seed))
     try:
@@ -147,7 +150,8 @@ def read_jobs(path: Path | None, limit: int | None, generated: trace.Generated, 
 
 
 def prepared(jobs: Sequence[Job], settings: WorkerSettings) -> list[Job]:
-    """Add block hashes to the jobs. Drop jobs that do not fit into a worker's KV cache: a worker would refuse them."""
+    """Add block hashes to the jobs. Drop jobs that do not fit into a worker's KV cache: a worker would refuse them.
+    Raises UsageError if none fits."""
     fitting = [job for job in jobs if settings.holds(job)]
     if not fitting:
         raise UsageError("no request of the trace fits into a worker's KV cache; increase --kv-tokens")
@@ -170,7 +174,7 @@ def check_prefill_workers(count: int, num_workers: int, peer_rate: float, polici
 
 
 def tiers_of(options: Mapping[str, Any]) -> TierSettings:
-    """The tiers that the flags describe."""
+    """The tiers that the flags describe. Raises UsageError if the flags contradict each other."""
     if options["shared_disk"] and not options["disk_tokens"]:
         raise UsageError("--shared-disk needs a disk; say with --disk-tokens how much it holds")
     return TierSettings(options["disk_tokens"], options["disk_rate"], options["peer_rate"], options["shared_disk"])

@@ -1,8 +1,8 @@
 """`python -m headrace.worker.check DIR`: whether a worker can serve the model, or use the heads, in a directory.
 Compiles nothing.
 
-The exit status is 0, or 2 with one line, `error: SENTENCE`, on standard error: the sentence with which a worker would
-end.
+The exit status is 0, or 2 with one line on standard error: `error:` and the message with which a worker would refuse to
+start.
 """
 
 from __future__ import annotations

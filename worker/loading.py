@@ -333,7 +333,8 @@ def card_of(
     states: StateBudget | None,
     tiers: Tiers,
 ) -> worker_pb2.ModelCard:
-    """The model card, with what routers have to know of the KV cache."""
+    """The model card, with what routers have to know of the KV cache. ConfigurationError for a --role whose blocks
+    cannot be sent."""
     card = model_card(
         config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
     )

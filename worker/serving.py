@@ -245,7 +245,8 @@ def _vocabulary_of(model_dir: Path) -> Vocabulary:
 
 
 def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
-    """Serve Prometheus metrics at host:port in a thread of their own. Returns what records requests for them."""
+    """Serve Prometheus metrics at host:port in a thread of their own. Returns the recorder of requests.
+    ConfigurationError if the address cannot be used."""
     # Imported late: this takes a while.
     from prometheus_client import start_http_server
 

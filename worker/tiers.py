@@ -26,8 +26,8 @@ log = logging.getLogger("headrace.worker")
 
 
 class Tiers(NamedTuple):
-    """What a worker has of them. `handover` serves its blocks to other workers, `takeover` takes those of workers that
-    drain."""
+    """The tiers that a worker has. `handover` serves its blocks to other workers, `takeover` takes those of workers
+    that drain."""
 
     disk: DiskTier | None = None
     peers: PeerTier | None = None

@@ -42,7 +42,7 @@ class ExportedWeights:
         return fields
 
     def bytes_of(self, num_weights: int) -> int:
-        """About the size of so many weights."""
+        """The approximate size of this many weights, in bytes."""
         in_four = self.ratio * (0.5 + _GROUP_BYTES / self.group_size) + (1 - self.ratio)
         return int(num_weights * {INT4: in_four, INT8: 1.0, BF16: 2.0}[self.kind])
 
@@ -75,7 +75,8 @@ def why_unreadable(config: Mapping[str, object]) -> str:
 
 
 def sizes_of(exported: ExportedWeights, config: Mapping[str, object], safetensors_bytes: int) -> tuple[int, int]:
-    """About the bytes of a checkpoint's weights once exported, and those that the export takes on disk meanwhile."""
+    """The approximate bytes of a checkpoint's weights once exported, and those that the export takes on disk
+    meanwhile."""
     num_weights = int(safetensors_bytes / bytes_per_weight(config))
     options = config.get("quantization_config")
     if isinstance(options, Mapping) and options.get("quant_method") in _PACKED_BITS:

@@ -1,4 +1,4 @@
-"""What `headrace serve` proposes to try first, by what the model is for."""
+"""The first requests that `headrace serve` suggests, depending on the model's task."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ class Serving:
         return plan_model(settings, places, share, self.sizing, first_worker=first_worker, offline=self.offline)
 
     async def run(self) -> int:
-        """Serve until a signal arrives or a process refuses its flags. Returns the exit status."""
+        """Serve until a signal arrives. Returns the exit status. Raises CommandError with the message of a process that
+        refused its flags."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_stop_signal)

@@ -19,8 +19,8 @@ _NAMES = re.compile(rb'names="([^"]*)"')
 
 
 def task_of(model_dir: Path) -> Task:
-    """What the network in a directory is for, by the names of its tensors and its state. Directories without a network
-    that can be read count as generating: who loads them says what is wrong."""
+    """What the network in a directory is for, by the names of its tensors and its state. A directory whose network
+    cannot be read counts as generating: loading it will say what is wrong."""
     network = _network(model_dir)
     if network is None or network.has_kv_cache:
         return TASK_UNSPECIFIED

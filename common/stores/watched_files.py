@@ -27,7 +27,7 @@ class WatchedFiles:
     """Tells whether any of some files has changed. Checks them at most once in `LOOK_S`."""
 
     def __init__(self, paths: Iterable[Path], clock: Callable[[], float]) -> None:
-        """`clock` gives seconds. Changes from now on count, so make it before the files are read."""
+        """`clock` gives seconds. Changes from now on count, so create this object before you read the files."""
         self._paths = tuple(paths)
         self._clock = clock
         self._looked_at_s = clock()

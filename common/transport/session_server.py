@@ -233,7 +233,8 @@ class _ServerSession:
             self._begin(begin, shared, borne)
 
     def _begin(self, begin: BeginCall, shared: Sequence[SharedPart], borne: set[int]) -> None:
-        """Begin a call. `borne` are the shared parts of its message that count for an earlier call of it."""
+        """Begin a call. `borne` are the numbers of the message's shared parts whose bytes already count for an earlier
+        call."""
         if begin.call_id in self._tasks:
             raise ValueError(f"the call id {begin.call_id} is in use")
         if any(position >= len(shared) for position in begin.shared):

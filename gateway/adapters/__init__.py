@@ -1,1 +1,1 @@
-"""Operators load, list and unload LoRA adapters, as vLLM's clients do it, and models of a host."""
+"""Lets operators load, list and unload LoRA adapters, in the form of vLLM, and load and unload models of a host."""

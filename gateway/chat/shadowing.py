@@ -1,4 +1,4 @@
-"""Copies of requests for another model, whose answers nobody gets: to try a model under real load before it takes over.
+"""Sends copies of requests to another model and drops the answers, to try that model under real load.
 
 A copy never delays or fails its original. Copies come after all other requests at the workers, at most `MAX_RUNNING`
 run at a time, and further ones are left out. A copy does not have its model loaded.

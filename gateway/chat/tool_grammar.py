@@ -110,7 +110,8 @@ class _Writer:
         return self.each(one)
 
     def compact_call(self, key: str) -> str:
-        """The same, spaced as content is: between two ways of spacing, the compiler decides at the first brace."""
+        """As `json_call`, but with the white space of content. With another, the compiler would decide between a call
+        and content at the first brace."""
         for i, (name, schema) in enumerate(self.use.schemas.items()):
             call = {
                 "type": "object",
@@ -158,7 +159,7 @@ class _Writer:
             self._rules.append(rule)
 
     def reasoning(self, prompt_ending: str, inside: bool) -> str:
-        """Reasoning in front of what follows: where the prompt opened it, to its end; else if the model likes."""
+        """Reasoning before what follows. If the prompt has opened it, its end is required; otherwise it is optional."""
         reasoning = self.form.output.reasoning
         if reasoning is None or reasoning.tags is None:
             return ""

@@ -1,4 +1,4 @@
-"""Copies of texts to encode for another model, whose vectors nobody gets."""
+"""Sends copies of texts to encode to another model and drops the vectors."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ class Ref:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Term:
-    """A tree without recursion as one terminal, the only one of this tree. In trees that are written only."""
+    """A terminal for a tree without recursion. There is one for each such tree. Only trees that are being written have
+    it."""
 
     node: Node
 

@@ -209,9 +209,9 @@ class Models:
         return self._aliases.shadow_of(name, key or request_id_var.get())
 
     async def find(self, name: str, *, loads: bool = True, key: str = "") -> Model:
-        """The model of this name, or the only model if the name is empty. If a host must load it first, this waits for
-        it, or with `loads` False raises MODEL_NOT_LOADED unless the model is known. Requests with one `key` get the
-        same of the models that share an alias. Raises `StatusError`."""
+        """The model of this name, or the only model if the name is empty. If a host must load the model first, this
+        waits; with `loads` False it raises MODEL_NOT_LOADED instead, unless the model is known. If several models share
+        an alias, requests with the same `key` get the same one. Raises `StatusError`."""
         alias, name = name, self._aliases.model_of(name, key or request_id_var.get())
         while True:
             if loads:

@@ -82,7 +82,8 @@ def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
     """Chat templates by name; the one to use is `default`. Empty if the bundle's files have none.
 
     `chat_template.jinja` takes precedence over `chat_template` of chat_template.json, and that over the one of
-    tokenizer_config.json. In JSON it is a text or a list of `{"name", "template"}`.
+    tokenizer_config.json. In JSON it is a text or a list of `{"name", "template"}`. Raises `BundleError` for anything
+    else.
     """
     named: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):

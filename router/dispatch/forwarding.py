@@ -193,7 +193,7 @@ class Forwarding:
     @property
     def _identity(self) -> str:
         """The identity of the model that generated the delivered tokens, if known; empty before the first token. Its
-        worker says it. What was reported of its adapters may have changed before the request arrived."""
+        worker sends it with the answer, because the reported adapters may have changed before the request arrived."""
         found = self._delivery.model_identity
         return found or ("" if self._card is None else model_identity(self._card, self._adapter_sha256))
 

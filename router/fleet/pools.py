@@ -277,7 +277,7 @@ class Pools:
         return members
 
     def for_next_stage(self, request: RoutedRequest, members: Members, index: PrefixIndex, priors: Priors) -> Members:
-        """Those of the members that are set aside for what the request needs next; all if none are set aside."""
+        """The members that are set aside for the request's next stage; all members if none are set aside."""
         if not members.has_roles:
             return members
         if request.prefilled is not None:

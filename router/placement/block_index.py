@@ -57,8 +57,8 @@ class BlockIndex:
             del self._of_slot[slot]
 
     def cut(self, hashes: Sequence[int], slots: Places, depths: Places) -> Places:
-        """For each of the workers at `slots`, which have `depths` blocks of a chain in memory: the blocks up to
-        the last one in this index, from which the worker can continue."""
+        """For each worker at `slots`, the number of blocks up to the last one that is in this index, within the
+        `depths` blocks of the chain that it has in memory. The worker can continue from there."""
         ends: Places = np.zeros(_num_slots(slots), np.intp)
         of_depth = _by_depth(slots, depths)
         mask_of, searching = self._mask.get, 0
@@ -71,8 +71,8 @@ class BlockIndex:
         return ends[slots]
 
     def extend(self, hashes: Sequence[int], slots: Places, depths: Places) -> Places | None:
-        """For each of the workers at `slots`, which have `depths` blocks of a chain in memory: the number of blocks
-        together with those that follow in this index. None if there are none."""
+        """For each worker at `slots`, the number of blocks that it has in memory (`depths`) and of those that follow in
+        this index. None if none follow at any worker."""
         if not self._of_slot:
             return None
         ends: Places = np.zeros(_num_slots(slots), np.intp)

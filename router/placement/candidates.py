@@ -47,8 +47,8 @@ _NUM_COLUMNS = 16
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False):
-    """A worker's latest report; units as in worker.proto. All zero before the first one. The numbers of its engine
-    are of `as_of_s`. `num_cached_blocks` includes blocks that are not full."""
+    """A worker's latest report; units as in worker.proto. All zero before the first one. The engine's numbers were
+    current at `as_of_s`. `num_cached_blocks` includes blocks that are not full."""
 
     num_running: int = 0
     num_waiting: int = 0

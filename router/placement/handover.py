@@ -1,8 +1,8 @@
 """Distributes the cached blocks of a draining worker over others. Pure.
 
-Blocks that one of the others has already stay where they are. The rest goes, most recently used first, where most room
-is. A chain stays together, and where chains part they may go different ways: then a worker also gets the blocks in
-front that it lacks.
+Blocks that another worker already has stay where they are. The rest go to the worker with the most room, most recently
+used blocks first. The blocks of a chain go to one worker. Where chains diverge, each branch may go to another worker,
+which then also gets the preceding blocks that it lacks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Handed(NamedTuple):
 
 
 def rooms(loads: Sequence[LoadReport], num_blocks: int) -> list[int]:
-    """How many of `num_blocks` blocks each worker should take. First what is empty. Beyond that all lose the same share
-    of their blocks, the draining worker of what it hands over too."""
+    """How many of `num_blocks` blocks each worker should take: first as many as it has empty. If that is not enough,
+    all workers lose the same share of their cached blocks, and the draining worker the same share of what it hands
+    over."""
     free = [load.num_free_blocks for load in loads]
     empty = [max(0, load.num_free_blocks - load.num_cached_blocks) for load in loads]
     over = max(0, num_blocks - sum(empty))
@@ -37,15 +38,15 @@ def rooms(loads: Sequence[LoadReport], num_blocks: int) -> list[int]:
 
 
 def distribute(blocks: Sequence[Handed], room: Sequence[int]) -> list[list[Handed]]:
-    """The blocks that each worker should take, each after its predecessor, given how many it has room for. `blocks` has
-    the most recently used first, and each after its predecessor."""
+    """The blocks that each worker should take, given the number that it has room for. `blocks` has the most recently
+    used first. There and in the result, each block comes after its predecessor."""
     left = list(room)
     by_hash = {block.block_hash: block for block in blocks}
     parts: list[dict[int, Handed]] = [{} for _ in room]
     heir: dict[int, int] = {}  # where the first continuation of a block goes
 
     def lacking(block: Handed, worker: int, most: int) -> list[Handed]:
-        """The block and those before it that a worker lacks, at most `most` + 1, last one first."""
+        """The block and its predecessors that a worker lacks, last one first, at most `most` + 1 of them."""
         chain = [block]
         while not chain[-1].is_first and len(chain) <= most:
             before = by_hash.get(chain[-1].parent_hash)

@@ -161,9 +161,9 @@ def place(
     """Choose a worker, or None if there is no candidate.
 
     `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found there.
-    `adapter_ms` is what reading the request's adapter takes at each; None without an adapter. `transfers` is what each
-    could fetch from others; None for nothing.
-    `num_described` is how many candidates the placement describes. Times are on the clock of `LoadReport.as_of_s`.
+    `adapter_ms` is the time to read the request's adapter at each; None without an adapter. `transfers` has the tokens
+    that each could fetch; None if no candidate can fetch any. `num_described` is how many candidates the placement
+    describes. Times are on the clock of `LoadReport.as_of_s`.
     """
     if not len(candidates):
         return None
@@ -330,7 +330,7 @@ def _weigh_blocks(
 def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) -> float:
     """How long a request waits after `num_ahead` others until one of these full workers has room.
 
-    Each ends max_num_seqs answers in the time of one; 0 when none of them says how many it takes.
+    Each worker ends max_num_seqs answers in the time of one answer. 0 if no worker reports its max_num_seqs.
     """
     if not len(candidates):
         return 0.0
@@ -340,7 +340,7 @@ def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) ->
 
 
 def _totals(request: RequestFacts, terms: Values) -> Values:
-    """The costs to choose by. Who keeps to the request's bound comes before all others."""
+    """The costs by which to choose. Workers that keep the request's bound come before all others."""
     totals: Values = terms[_TOTAL]
     if request.max_ttft_ms != math.inf:
         is_in_time = terms[:3].sum(axis=0) + terms[_TRANSFER] <= request.max_ttft_ms

@@ -40,7 +40,7 @@ class Run:
         self.ends_at = ends_at
 
     def end_along(self, chain: Sequence[int], depth: int) -> int:
-        """The depth at which the run ends or the chain, which is equal to it at `depth`, turns off."""
+        """The depth up to which the run equals a chain, given that they are equal at `depth`."""
         hashes, start = self.hashes, self.start
         equal, other = depth, min(self.end, len(chain))
         if hashes[other - 1 - start] == chain[other - 1]:
@@ -75,8 +75,8 @@ class Predictions:
         self._runs: deque[Run] = deque()
 
     def add(self, bit: int, chain: Sequence[int], start: int, now_s: float) -> Run | None:
-        """Expect the blocks of this chain from depth `start` on at a worker. What finds no room is left out; None if
-        that is all."""
+        """Expect the blocks of this chain from depth `start` on at a worker. Blocks beyond the bound are left out; None
+        if all are."""
         hashes = chain[start : start + self.max_blocks - self.num_blocks]
         if not hashes:
             return None
@@ -92,14 +92,14 @@ class Predictions:
         return run
 
     def withdraw(self, run: Run) -> None:
-        """Expect the blocks of a prediction no longer. It counts for the bound until its time is over."""
+        """Withdraw a prediction. It counts towards the bound until it expires."""
         for block_hash in run.noted_hashes():
             if run in self.noted.get(block_hash, ()):  # not if it has ended
                 self._unnote(run, block_hash)
         run.first = run.end
 
     def confirm(self, bit: int, block_hash: int) -> None:
-        """A worker holds a block whose hash is noted."""
+        """Note that a worker holds a block whose hash is stored."""
         for run in self.noted[block_hash].copy():
             if run.bit == bit and run.hashes[run.first - run.start] == block_hash:
                 self._unnote(run, block_hash)
@@ -108,7 +108,7 @@ class Predictions:
                     self.noted.setdefault(run.hashes[run.first - run.start], []).append(run)
 
     def expire(self, now_s: float) -> None:
-        """End those whose time is over."""
+        """Remove the predictions that have expired."""
         while self._runs and self._runs[0].ends_at <= now_s:
             self._end(self._runs.popleft())
 

@@ -190,17 +190,17 @@ class PrefixIndex:
     def predict(self, worker_id: str, hashes: Sequence[int], start: int, now_s: float) -> Run | None:
         """Count the blocks of this chain from `start` on, where its match at a known worker ends, as present there.
 
-        Until events confirm them, `prediction_ttl_s` pass or `withdraw` is called with what this returns. What finds no
-        room is left out; None if that is all.
+        Until events confirm them, `prediction_ttl_s` pass or `withdraw` is called with what this returns. Blocks beyond
+        the bound are left out; None if all are.
         """
         return self._predictions.add(self._holdings[worker_id].bit, hashes, start, now_s)
 
     def withdraw(self, prediction: Run) -> None:
-        """The request does not come to the worker: its blocks are expected there no longer."""
+        """Withdraw a prediction, because its request does not go to the worker."""
         self._predictions.withdraw(prediction)
 
     def expire(self, now_s: float) -> None:
-        """End the predictions whose time is over."""
+        """Remove the predictions that have expired."""
         self._predictions.expire(now_s)
 
     def match(self, hashes: Sequence[int], worker_ids: Iterable[str]) -> dict[str, int]:
@@ -322,8 +322,8 @@ class PrefixIndex:
             self._num_entries -= 1
 
     def _shared(self, mask: int) -> int:
-        """An equal mask that others use too, where there is one: a mask has a bit for each worker, and most hashes are
-        held by the same few sets of them."""
+        """The equal mask that other hashes already use, if there is one. A mask has a bit for each worker, and most
+        hashes have one of a few masks, so sharing them saves memory."""
         if not mask & (mask - 1):
             holding = self._holding_of_slot[mask.bit_length() - 1]
             assert holding is not None, "a bit without a worker"

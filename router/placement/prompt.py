@@ -1,7 +1,8 @@
 """A prompt as placement needs it: its tokens, and the hashes of its blocks.
 
-Both are made once, however many requests share the prompt. For a long prompt they take tens of milliseconds: `prepare`
-makes them in slices and lets the event loop run in between. Who asks without having prepared waits for all of it.
+Both are made once, however many requests share the prompt. For a long prompt this takes tens of milliseconds. So
+`prepare` makes them in slices and lets the event loop run in between. Without it, the first use makes all of them at
+once.
 """
 
 from __future__ import annotations

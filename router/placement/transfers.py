@@ -22,9 +22,9 @@ _WORTH = 0.8
 
 
 class Transfers(NamedTuple):
-    """For each candidate: the prompt tokens that are cached at the best other worker, 0 if there is none, the bytes of
-    one of them, and the number of that worker in `addresses`. `disk_tokens` are those that are in its own memory or
-    behind that on its disk, 0 if none is on the disk."""
+    """For each candidate, the prompt tokens that the best other worker has cached (0 if there is none), the bytes of
+    one token, and that worker's index in `addresses`. `disk_tokens` counts the tokens in the candidate's own memory
+    together with those that follow on its disk; 0 if none is on the disk."""
 
     tokens: Values
     bytes_per_token: Values
@@ -34,7 +34,7 @@ class Transfers(NamedTuple):
 
     @classmethod
     def none(cls, num_candidates: int) -> Transfers:
-        """Nothing to fetch. The arrays can be written, and `addresses` is a list."""
+        """Transfers without anything to fetch, for `add` and `offer` to fill."""
         nothing = np.zeros(num_candidates)
         return cls(nothing, nothing.copy(), np.zeros(num_candidates, np.intp), [], nothing.copy())
 
@@ -48,8 +48,9 @@ class Transfers(NamedTuple):
         addresses: Sequence[str],
         block: BlockFacts,
     ) -> None:
-        """Add what the candidates `numbers` could fetch of a prompt with these block hashes. They have the first of
-        `slots`, with the addresses of all; the others have the rest. `cached_blocks` is of all candidates."""
+        """Add what the candidates `numbers` could fetch of a prompt with these block hashes. The first of `slots` and
+        `addresses` are theirs; the rest belong to other workers from which they could fetch. `cached_blocks` has an
+        entry for each candidate."""
         self.bytes_per_token[numbers] = block.num_bytes / block.num_tokens
         ends = index.disk.extend(hashes, slots[: len(numbers)], cached_blocks[numbers])
         if ends is not None:
@@ -82,8 +83,8 @@ class BlockFacts(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """For each candidate: the tokens that it should fetch, the time for them in milliseconds, and whether they are on
-    its disk, and not at another worker. `copied_tokens` are those of another worker, which keeps them."""
+    """For each candidate: the tokens that it should fetch, the time that this takes in milliseconds, and whether they
+    come from its disk rather than from another worker. `copied_tokens` come from another worker, which keeps them."""
 
     tokens: Values
     ms: Values
@@ -94,9 +95,9 @@ class Moved(NamedTuple):
 def worth_moving(
     transfers: Transfers, values: Values, cached_tokens: Values, ms_per_computed: Values, most_tokens: int
 ) -> Moved:
-    """What to fetch at each candidate, which has `cached_tokens` itself and computes a token in `ms_per_computed`. A
-    prompt needs at most `most_tokens`. `values` are the candidates' columns. Of a disk and another worker it is what
-    saves more time."""
+    """What each candidate should fetch. It has `cached_tokens` itself and computes a token in `ms_per_computed`. The
+    prompt needs at most `most_tokens`. `values` are the candidates' columns. Between its disk and another worker, the
+    source that saves more time is chosen."""
     from_peers, peers_ms, peers_saved_ms = _weighed(
         transfers.tokens, values[TRANSFER_BYTES_PER_S], SETUP_MS, transfers, cached_tokens, ms_per_computed, most_tokens
     )
@@ -117,7 +118,7 @@ def _weighed(
     ms_per_computed: Values,
     most_tokens: int,
 ) -> tuple[Values, Values, Values]:
-    """The tokens to fetch, the time for them, and what it saves, where it saves anything; otherwise zeros."""
+    """The tokens to fetch, the time that this takes and the time that it saves; zeros where it saves nothing."""
     tokens = np.maximum(np.minimum(found, most_tokens) - cached_tokens, 0.0)
     bytes_per_ms = np.where(bytes_per_s > 0.0, bytes_per_s, DEFAULT_BYTES_PER_S) / 1000.0
     took_ms = setup_ms + tokens * transfers.bytes_per_token / bytes_per_ms

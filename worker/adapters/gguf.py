@@ -34,7 +34,7 @@ _REMEDY = "give the adapter in PEFT's format"
 
 
 def read_gguf(path: Path, linears: Sequence[Linear], num_kv_heads: int) -> AdapterFiles:
-    """Read an adapter for a model with these layers and so many heads of keys. AdapterError."""
+    """Read an adapter for a model with these layers and this number of key heads. AdapterError."""
     try:
         digest = sha256(path.read_bytes())
         reader = open_gguf(path)

@@ -20,7 +20,8 @@ class Layers(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What an adapter's files are: the SHA-256 of their content, hex; the highest rank of a layer; bytes in float32."""
+    """Facts about an adapter's files: the SHA-256 of their content, hex; the highest rank of a layer; bytes in
+    float32."""
 
     sha256: str
     rank: int
@@ -28,7 +29,7 @@ class Found(NamedTuple):
 
 
 class FilesChangedError(AdapterError):
-    """The files of an adapter are others than before."""
+    """The files of an adapter have changed since they were read."""
 
 
 class Reader(Protocol):

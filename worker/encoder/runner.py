@@ -1,8 +1,8 @@
 """Computes batches of texts with OpenVINO: several at the same time, each on its own cores.
 
 With short texts, cores that share a batch spend most of their time waiting for each other. So each stream has one core
-on small hosts, and four on large ones, where a text on one core would take long. There is one batch more than streams,
-so that a stream can begin its next batch at once.
+on small hosts, and four on large ones, where a text on one core would take long. There is one more batch than there are
+streams, so that a stream can begin its next batch at once.
 """
 
 from __future__ import annotations

@@ -148,8 +148,9 @@ class Engine:
         return True
 
     def warm_up(self, request: Request) -> None:
-        """Run a request to its end before any other, because the first steps of a model are slower. Only what steps
-        cost is kept. A step teaches that the second time it has a size, so each request has to run twice."""
+        """Run a request to its end before any other, because the first steps of a model are slower. Only the learned
+        costs of steps are kept. A step teaches its cost the second time that its size occurs, so each request has to
+        run twice."""
         speculation, self.scheduler.speculation = self.scheduler.speculation, None
         self.scheduler.add(request)
         while self.scheduler.has_requests:

@@ -154,7 +154,7 @@ class Fetching:
         return found
 
     def take_news(self) -> bool:
-        """Whether blocks have changed for which no request waits."""
+        """Whether blocks have come for which no request waits, since the last call."""
         has_news = False
         for tier in (self._takeover, self.disk):
             if tier is not None and tier.has_news:

@@ -3,11 +3,11 @@
 Requests are in two lists, `waiting` and `running`, in order of rank: higher priority first, then resumed requests,
 whose clients already read the answer, then earlier arrival. A step
 
-1. admits waiting requests while the batch and the KV cache have room; others too, if the first lacks blocks,
-2. shares the time of the step: one token for each request in decode. An eighth of the rest
+1. admits waiting requests while the batch and the KV cache have room; if the first one lacks blocks, others may
+   overtake it, 2. shares the time of the step: one token for each request in decode. An eighth of the rest
    (`step_budget`) goes to the prompt that is first in rank, so that even the longest prompt makes progress. The
-   remainder goes to resumed requests, then to the prompts with the least left to compute,
-3. reserves blocks in order of rank. If blocks are short, the requests that are last in rank are preempted.
+   remainder goes to resumed requests, then to the prompts with the least left to compute, 3. reserves blocks in order
+   of rank. If blocks are short, the requests that are last in rank are preempted.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ class Scheduler:
             bisect.insort(self.running, request, key=rank)
 
     def _may_be_overtaken(self, first: Request) -> bool:
-        """Whether others may go before the first waiting request, which lacks blocks: for as long as its own prompt
-        takes, and not in the middle of its answer (docs/decisions/0072)."""
+        """Whether others may go before the first waiting request, which lacks blocks. They may for as long as its own
+        prompt takes to compute, and never once its answer has begun (docs/decisions/0072)."""
         first.lacks_blocks_since_s = first.lacks_blocks_since_s or self.clock()
         waited_ms = 1000 * (self.clock() - first.lacks_blocks_since_s)
         return not first.num_generated_tokens and waited_ms < self.step_costs.prompts.chunk_ms(0, first.num_tokens)

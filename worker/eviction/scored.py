@@ -38,7 +38,7 @@ def merged_tables(block_indices: IntArray, begins: Sequence[int], lost: dict[int
 
 
 def padded_tables(tables: IntArray | None, num_tokens: int, block: int) -> IntArray | None:
-    """The tables with so many more sequences of one block."""
+    """The tables with this many more sequences, each of one block."""
     return None if tables is None else np.pad(tables, ((0, 0), (0, num_tokens)), constant_values=block)
 
 
@@ -51,8 +51,8 @@ def score_windows(scored: Sequence[Scored], num_sequences: int) -> IntArray:
 
 
 def add_scores(scored: Sequence[Scored], past_lens: IntArray, begins: IntArray, scores: FloatArray) -> None:
-    """Tell the sequences what their cached tokens got: `scores` `[layers, tokens]` of all sequences, whose new tokens
-    begin at `begins`."""
+    """Pass the attention that cached tokens got on to their sequences: `scores` `[layers, tokens]` of all sequences,
+    whose new tokens begin at `begins`."""
     ends = np.cumsum(past_lens + np.diff(begins)).tolist()
     for sequence, eviction, num_queries, is_whole in scored:
         begin = ends[sequence - 1] if sequence else 0

@@ -11,7 +11,8 @@ from headrace.worker.eviction.sequence import Aggregation, Eviction, EvictionRul
 
 
 def eviction_of(config: WorkerConfig) -> CacheEviction | None:
-    """What --cache-eviction says; see `parse_eviction`. ConfigurationError if it is wrong or contradicts others."""
+    """The parsed flag --cache-eviction; see `parse_eviction`. ConfigurationError if it is invalid or contradicts other
+    flags."""
     if config.cache_eviction is None:
         return None
     try:
@@ -27,8 +28,9 @@ def eviction_of(config: WorkerConfig) -> CacheEviction | None:
 
 
 def add_rule(card: ModelCard, rule: CacheEviction | None, longest: int) -> None:
-    """Say in the card that requests may give up blocks, all of them by `rule` if it is not empty; nothing without a
-    rule. Contexts have at most `longest` tokens then. ConfigurationError if the rule does not fit the cache."""
+    """Note in the model card that requests may give up blocks. An empty `rule` means only requests that ask for it,
+    None no request. Contexts then have at most `longest` tokens. ConfigurationError if the rule does not fit the
+    cache."""
     if rule is None:
         return
     card.max_evicting_context_tokens = max(longest, card.max_context_tokens)

@@ -28,7 +28,7 @@ _FEATURE_BYTES = 2
 
 
 class EagleHeads(NamedTuple):
-    """Heads that are read, and what makes the target's graph compute their features."""
+    """Heads as read from their files, and the reader that makes the target's graph compute their features."""
 
     files: EagleFiles
     reader: FeatureReader
@@ -80,7 +80,8 @@ class EagleRunner:
         self.infer_s = 0.0
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> None:
-        """Make the heads' part of `num_blocks` blocks, and of one for padding: keys and values, and features."""
+        """Make the heads' part of `num_blocks` blocks, and of one for padding: keys and values, and features.
+        ConfigurationError if there is no memory for it."""
         self._reader.store = FeatureStore(num_blocks, self.block_size, self._width)
         num_blocks += 1
         try:

@@ -33,7 +33,7 @@ _OUTPUT = "last_states"
 
 
 class MedusaHeads(NamedTuple):
-    """Heads that are read, and what makes the target's graph give the states that they read."""
+    """Heads as read from their files, and the reader that makes the target's graph give hidden states."""
 
     files: MedusaFiles
     reader: LastStates

@@ -73,8 +73,8 @@ def read_binding(kv_cache: Region, root: Path = Path("/")) -> Binding:
 
 
 async def keep_binding_known(kv_cache: Region, tell: Callable[[Binding], None]) -> None:
-    """Read the binding periodically, in a thread, until cancelled. As the cache fills, more of it becomes resident. The
-    first reading is after an interval."""
+    """Read the binding periodically, in a thread, until cancelled. More of the cache becomes resident as it fills. The
+    first reading is after one interval."""
     took_s = 0.0
     while True:
         await asyncio.sleep(max(MIN_INTERVAL_S, took_s / _SHARE_OF_TIME))

@@ -1,4 +1,4 @@
-"""Assigns KV blocks to requests of which some give up blocks of their own (docs/decisions/0067).
+"""Assigns KV blocks to requests, some of which give up blocks when they become long (docs/decisions/0067).
 
 Until its first eviction such a request is like any other: it shares, finds and publishes blocks. Then it moves to
 blocks of its own, which nobody else finds. A block has a part for each layer, and layers keep different tokens. So each

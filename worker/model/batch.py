@@ -50,11 +50,10 @@ class Batch:
     The first rows of logits belong to the `sampled` requests, in that order; then come those of `later`. After them,
     each of `prompts` has a row for each of its prompt tokens in the step, except the last token of the prompt. A
     request with a draft has more than one row: `ahead` says how many draft tokens are before each row of `sampled`; it
-    is None if there are no drafts. What a row of `later` samples also depends on whether the draft before it was
-    accepted. `copies` of KV blocks are made
-    before anything is computed. `adapter_slots` `[tokens]` is the slot of each token's adapter, -1 for none; None if no
-    token has one. `sums` says what is computed besides the logits; nothing if there are `prompts`, which
-    may have many rows.
+    is None if there are no drafts. The sampled token of a row of `later` also depends on whether the draft before it
+    was accepted. `copies` of KV blocks are made before anything is computed. `adapter_slots` `[tokens]` is the slot of
+    each token's adapter, -1 for none; None if no token has one. `sums` says what is computed besides the logits;
+    nothing if there are `prompts`, which may have many rows.
     """
 
     input_ids: LongArray
@@ -236,7 +235,7 @@ def one_by_one(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
 
 
 def depends_on_tokens(sampling: SamplingParams) -> bool:
-    """Whether what is sampled depends on the tokens of the answer in another way than by the model's logits."""
+    """Whether sampling depends on the tokens of the answer other than through the model's logits."""
     return sampling.has_penalties or sampling.has_edits
 
 

@@ -176,7 +176,7 @@ class OpenVINOModelRunner:
     ) -> KVArena:
         """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding, in the arena that
         `make_arena` gives, or in one of its own. Pages are touched as they come into use, in steps: by OpenVINO's
-        threads, or by the caller's where blocks are copied."""
+        threads, or by the caller's where blocks are copied. ConfigurationError if there is no memory for it."""
         num_blocks += 1
         size_bytes = num_blocks * self.block_bytes
         try:
@@ -200,7 +200,7 @@ class OpenVINOModelRunner:
 
     def touch(self) -> None:
         """Take the first page of each cache. The kernel clears pages as they are taken, huge ones for milliseconds.
-        What they hold stays: it may be of the process before."""
+        Their content stays: it may come from the previous process."""
         for cache in self._cache_views:
             cache[0, 0] = cache[0, 0]
 

@@ -1,8 +1,8 @@
 """Fetches KV blocks from other workers.
 
-Whatever goes wrong with the other worker costs at most the computation: a call has a deadline, and blocks count only if
-their tokens and checksums are right. On one host the blocks are read from the other worker's memory, with pread, which
-cannot fail in other ways than an error if that worker ends or frees its memory.
+If a fetch fails, its blocks are computed instead: a call has a deadline, and only blocks with the right tokens and
+checksums are used. On one host the blocks are read from the other worker's memory. They are read with pread, which
+returns an error if that worker ends or frees its memory.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class RequestState(enum.Enum):
 
 
 class Branch(NamedTuple):
-    """Other tokens proposed to follow a request's tokens than those of its draft, and the blocks in which a step
-    computes them: those of the block table from `first_block` on."""
+    """An alternative to a request's draft: other proposed tokens, and the blocks in which a step computes them. These
+    take the places from `first_block` on in the block table."""
 
     token_ids: Sequence[int]
     first_block: int

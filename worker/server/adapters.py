@@ -44,8 +44,8 @@ class AdapterDesk:
         return self._library.find(name)
 
     async def hold(self, adapter: Adapter | None, request: Request) -> None:
-        """Keep the adapter in memory for a request, until `let_go`. Waiting counts as time for which the request waits.
-        StatusError."""
+        """Keep the adapter in memory for a request, until `let_go`. Time spent here counts towards the longest wait of
+        the request. StatusError."""
         if adapter is None:
             return
         assert self._library is not None
@@ -56,7 +56,7 @@ class AdapterDesk:
         request.max_wait_s = max(request.max_wait_s - (time.monotonic() - now_s), 0.0)
 
     def let_go(self, adapter: Adapter | None, request: Request, *, was_submitted: bool = True) -> None:
-        """The request needs its adapter no longer, as soon as the engine has ended it: a step may be computing it."""
+        """Release the adapter of a request, once the engine has ended the request: a step may still be computing it."""
         if adapter is None:
             return
         assert self._library is not None

@@ -24,7 +24,7 @@ _KEPT_UNUSED = 0.99
 
 
 class AcceptanceRate:
-    """Shares of draft tokens that were accepted, of those whose predecessors were. Recent ones count more."""
+    """Shares of accepted draft tokens, among those whose predecessors were accepted. Recent tokens count more."""
 
     __slots__ = ("_kept", "_shares", "_weights")
 
@@ -49,7 +49,7 @@ class AcceptanceRate:
         self._weights[key], self._shares[key] = weight, share
 
     def age(self, source: Source) -> None:
-        """Trust what is known of a source a little less, because a step did without it."""
+        """Trust the rates of a source a little less, because a step used no draft of it."""
         for key in self._weights:
             if key[0] is source:
                 self._weights[key] *= _KEPT_UNUSED

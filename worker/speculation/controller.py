@@ -6,15 +6,16 @@ of a product are cheaper than later ones, and no straight line shows that. Draft
 probability that they are reached and accepted.
 
 A step with another number of tokens than the one before costs a change (docs/decisions/0025), and each new number has
-to be prepared. So sizes are few. A change to more tokens has to pay at once; half of it is left out if drafts are
-likely to be right, because the next step then has this size too. A change to fewer counts as far as drafts are likely
-to be right soon, which would change it back. Otherwise a stream would keep a size that it has no use for.
+to be prepared. So only a few sizes are used. A change to a larger size has to pay in the same step. If drafts are
+likely to be right, only half of its cost counts, because the next step then has this size too. The cost of a change to
+a smaller size counts by the chance that drafts are right again soon, which would change the size back. If it counted in
+full, a stream would keep a size that it has no use for.
 
-Steps have at least so many tokens, padding included. A draft token in place of padding costs nothing.
+Steps have a minimum number of tokens, padding included. A draft token in place of padding costs nothing.
 
 A branch has other tokens than a stream's draft, from the first on. Its first token costs two, because the stream's
-latest token is computed again in the branch's blocks. So a tree is taken when that is worth more than a longer draft.
-Pure.
+latest token is computed again in the branch's blocks. So a step has a branch when that is worth more than a longer
+draft. Pure.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class SizeCorrections:
 
 
 def rounded_size(num_tokens: int) -> int:
-    """The size of a step of so many tokens: one of few, because each has to be prepared."""
+    """The size of a step with this many tokens: one of a few sizes, because each has to be prepared."""
     if num_tokens <= 2:
         return num_tokens
     grain = 2 if num_tokens <= 8 else 4 if num_tokens <= 16 else 8
@@ -87,7 +88,8 @@ class BranchChance(NamedTuple):
 
 class _Gain(NamedTuple):
     """A draft token that a step may have. It is accepted with probability `expected`, and counts `num_tokens` tokens of
-    the step. `place` is its stream, or behind all streams its branch. Tokens are taken in the order of `rank`."""
+    the step. `place` is the number of its stream; branches are numbered after all streams. Tokens are taken in the
+    order of `rank`."""
 
     rank: float
     expected: float

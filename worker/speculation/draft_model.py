@@ -5,9 +5,9 @@ the pool.
     target's KV    [....] [....] [....] [....]
     draft's KV     [....] [....] [..  ] [    ]      what the smaller model has computed of the same tokens
 
-So a block that a prefix hit finds may have the smaller model's part too, and whatever ends, preempts or resumes a
-request needs to know nothing of drafts. The part is right if the block's hash is that of the tokens that the smaller
-model computed there (`_contents`). Nobody has to say when a block changes hands: another content has another hash.
+So a block that a prefix hit finds may also have the smaller model's part, and code that ends, preempts or resumes
+requests need not know about drafts. The part is valid if the block's hash is that of the tokens that the smaller model
+computed there (`_contents`). A block that is reused needs no notice, because other content has another hash.
 
 Proposed tokens are drawn like the request's own, with its seed, position and parameters. So a drawn token is likely to
 be the same if the two distributions are close.

@@ -136,8 +136,8 @@ class Speculation:
         self._note_use(len(streams))
 
     def observe(self, request: Request, token_ids: Sequence[int]) -> tuple[int, int]:
-        """A step verified the request's draft, with its branch, and gave it these tokens. Returns how many tokens were
-        proposed, and how many of them are among those."""
+        """Learn from a step that verified the request's draft, with its branch, and gave it these tokens. Returns how
+        many tokens were proposed, and how many of them were accepted."""
         draft, branch = self._drafts[request], () if request.branch is None else request.branch.token_ids
         proposed, _ = request.proposed_after(token_ids[0])
         num_accepted = min(len(token_ids), len(proposed))
@@ -160,8 +160,8 @@ class Speculation:
         return num_drafted, num_accepted
 
     def observe_step(self, num_tokens: int, ratio: float | None) -> None:
-        """A step of so many tokens, padding included, has ended. `ratio` is its time by its prediction; None for steps
-        with prompts."""
+        """Learn from a step of this many tokens, padding included. `ratio` is its time divided by its prediction; None
+        for steps with prompts."""
         self._size_before = num_tokens
         if ratio is not None:
             self._corrections.observe(num_tokens, ratio)
@@ -234,8 +234,8 @@ class Speculation:
     def _branches(
         self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager
     ) -> list[BranchChance]:
-        """The branches that drafts may have. Of a branch's first token it is known how often it is right where the
-        draft's is not."""
+        """The branches that drafts may have. For a branch's first token, the rate is learned at which it is right when
+        the draft's first token is wrong."""
         model = self.model_drafts
         if model is None or not model.has_branches:
             return []

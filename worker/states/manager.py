@@ -89,7 +89,7 @@ class StatefulCacheManager(KVCacheManager):
         return progress.num_waits <= _MOST_WAITS and request.num_uncomputed_tokens > 2 * MIN_TOKENS_LEFT
 
     def chunk_of(self, request: Request, num_tokens: int) -> int:
-        """At most `num_tokens` tokens for the next step. Less if a state is to be saved at an earlier border."""
+        """At most `num_tokens` tokens for the next step. Fewer if a state is to be saved at an earlier border."""
         progress, past = self._of(request), request.num_computed_tokens
         has_room = past + MIN_TOKENS_LEFT <= progress.branch < self._last_border(request, past + num_tokens)
         return progress.branch - past if has_room else num_tokens

@@ -1,8 +1,8 @@
 """Keeps the scales of compressed weights out of the process's own memory.
 
-OpenVINO's kernels want scales in float32, and files have them in float16. OpenVINO would make constants in float32 of
-them, and keep those beside the copy in the order of its kernels. Scales that already are float32 are taken where they
-lie, and that can be a file (see `FileMemory`). A zero point that all groups share becomes a single number.
+Files have scales in float16, and OpenVINO's kernels need float32. OpenVINO would convert them, and keep the result in
+memory beside the weights that it has ordered for its kernels. It uses scales that already are float32 where they are,
+which can be in a file (see `FileMemory`). A zero point that all groups share becomes a single number.
 """
 
 from __future__ import annotations
