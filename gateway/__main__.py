@@ -11,6 +11,7 @@ import click
 import uvloop
 
 from headrace.common.aliases import Aliases, parse_aliases
+from headrace.common.flags import FiniteRange
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.gateway.chat.formats import REASONING_PARSERS, TOOL_PARSERS, parse_parsers
@@ -40,13 +41,13 @@ MAX_FILES = 65_536
 @click.option(
     "--drain-timeout",
     default=DRAIN_TIMEOUT_S,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Seconds that running requests have to finish after SIGTERM. No other gateway can continue them.",
 )
 @click.option(
     "--worker-wait",
     "worker_wait_s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Maximum seconds that a new request waits for a reachable worker. Default: as long as its client waits.",
 )
 @click.option(

@@ -21,6 +21,7 @@ from typing import Any
 import click
 import uvloop
 
+from headrace.common.flags import FiniteRange
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.common.transport.channels import Transport, TransportError
@@ -210,21 +211,21 @@ def wired(
 @click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
 @click.option(
     "--drain-timeout",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=DRAIN_TIMEOUT_S,
     help="Seconds that running streams have to finish after SIGTERM. Gateways then resume them elsewhere.",
 )
-@click.option("--lease", type=click.FloatRange(min=0.5), default=6.0, help="Seconds until a registration expires.")
+@click.option("--lease", type=FiniteRange(min=0.5), default=6.0, help="Seconds until a registration expires.")
 @click.option(
     "--capacity-wait",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=10.0,
     help="Seconds after which a request without a ready worker goes back to its gateway. The gateway tries again, if "
     "possible with another router, while its client waits.",
 )
 @click.option(
     "--max-ttft",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=60.0,
     help="Maximum seconds that a request waits for others, here and at its worker. Longer waits are refused.",
 )
@@ -278,7 +279,7 @@ def wired(
 )
 @click.option(
     "--long-prompt-ms",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=LONG_PROMPT_MS,
     help="Prompts that take longer to compute go to workers with --role prefill, if there are any.",
 )

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from headrace.common.flags import FiniteRange
 from headrace.sim import step_cost, trace
 from headrace.sim.report import Objective, PolicyReport, report_of
 from headrace.sim.router import POLICIES
@@ -226,14 +227,12 @@ def print_table(answer: Answer) -> None:
 )
 @click.option(
     "--prompt-median",
-    type=click.FloatRange(1),
+    type=FiniteRange(1),
     default=400.0,
     help="Generated trace: tokens of a prompt after its system prompt.",
 )
-@click.option(
-    "--output-mean", type=click.FloatRange(1), default=128.0, help="Generated trace: mean tokens of an answer."
-)
-@click.option("--turns", type=click.FloatRange(1), default=1.0, help="Generated trace: mean turns of a conversation.")
+@click.option("--output-mean", type=FiniteRange(1), default=128.0, help="Generated trace: mean tokens of an answer.")
+@click.option("--turns", type=FiniteRange(1), default=1.0, help="Generated trace: mean turns of a conversation.")
 @click.option(
     "--conversations", type=click.IntRange(1), default=200, help="Generated trace: number of open conversations."
 )
@@ -249,18 +248,18 @@ def print_table(answer: Answer) -> None:
     default=(1,),
     help="Number of routers. May be repeated; each gets its own run.",
 )
-@click.option("--load", type=click.FloatRange(0, min_open=True), default=0.7, help="Arrivals as a share of capacity.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Arrivals a second, instead of --load.")
+@click.option("--load", type=FiniteRange(0, min_open=True), default=0.7, help="Arrivals as a share of capacity.")
+@click.option("--rate", type=FiniteRange(0, min_open=True), help="Arrivals a second, instead of --load.")
 @click.option("--kv-tokens", type=click.IntRange(1), default=600_000, help="Tokens of each worker's KV cache.")
 @click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a KV block.")
 @click.option(
     "--disk-tokens", type=click.IntRange(0), default=0, help="Tokens that fit on each worker's disk; 0: no disk."
 )
 @click.option("--shared-disk", is_flag=True, help="All workers have the same disk, as on one host.")
-@click.option("--disk-rate", type=click.FloatRange(1), default=40_000.0, help="Tokens read from a disk per second.")
+@click.option("--disk-rate", type=FiniteRange(1), default=40_000.0, help="Tokens read from a disk per second.")
 @click.option(
     "--peer-rate",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=0.0,
     help="Tokens per second that a worker fetches from another one; 0: none.",
 )
@@ -273,10 +272,10 @@ def print_table(answer: Answer) -> None:
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128)
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
 @click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="Limit for steps with running requests.")
-@click.option("--report-delay-ms", type=click.FloatRange(0), default=20.0, help="Delay of reports to routers.")
+@click.option("--report-delay-ms", type=FiniteRange(0), default=20.0, help="Delay of reports to routers.")
 @click.option(
     "--hop-ms",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=0.0,
     help="Time of a message between client and router, and between router and worker.",
 )
@@ -288,7 +287,7 @@ def print_table(answer: Answer) -> None:
 )
 @click.option(
     "--acceptance",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     help="Workers speculate, and a draft token is right with this probability. Default: no speculation.",
 )
 @click.option(
@@ -297,8 +296,8 @@ def print_table(answer: Answer) -> None:
     type=click.Path(path_type=Path),
     help="File with the step cost of a smaller model that drafts. Default: drafts cost nothing.",
 )
-@click.option("--ttft-ms", type=click.FloatRange(0), default=10_000.0, help="Objective: time to the first token.")
-@click.option("--tpot-ms", type=click.FloatRange(0), default=300.0, help="Objective: time per later token.")
+@click.option("--ttft-ms", type=FiniteRange(0), default=10_000.0, help="Objective: time to the first token.")
+@click.option("--tpot-ms", type=FiniteRange(0), default=300.0, help="Objective: time per later token.")
 @click.option("--seed", type=int, default=1)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **options: Any) -> None:

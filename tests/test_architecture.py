@@ -206,11 +206,12 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_and_pro
         for name in imported(path):
             top = name.split(".")[0]
             allowed = {"grpc", "grpc_health", "grpc_reflection", "google", "headrace"}
-            # Imported only where tracing is on, where there is a Redis, and by who needs a model's tokens or files.
+            # Imported only where tracing is on, where there is a Redis, by commands, and where model files are read.
             allowed |= {
                 "otel.py": {"opentelemetry"},
                 "redis_link.py": {"redis"},
                 "vocabulary.py": {"numpy", "openvino", "openvino_tokenizers"},
+                "flags.py": {"click"},
                 "gguf_files.py": {"numpy", "gguf"},
                 "safetensors.py": {"numpy"},
             }.get(path.name, set())

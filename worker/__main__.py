@@ -13,6 +13,7 @@ from typing import Any
 import click
 import uvloop
 
+from headrace.common.flags import FiniteRange
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.protos.cache_eviction import OFF
@@ -67,15 +68,15 @@ _NEED_DRAFT_MODEL = {
 @click.option(
     "--drain-timeout",
     "drain_timeout_s",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=DRAIN_TIMEOUT_S,
     help="Seconds that running requests have to finish after SIGTERM. Routers then resume them on other workers.",
 )
 @click.option("--threads", type=click.IntRange(1), help="Number of cores to compute with. Default: all usable cores.")
-@click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="Size of the KV cache in GiB.")
+@click.option("--kv-cache-gb", type=FiniteRange(0, min_open=True), help="Size of the KV cache in GiB.")
 @click.option(
     "--kv-cache-share",
-    type=click.FloatRange(0, 0.95, min_open=True),
+    type=FiniteRange(0, 0.95, min_open=True),
     default=0.4,
     help="Share of the available memory for the KV cache, if --kv-cache-gb is not given.",
 )
@@ -129,21 +130,21 @@ _NEED_DRAFT_MODEL = {
 )
 @click.option(
     "--max-ttft-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=60.0,
     help="Refuse requests that would wait longer than this for other requests. The time for their own prompt does not "
     "count.",
 )
 @click.option(
     "--stuck-after-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=DEFAULT_STUCK_AFTER_S,
     help="Stop serving while there is work and no step has finished for this long. If steps are expected to be long, "
     "the limit is higher.",
 )
 @click.option(
     "--target-tpot-ms",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Target time between two tokens of a running stream. Default: 200 ms, or 1.9 times the time of a step without "
     "prompts, whichever is longer.",
 )
@@ -155,7 +156,7 @@ _NEED_DRAFT_MODEL = {
 )
 @click.option(
     "--kv-cache-node-share",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     default=0.4,
     help="Maximum share of a NUMA node's free memory for the KV cache, if there are several nodes.",
 )
@@ -184,7 +185,7 @@ _NEED_DRAFT_MODEL = {
 )
 @click.option(
     "--kv-disk-gb",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=16.0,
     help="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.",
 )
@@ -200,7 +201,7 @@ _NEED_DRAFT_MODEL = {
 )
 @click.option(
     "--kv-handover-gb",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=4.0,
     help="Size of the cached prefixes that are handed over to other workers when this one drains, in GiB; most "
     "recently used first. 0: none.",

@@ -9,6 +9,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.export.weights import DEFAULT_GROUP_SIZE, EXPORTED, GROUP_SIZES, INT4, ExportedWeights
+from headrace.common.flags import FiniteRange
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -25,7 +26,7 @@ _OPTIONS = (
     ),
     click.option(
         "--ratio",
-        type=click.FloatRange(0, 1),
+        type=FiniteRange(0, 1),
         help="With --weights int4: the part of the layers' weights that gets 4 bits; the rest gets 8. Default: 1.",
     ),
 )

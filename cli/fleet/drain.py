@@ -10,6 +10,7 @@ import grpc
 
 from headrace.cli.errors import EXIT_FAILED, CommandFailed
 from headrace.cli.fleet.fleet_access import access_options, transport_of
+from headrace.common.flags import FiniteRange
 from headrace.protos import worker_pb2, worker_pb2_grpc
 from headrace.protos.status import error_of
 
@@ -20,7 +21,7 @@ from headrace.protos.status import error_of
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0.2),
+    type=FiniteRange(min=0.2),
     default=600.0,
     show_default=True,
     help="Seconds to wait for running requests. The worker continues to drain after that.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -113,7 +114,7 @@ def _weights(value: Any, place: str) -> tuple[tuple[str, float], ...]:
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{place} must have models with weights, such as {{ a = 90, b = 10 }}")
     for model, weight in value.items():
-        if not isinstance(weight, (int, float)) or isinstance(weight, bool) or weight <= 0:
+        if not _is_above_0(weight):
             raise ValueError(f"{place}.{model} must be a number above 0")
     return tuple(value.items())
 
@@ -144,13 +145,18 @@ def _value(name: str, value: Any, place: str) -> Any:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{place} must be a whole number from {least}")
     elif name in _SIZES:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if not _is_above_0(value):
             raise ValueError(f"{place} must be a number above 0")
         if name == "kv_share" and value > 1:
             raise ValueError(f"{place} must be at most 1, all of the memory for KV caches")
     elif name in _SWITCHES and not isinstance(value, bool):
         raise ValueError(f"{place} must be true or false")
     return value
+
+
+def _is_above_0(value: Any) -> bool:
+    # TOML has nan and inf.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def check_models(models: Sequence[ModelSettings]) -> None:

@@ -33,6 +33,7 @@ from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions
 from headrace.cli.serving.ports import check_port, chosen_port, is_free
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
+from headrace.common.flags import FiniteRange
 
 _LOG_FLUSH_S = 1.0
 
@@ -67,12 +68,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option("--on-demand", is_flag=True, help="Load each MODEL when a request asks for it, not at the start.")
 @click.option(
     "--idle-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Unload models that are loaded on demand after so many seconds without requests.  [default: never]",
 )
 @click.option(
     "--memory-gb",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Memory of all models together, in GiB. Models that are loaded on demand give way to others.  [default: 80 % "
     "of the available memory if models are loaded on demand, else no limit]",
 )
@@ -83,7 +84,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
-@click.option("--kv-cache-gb", type=click.FloatRange(0, min_open=True), help="KV cache of each worker, in GiB.")
+@click.option("--kv-cache-gb", type=FiniteRange(0, min_open=True), help="KV cache of each worker, in GiB.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Cap on the tokens of a step.")
 @click.option(
@@ -119,12 +120,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option(
     "--max-ttft",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Maximum time that a request waits for others, in seconds.",
 )
 @click.option(
     "--stuck-after-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Seconds without a step after which a worker that has work counts as failed.  [default: 60]",
 )
 @click.option(
@@ -194,7 +195,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option(
     "--kv-disk-gb",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Size of each model's files in --kv-disk, in GiB.  [default: 16]",
 )
 @_file_option(

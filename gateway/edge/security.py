@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from headrace.common.flags import FiniteRange
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import Transport, TransportError
 from headrace.gateway.access.admission import AdmissionBounds, AdmissionControl, Limits, OwnLimits
@@ -206,12 +207,12 @@ _OPTIONS = (
     click.option(
         "--request-timeout",
         default=3600.0,
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Maximum seconds from the arrival of a request to the end of its answer.",
     ),
     click.option(
         "--early-headers",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Begin the response to a streaming request after so many seconds even without a token, for proxies that "
         "close silent connections. Later errors are events. Default: never; earlier errors are statuses.",
     ),
@@ -219,7 +220,7 @@ _OPTIONS = (
     click.option(
         "--head-timeout",
         default=15.0,
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Maximum seconds until the headers of a request are complete.",
     ),
     click.option(
@@ -231,7 +232,7 @@ _OPTIONS = (
     click.option(
         "--body-timeout",
         default=60.0,
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Maximum seconds until the body of a request is complete.",
     ),
     click.option(

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from headrace.common.flags import FiniteRange
 from headrace.common.stores.redis_link import server_of
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol
 from headrace.gateway.responses.background import ResponseRuns
@@ -69,7 +70,7 @@ PROTOCOL = Protocol(
         click.Option(
             ["--response-ttl", "response_ttl_s"],
             default=DEFAULT_TTL_S,
-            type=click.FloatRange(min=1),
+            type=FiniteRange(min=1),
             help="Seconds for which responses of the Responses API are stored.",
         ),
         click.Option(
