@@ -1,11 +1,16 @@
-"""How `pytest -n 2` shares out the tests, and that no example of a property is timed."""
+"""How `pytest -n 2` shares out the tests, that no example of a property is timed, and fixtures of several folders."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.redis_server import RedisServer
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -29,3 +34,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """The scheduler of a run with several processes."""
     return _ByFleets(config, log)
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis of the test's own, which it may end."""
+    server = RedisServer(tmp_path).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis for all tests of a module."""
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,18 +21,11 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(cli, list(args))
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture(params=["file", "redis"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisServer) -> list[str]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, shared_redis_server: RedisServer) -> list[str]:
     """The store of the keys."""
-    redis_server.client().flushall()
-    return ["--file", str(tmp_path / "keys")] if request.param == "file" else ["--redis", redis_server.url]
+    shared_redis_server.client().flushall()
+    return ["--file", str(tmp_path / "keys")] if request.param == "file" else ["--redis", shared_redis_server.url]
 
 
 def test_a_key_is_shown_once_and_listed_without_what_is_secret_until_it_is_revoked(place: list[str]) -> None:

@@ -51,13 +51,6 @@ def worker_flags(tmp_path: Path) -> Iterator[list[str]]:
         ]
 
 
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path).start()
-    yield server
-    server.kill()
-
-
 def stepping_clock(directory: Path) -> dict[str, str]:
     """The environment in which processes have a wall clock that can be stepped; without a C compiler, none."""
     source, library = Path(__file__).with_name("clock_steps.c"), directory / "clock_steps.so"

@@ -21,13 +21,6 @@ AWAY_S = 60.0 if SOAK else 0.0
 
 
 @pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path).start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
 def redis_with_sentinel(tmp_path: Path) -> Iterator[RedisWithSentinel]:
     servers = RedisWithSentinel(tmp_path)
     yield servers

@@ -46,6 +46,7 @@ from headrace.protos import (
     worker_pb2_grpc,
 )
 from headrace.protos.status import Reason, StatusError, abort  # Reason is for tests
+from tests.gateway import encoder_model
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b"hell", b"o"), (b" ", b"w")]
@@ -429,6 +430,14 @@ async def gateway(router: FakeRouter) -> AsyncIterator[Gateway]:
     """The module's gateway, in front of `router`."""
     async with serving_gateway(router.address) as running:
         yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def encoders(router: FakeRouter, gateway: Gateway) -> None:
+    """Gives the module's router models that encode texts, see `encoder_model`."""
+    router.reset()
+    router.script, router.cards = encoder_model.encode, encoder_model.cards(router)
+    await gateway.models.refresh()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +17,10 @@ from tests.router.conftest import StartWorker
 from tests.router.fake_worker import until
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    made = RedisServer(tmp_path).start()
-    yield made
-    made.kill()
-
-
-def publish(server: RedisServer, worker_id: str, address: str) -> None:
+def publish(redis_server: RedisServer, worker_id: str, address: str) -> None:
     value = json.dumps({"worker_id": worker_id, "address": address})
-    server.client().set(WORKER_KEY + worker_id, value, ex=60)
-    server.client().sadd(WORKERS_KEY, worker_id)
+    redis_server.client().set(WORKER_KEY + worker_id, value, ex=60)
+    redis_server.client().sadd(WORKERS_KEY, worker_id)
 
 
 class Reading:
@@ -48,41 +41,43 @@ class Reading:
 
 
 @pytest.fixture
-async def reading(server: RedisServer) -> AsyncIterator[Reading]:
-    made = Reading(server.url)
+async def reading(redis_server: RedisServer) -> AsyncIterator[Reading]:
+    made = Reading(redis_server.url)
     yield made
     await made.reader.close()
 
 
 async def test_workers_beyond_the_bound_are_left_out_and_the_log_says_so(
-    server: RedisServer, reading: Reading, caplog: pytest.LogCaptureFixture
+    redis_server: RedisServer, reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(5):
-        publish(server, f"w{number}", f"10.0.0.{number}:1")
+        publish(redis_server, f"w{number}", f"10.0.0.{number}:1")
     await until(
         lambda: len(reading.leases) == 3 and any("--max-workers" in record.message for record in caplog.records)
     )
     assert "Redis has 5 workers, but this router accepts 3: 2 get no requests from it" in caplog.text
 
 
-async def test_leases_are_seen_as_they_come_and_go(server: RedisServer, reading: Reading) -> None:
+async def test_leases_are_seen_as_they_come_and_go(redis_server: RedisServer, reading: Reading) -> None:
     await until(lambda: reading.num_reads)
     assert reading.leases == {}
-    publish(server, "a", "10.0.0.1:1")
-    publish(server, "b", "unix:/b.sock")
+    publish(redis_server, "a", "10.0.0.1:1")
+    publish(redis_server, "b", "unix:/b.sock")
     await until(lambda: reading.leases == {"a": "10.0.0.1:1", "b": "unix:/b.sock"})
-    server.client().delete(WORKER_KEY + "a")
+    redis_server.client().delete(WORKER_KEY + "a")
     await until(lambda: reading.leases == {"b": "unix:/b.sock"})
-    assert server.client().smembers(WORKERS_KEY) == {b"b"}
+    assert redis_server.client().smembers(WORKERS_KEY) == {b"b"}
 
 
-async def test_while_redis_is_away_nothing_is_seen_and_it_is_found_again(server: RedisServer, reading: Reading) -> None:
+async def test_while_redis_is_away_nothing_is_seen_and_it_is_found_again(
+    redis_server: RedisServer, reading: Reading
+) -> None:
     await until(lambda: reading.reader.is_connected)
-    server.kill()
+    redis_server.kill()
     await until(lambda: reading.num_lost >= 2)
     assert not reading.reader.is_connected
-    server.start()
-    publish(server, "a", "10.0.0.1:1")
+    redis_server.start()
+    publish(redis_server, "a", "10.0.0.1:1")
     await until(lambda: reading.leases == {"a": "10.0.0.1:1"})
 
 
@@ -183,20 +178,20 @@ async def test_a_full_redis_takes_no_worker_away_that_is_heard(tmp_path: Path, s
         full.kill()
 
 
-async def test_workers_that_alone_lose_redis_stay(start_worker: StartWorker, server: RedisServer) -> None:
+async def test_workers_that_alone_lose_redis_stay(start_worker: StartWorker, redis_server: RedisServer) -> None:
     worker = await start_worker("w")
     fleet = Fleet(Registry(lease_s=0.5), FleetConfig(heartbeat_ms=100))
-    reader = LeaseReader(server.url, fleet.leases_seen, fleet.leases_lost)
+    reader = LeaseReader(redis_server.url, fleet.leases_seen, fleet.leases_lost)
     try:
-        publish(server, "w", worker.address)
+        publish(redis_server, "w", worker.address)
         await fleet.start()
         reader.start()
         await until(lambda: fleet.num_ready == 1)
-        server.client().delete(WORKER_KEY + "w")
+        redis_server.client().delete(WORKER_KEY + "w")
         await until(lambda: not fleet.is_leased(worker.address))
         assert fleet.num_ready == 1
         # Its lease is there again: nothing happens.
-        publish(server, "w", worker.address)
+        publish(redis_server, "w", worker.address)
         await until(lambda: fleet.is_leased(worker.address))
         assert [link.incarnation for link in fleet.links()] == [1]
     finally:

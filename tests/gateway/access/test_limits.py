@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ class Clock:
 
     def __call__(self) -> int:
         return self.now_us
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.kill()
 
 
 # --- the bucket
@@ -159,9 +151,9 @@ def test_times_are_written_as_openai_writes_them(microseconds: int, text: str) -
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(limits_of_keys, st.lists(st.tuples(pauses_us, st.integers(-500, 500), st.booleans()), max_size=15))
 def test_redis_decides_about_tokens_as_the_pure_module_does(
-    redis_server: RedisServer, limit: int, steps: list[tuple[int, int, bool]]
+    shared_redis_server: RedisServer, limit: int, steps: list[tuple[int, int, bool]]
 ) -> None:
-    client: Any = redis_server.client()
+    client: Any = shared_redis_server.client()
     client.flushall()
     bucket, now_us = Bucket(0, 0), Clock().now_us
     for pause_us, cost, anyway in steps:
@@ -178,9 +170,9 @@ def test_redis_decides_about_tokens_as_the_pure_module_does(
     st.lists(st.tuples(st.integers(0, 5_000_000), st.booleans()), max_size=15),
 )
 def test_redis_lets_requests_in_as_one_process_does(
-    redis_server: RedisServer, limit: int, most: int, steps: list[tuple[int, bool]]
+    shared_redis_server: RedisServer, limit: int, most: int, steps: list[tuple[int, bool]]
 ) -> None:
-    client: Any = redis_server.client()
+    client: Any = shared_redis_server.client()
     client.flushall()
     clock = Clock()
     local, key, inside = LocalLimits(clock), KeyLimits("a", limit, None, most), []
@@ -198,10 +190,10 @@ def test_redis_lets_requests_in_as_one_process_does(
             inside.append(f"{number}")
 
 
-async def test_two_gateways_share_every_limit_exactly(redis_server: RedisServer) -> None:
-    client: Any = redis_server.client()
+async def test_two_gateways_share_every_limit_exactly(shared_redis_server: RedisServer) -> None:
+    client: Any = shared_redis_server.client()
     client.flushall()
-    both = [SharedLimits(redis_server.url, LocalLimits(Clock())) for _ in range(2)]
+    both = [SharedLimits(shared_redis_server.url, LocalLimits(Clock())) for _ in range(2)]
     for limits in both:
         await limits.start()
         assert limits.is_shared
@@ -221,10 +213,10 @@ async def test_two_gateways_share_every_limit_exactly(redis_server: RedisServer)
         await limits.close()
 
 
-async def test_places_come_back_from_a_gateway_that_died(redis_server: RedisServer) -> None:
-    client: Any = redis_server.client()
+async def test_places_come_back_from_a_gateway_that_died(shared_redis_server: RedisServer) -> None:
+    client: Any = shared_redis_server.client()
     client.flushall()
-    one, other = (SharedLimits(redis_server.url, LocalLimits(Clock())) for _ in range(2))
+    one, other = (SharedLimits(shared_redis_server.url, LocalLimits(Clock())) for _ in range(2))
     key = KeyLimits("k", max_concurrent=2)
     for limits in (one, other):
         await limits.start()

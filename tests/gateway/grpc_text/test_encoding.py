@@ -15,18 +15,11 @@ from headrace.client import TextClient
 from headrace.gateway.encoding.planning import MAX_TEXTS
 from headrace.protos import inference_pb2, text_pb2, text_pb2_grpc
 from headrace.protos.status import Reason, StatusError, error_of
-from tests.gateway.encoder_model import DIMENSIONS, SCORES, VECTORS, cards, encode, vector_of
+from tests.gateway.encoder_model import DIMENSIONS, SCORES, VECTORS, vector_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("encoders")]
 BOS = 0
 DOCUMENTS = ["xyz", "abx", "abc", "qrs", "ab"]
-
-
-@pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def _encoder(router: Any, gateway: Any) -> None:
-    router.reset()
-    router.script, router.cards = encode, cards(router)
-    await gateway.models.refresh()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -6,19 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
-from tests.gateway.encoder_model import VECTORS, cards, encode, vector_of
+from tests.gateway.encoder_model import VECTORS, vector_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("encoders")]
 BOS = 0
-
-
-@pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def _encoder(router: Any, gateway: Any) -> None:
-    router.reset()
-    router.script, router.cards = encode, cards(router)
-    await gateway.models.refresh()
 
 
 @pytest.mark.parametrize("given", ["ab", ["ab"], ["ab", "c"], []])

@@ -10,23 +10,15 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from headrace.gateway.encoding.running import MAX_CALLS
 from headrace.protos import inference_pb2
 from headrace.protos.status import Reason, StatusError
-from tests.gateway.encoder_model import VECTORS, cards, encode, vector_of
+from tests.gateway.encoder_model import VECTORS, encode, vector_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("encoders")]
 PATH = "/v1/embeddings"
 BOS = 0
-
-
-@pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def _encoder(router: Any, gateway: Any) -> None:
-    router.reset()
-    router.script, router.cards = encode, cards(router)
-    await gateway.models.refresh()
 
 
 async def ask(gateway: Any, **body: Any) -> httpx.Response:

@@ -5,23 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from headrace.protos import inference_pb2
-from tests.gateway.encoder_model import SCORES, SEPARATOR, VECTORS, cards, encode
+from tests.gateway.encoder_model import SCORES, SEPARATOR, VECTORS
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("encoders")]
 BOS = 0
 DOCUMENTS = ["xyz", "abx", "abc", "qrs", "ab"]
 # The share of each document's characters that are in "abc".
 EXPECTED = [0, 2 / 3, 1, 0, 1]
-
-
-@pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def _encoder(router: Any, gateway: Any) -> None:
-    router.reset()
-    router.script, router.cards = encode, cards(router)
-    await gateway.models.refresh()
 
 
 @pytest.fixture

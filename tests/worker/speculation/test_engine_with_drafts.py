@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,6 +44,23 @@ def answers(engine: EngineUnderTest, requests: list[Request]) -> list[tuple[Any,
         )
         for request in requests
     ]
+
+
+def answered_alike(
+    with_drafts: Callable[[], EngineUnderTest], num_streams: int, is_pipelined: bool
+) -> Iterator[list[Request]]:
+    """For each sampling, the requests of an engine with drafts, after their answers were compared with those of one
+    without."""
+    rng = random.Random(num_streams)
+    for sampling in SAMPLINGS:
+        prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(29)] for _ in range(num_streams)]
+        plain = make_engine(max_num_batched_tokens=80, num_blocks=128)
+        wanted = answers(plain, [plain.request(prompt, 30, seed=7, **sampling) for prompt in prompts])
+        engine = with_drafts()
+        engine.is_pipelined = is_pipelined
+        requests = [engine.request(prompt, 30, seed=7, **sampling) for prompt in prompts]
+        assert answers(engine, requests) == wanted, sampling
+        yield requests
 
 
 def prediction_of(rng: random.Random, tokens: list[int], share_wrong: float) -> list[int]:
