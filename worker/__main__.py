@@ -114,6 +114,14 @@ _NEED_DRAFT_MODEL = {
     "[,aggregation_mode=sum|norm_sum]: all that do not say otherwise; so many tokens stay. Answers then change.",
 )
 @click.option(
+    "--window-cache",
+    type=click.Choice(["whole", "trim"]),
+    default="whole",
+    help="What layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 and others). "
+    "trim: only what queries can still reach, so that the KV cache holds several times as many tokens. Blocks then "
+    "stay in this process: none are kept for the next one, on a disk, or sent to other workers. whole: all tokens.",
+)
+@click.option(
     "--max-num-seqs",
     type=click.IntRange(1),
     help="Maximum number of requests in a batch. Default: 128, or fewer if steps are smaller.",
@@ -292,6 +300,7 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
         "name": options["name"] or model_dir.resolve().name,
         "decode_graph": {"auto": None, "on": True, "off": False}[options["decode_graph"]],
         "cache_eviction": None if options["cache_eviction"] == OFF else options["cache_eviction"],
+        "trims_windows": options.pop("window_cache") == "trim",
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
         **adapters_of(options["adapters"], options["max_adapters"], options["name"] or model_dir.resolve().name),

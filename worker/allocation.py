@@ -12,6 +12,8 @@ from headrace.worker.kv.memory import available_bytes, budget_for, num_blocks_fo
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.stateful import divide_memory
 from headrace.worker.states.slots import StateBudget
+from headrace.worker.windowed import divide_between, hint_at_windows
+from headrace.worker.windows.manager import WindowBudget
 
 if TYPE_CHECKING:
     from headrace.worker.heads.eagle_runner import EagleRunner
@@ -20,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class Allocation(NamedTuple):
-    """The KV cache, the limits of steps that fit it, the slots of states if there are any, and the cache that outlives
-    the process if there is one."""
+    """The KV cache, the limits of steps that fit it, the slots of states if there are any, the cache that outlives the
+    process if there is one, and the slots of layers with a sliding window if these keep no more than their windows."""
 
     num_blocks: int
     region: Region
     limits: StepLimits
     states: StateBudget | None
     kept: KeptCache | None
+    windows: WindowBudget | None = None
 
 
 def allocate(
@@ -38,6 +41,16 @@ def allocate(
     draft: OpenVINOModelRunner | EagleRunner | MedusaRunner | None,
 ) -> Allocation:
     """Allocate all memory that a model keeps between steps. ConfigurationError if it does not fit."""
+    if runner.has_parts:
+        if kept is not None:
+            kept.discard()  # it has whole blocks
+        draft_bytes = draft.block_bytes if draft is not None else 0
+        num_blocks, windows = divide_between(runner, budget_for(config), limits, draft_bytes)
+        arena = runner.allocate(num_blocks, windows.num_slots, huge_pages=config.huge_pages)
+        if draft is not None:
+            draft.allocate(num_blocks, huge_pages=config.huge_pages)
+        return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, None, None, windows)
+    hint_at_windows(runner)
     if runner.state_tables is None:
         num_blocks, arena = _allocate_cache(config, runner, kept, draft)
         return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, None, kept)

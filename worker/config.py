@@ -55,6 +55,8 @@ class WorkerConfig:
     kv_peers: bool = True
     kv_handover_gb: float = 4.0
     cache_eviction: str | None = None
+    trims_windows: bool = False
+    """Whether layers with a sliding window keep no more than their windows."""
     role: str = "both"
     adapters: tuple[tuple[str, Path], ...] = ()
     """Names and directories of LoRA adapters."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,8 @@ from headrace.worker.speculation.load import (
 from headrace.worker.states.slots import StateBudget
 from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
 from headrace.worker.weights.file_memory import give_back_files
+from headrace.worker.windowed import refuse_flags
+from headrace.worker.windows.manager import WindowBudget
 
 if TYPE_CHECKING:
     from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
@@ -111,6 +114,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
     longest = config.max_context_tokens or model_dir.max_context_tokens
     rule = eviction_of(config)
+    refuse_flags(config)
     speculation = speculation_for(config, with_amx=has_amx())
     heads = read_heads(config.draft_model, speculation)
     runner = compile_model(config, threads, longest, kept, speculates=speculation != "off", heads=heads)
@@ -120,8 +124,8 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     if runner.state_tables is not None:
         speculation = "off"
     draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
-    num_blocks, region, limits, states, kept = allocate(config, runner, limits, kept, draft_runner)
-    log_loaded(config.name, runner, num_blocks, threads, time.monotonic() - start)
+    num_blocks, region, limits, states, kept, windows = allocate(config, runner, limits, kept, draft_runner)
+    log_loaded(config.name, runner, num_blocks, region.size_bytes, threads, time.monotonic() - start)
     log_limits(limits, runner.exact_rows)
     # Touching the first pages while the first kernels are built saves a quarter of a second.
     touching = threading.Thread(target=runner.touch, name="touch")
@@ -129,10 +133,10 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     sampler = sampler_for(runner, threads)
     draft = draft_of(draft_runner, heads, threads)
     journal = kept.journal if kept is not None else None
-    engine = engine_for(
-        config, runner, sampler, num_blocks, limits, journal, speculation=speculation, draft=draft, states=states
-    )
+    made = partial(engine_for, speculation=speculation, draft=draft, states=states, windows=windows)
+    engine = made(config, runner, sampler, num_blocks, limits, journal)
     pool = engine.scheduler.kv_cache.pool
+    runner.part_slots = engine.scheduler.kv_cache.part_slots
     if kept is not None:
         pool.put_last(kept.old_blocks())
     warm_up(engine, has_adapters=config.max_adapters > 0)
@@ -187,7 +191,9 @@ def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterL
     return library
 
 
-def log_loaded(name: str, runner: OpenVINOModelRunner, num_blocks: int, threads: int, took_s: float) -> None:
+def log_loaded(
+    name: str, runner: OpenVINOModelRunner, num_blocks: int, cache_bytes: int, threads: int, took_s: float
+) -> None:
     """Log that the model is loaded, and the size of its KV cache."""
     log.info(
         "%s loaded in %.1f s: %d threads, %s, KV cache %.2f GiB of %s, %d blocks of %d tokens",
@@ -195,7 +201,7 @@ def log_loaded(name: str, runner: OpenVINOModelRunner, num_blocks: int, threads:
         took_s,
         threads,
         "a second graph for small decode steps" if runner.small_decode else "one graph",
-        num_blocks * runner.block_bytes / GIB,
+        cache_bytes / GIB,
         runner.kv_precision,
         num_blocks,
         runner.block_size,
@@ -246,6 +252,7 @@ def compile_model(
         speculates=speculates,
         states=None if heads is None else heads.reader,
         evicts=config.cache_eviction is not None,
+        has_parts=config.trims_windows,
     )
 
 
@@ -260,6 +267,7 @@ def engine_for(
     speculation: str = "off",
     draft: Draft | None = None,
     states: StateBudget | None = None,
+    windows: WindowBudget | None = None,
 ) -> Engine:
     """Build the engine for the given flags; see `build_engine`."""
     return build_engine(
@@ -272,6 +280,7 @@ def engine_for(
         speculation=speculation,
         draft=draft,
         states=states,
+        windows=windows,
         evicts=config.cache_eviction is not None,
     )
 
@@ -338,7 +347,7 @@ def card_of(
     card = model_card(
         config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
     )
-    card.kv_block_bytes = runner.block_bytes
+    card.kv_block_bytes = runner.block_bytes + runner.part_bytes
     card.state_interval_tokens = states.interval if states is not None else 0
     if tiers.handover is not None:
         card.kv_layout = tiers.handover.source.layout

@@ -69,8 +69,8 @@ def tiers_for(
     transport: Transport,
 ) -> Tiers:
     """The tiers that the flags describe. ConfigurationError if the disk cannot be used. None for a model with recurrent
-    layers: blocks are of no use without states."""
-    if runner.state_tables is not None:
+    layers, whose blocks are of no use without states, and where layers keep no more than their windows."""
+    if runner.state_tables is not None or runner.has_parts:
         return NO_TIERS
     contents, disk = runner.block_bytes_of, None
     if config.kv_disk is not None:

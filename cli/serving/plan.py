@@ -98,6 +98,7 @@ class ServeOptions:
     speculation: str | None = None
     draft_model: Path | None = None
     cache_eviction: str | None = None
+    window_cache: str | None = None
     kv_precision: str | None = None
     max_context_tokens: int | None = None
     max_ttft: float | None = None
@@ -192,7 +193,7 @@ def _of_generation(options: ServeOptions, model: ModelPlan, index: int) -> list[
     argv = _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
     argv += _given("--decode-graph", options.decode_graph)
     argv += _given("--speculation", options.speculation) + _given("--draft-model", options.draft_model)
-    argv += _given("--cache-eviction", options.cache_eviction)
+    argv += _given("--cache-eviction", options.cache_eviction) + _given("--window-cache", options.window_cache)
     argv += _given("--kv-precision", options.kv_precision)
     if options.prefill_workers:
         argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]

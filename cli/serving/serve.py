@@ -109,6 +109,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @draft_model_option
 @cache_eviction_option
 @click.option(
+    "--window-cache",
+    type=click.Choice(["whole", "trim"]),
+    help="Let layers with a sliding window keep all tokens, or no more than their windows: then the KV cache holds "
+    "several times as many tokens, but is not kept after a crash, written to a disk or shared.  [default: whole]",
+)
+@click.option(
     "--kv-precision",
     type=click.Choice(["u8", "u4", "bf16", "f32"]),
     help="Precision of the KV cache. A lower precision holds more tokens.  [default: u8]",

@@ -29,6 +29,7 @@ from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.states.slots import StateBudget
 from headrace.worker.tiers import NO_TIERS
 from headrace.worker.weights.file_memory import FileMemory
+from headrace.worker.windows.manager import WindowBudget
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import CONTEXT, FAMILIES
 from tests.worker.conftest import CHEAP_STEPS
@@ -55,13 +56,20 @@ def context_of(name: str) -> int:
 
 
 class Served:
-    """A compiled model with its reference. Each engine over it has its own cache."""
+    """A compiled model with its reference. Each engine over it has its own cache. With `num_slots`, layers with a
+    sliding window keep no more than their windows."""
 
-    def __init__(self, directory: Path, max_context_tokens: int | None = None) -> None:
+    def __init__(self, directory: Path, max_context_tokens: int | None = None, num_slots: int = 0) -> None:
         self.runner = OpenVINOModelRunner(
-            directory, threads=2, kv_precision="f32", execution_mode="accuracy", max_context_tokens=max_context_tokens
+            directory,
+            threads=2,
+            kv_precision="f32",
+            execution_mode="accuracy",
+            max_context_tokens=max_context_tokens,
+            has_parts=num_slots > 0,
         )
-        self.runner.allocate(NUM_BLOCKS)
+        self.runner.allocate(NUM_BLOCKS, num_slots)
+        self.num_slots = num_slots
         self.states = None if self.runner.state_tables is None else STATES
         if self.states is not None:
             self.runner.allocate_states(self.states.num_slots)
@@ -75,7 +83,21 @@ class Served:
     def engine(self, budget: int, num_blocks: int = NUM_BLOCKS) -> Engine:
         """An engine with steps of up to `budget` tokens."""
         limits = step_limits(8, budget, budget, exact_rows=self.runner.exact_rows)
-        return build_engine(self.runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, states=self.states)
+        windows = None
+        if self.num_slots:
+            of_step = -(-limits.max_num_batched_tokens // self.runner.block_size)
+            windows = WindowBudget(self.runner.windows.num_tokens, self.num_slots, of_step)
+        engine = build_engine(
+            self.runner,
+            BatchSampler(),
+            num_blocks,
+            limits,
+            step_costs=CHEAP_STEPS,
+            states=self.states,
+            windows=windows,
+        )
+        self.runner.part_slots = engine.scheduler.kv_cache.part_slots
+        return engine
 
     def run(self, engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run them to their ends."""

@@ -23,6 +23,7 @@ from headrace.worker.speculation.model_drafts import ModelDrafts
 from headrace.worker.speculation.speculation import GrammarDrafts, Speculation
 from headrace.worker.states.manager import StatefulCacheManager
 from headrace.worker.states.slots import StateBudget, StateSlots
+from headrace.worker.windows.manager import WindowBudget, WindowCacheManager
 
 
 class Draft(NamedTuple):
@@ -80,6 +81,7 @@ def build_engine(
     speculation: str = "off",
     draft: Draft | None = None,
     states: StateBudget | None = None,
+    windows: WindowBudget | None = None,
     evicts: bool = False,
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and the slots of `states` if the
@@ -96,6 +98,7 @@ def build_engine(
         step_costs=step_costs,
         journal=journal,
         states=states,
+        windows=windows,
         evicts=evicts,
     )
     assert states is None or speculation == "off", "states of recurrent layers cannot be cut back"
@@ -147,10 +150,12 @@ def build_scheduler(
     clock: Callable[[], float] = time.monotonic,
     journal: Journal | None = None,
     states: StateBudget | None = None,
+    windows: WindowBudget | None = None,
     evicts: bool = False,
 ) -> Scheduler:
     """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens. `states` are the
-    slots of recurrent layers. With `evicts`, requests may give up blocks.
+    slots of recurrent layers, `windows` those of layers with a sliding window. With `evicts`, requests may give up
+    blocks.
 
     `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `step_costs` is
     what is known of steps so far. `journal` is told what blocks hold. ValueError if the limits leave prompts no room
@@ -160,6 +165,9 @@ def build_scheduler(
     if states is not None:
         assert states.num_slots >= 2 * limits.max_num_seqs, "each running request may read one slot and write another"
         kv_cache: KVCacheManager = StatefulCacheManager(pool, StateSlots(states.num_slots), states.interval)
+    elif windows is not None:
+        assert not evicts, "blocks are given up by two rules"
+        kv_cache = WindowCacheManager(pool, windows)
     else:
         kv_cache = EvictingCacheManager(pool) if evicts else KVCacheManager(pool)
     return Scheduler(

@@ -53,6 +53,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     num_saved_states: int = 0
     state_changes: dict[int, bool] = {}
     """Hashes of blocks behind which a state was saved (True) or lost."""
+    num_window_slots: int = 0
+    num_held_window_slots: int = 0
 
 
 class Command(NamedTuple):

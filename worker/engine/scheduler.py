@@ -217,7 +217,7 @@ class Scheduler:
                 continue
             gained = kv_cache.reuse(request)
             missing = self.num_missing_blocks(request)
-            if promised + missing > kv_cache.pool.num_free_blocks and self.running:
+            if self.running and not kv_cache.has_room(request, promised + missing):
                 kv_cache.free(request)
                 overtaken = overtaken or request
                 if not self._may_be_overtaken(overtaken):

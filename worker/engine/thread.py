@@ -151,6 +151,7 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
     rates = scheduler.step_costs.rates
     pool = scheduler.kv_cache.pool
     num_state_slots, num_saved_states = scheduler.kv_cache.num_states
+    num_window_slots, num_held_window_slots = scheduler.kv_cache.num_parts
     stored, evicted = pool.take_events()
     uncached = sum(
         max(0, request.num_prompt_tokens - request.num_computed_tokens)
@@ -184,4 +185,6 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
         num_state_slots=num_state_slots,
         num_saved_states=num_saved_states,
         state_changes=scheduler.kv_cache.take_state_changes(),
+        num_window_slots=num_window_slots,
+        num_held_window_slots=num_held_window_slots,
     )

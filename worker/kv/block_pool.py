@@ -126,6 +126,10 @@ class BlockPool:
         """Whether some block has this hash."""
         return block_hash in self._block_of_hash
 
+    def is_cached(self, block: int) -> bool:
+        """Whether this block, or its beginning, can be found."""
+        return block in self._content
+
     def locate(self, block_hash: int) -> tuple[int, Content] | None:
         """The block with this hash and its content, or None. Any thread may call it; the block may be evicted at any
         time unless the caller is the owner."""

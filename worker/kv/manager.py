@@ -6,6 +6,9 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.protos.block_hash import next_hash, token_bytes_of
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.request.request import Branch, Request
@@ -47,6 +50,22 @@ class KVCacheManager:
     def take_state_changes(self) -> dict[int, bool]:
         """What changed in the saved states since the last call: hash of the block before one -> whether it is saved."""
         return {}
+
+    @property
+    def num_parts(self) -> tuple[int, int]:
+        """The slots for parts of blocks that belong to layers with a sliding window, and those that running requests
+        hold."""
+        return 0, 0
+
+    @property
+    def part_slots(self) -> npt.NDArray[np.int32] | None:
+        """The slot of each block's part for layers with a sliding window, and of the block for padding. It changes with
+        each step. None if these layers keep all tokens."""
+        return None
+
+    def has_room(self, request: Request, num_blocks: int) -> bool:
+        """Whether a waiting request may run, so that running requests can take `num_blocks` more blocks."""
+        return num_blocks <= self.pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """The number of blocks that `num_tokens` tokens occupy."""
@@ -223,10 +242,15 @@ class KVCacheManager:
             if standing is None:
                 return
             if standing != own:
-                self.pool.hold([standing])
-                request.block_table[index] = standing
-                self.pool.release([own])
+                self._exchange(request, index, standing)
             request.num_findable_blocks = index + 1
+
+    def _exchange(self, request: Request, index: int, block: int) -> None:
+        """Let the request hold another block with the same content as its block `index`."""
+        own = request.block_table[index]
+        self.pool.hold([block])
+        request.block_table[index] = block
+        self.pool.release([own])
 
     def publish_beginning(self, request: Request) -> None:
         """Make the request's full blocks findable, and the computed beginning of its last block."""

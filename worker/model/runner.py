@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -42,7 +42,9 @@ from headrace.worker.sampling.row_sums import RowSums
 from headrace.worker.states.tables import StateTables, bytes_of, dims_of, has_states, has_sums
 from headrace.worker.weights.file_memory import FileMemory
 from headrace.worker.weights.scales import widen_scales
+from headrace.worker.windows.graph import WINDOW_BLOCK_INDICES, add_window_tables, window_layers
 
+IntArray = npt.NDArray[np.int32]
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _UNQUANTISED = {"bf16", "f32"}
 # In the graph of small decode steps, products then quantise their inputs to 8 bits in groups.
@@ -71,7 +73,8 @@ class OpenVINOModelRunner:
     Decode steps have at least `least_decode` tokens and sampled rows: two in accuracy mode and with `speculates`,
     because other kernels compute a single one. A token then does not depend on how many others its step has, in
     performance mode only on some CPUs (docs/decisions/0048). `states` reads hidden states of every step. With `evicts`,
-    requests may give up KV blocks.
+    requests may give up KV blocks. With `has_parts`, layers with a sliding window have parts of blocks in slots of
+    their own, of `part_bytes` bytes: `part_slots` says which. `block_bytes` are then those of the other layers.
     """
 
     _batch: Batch | None = None
@@ -89,11 +92,17 @@ class OpenVINOModelRunner:
         speculates: bool = False,
         states: StateReader | None = None,
         evicts: bool = False,
+        has_parts: bool = False,
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model, self.depends_on_context = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
         self._evicts = evicts
+        has_parts = has_parts and not has_states(model)
+        self.windows = add_window_tables(model) if has_parts else window_layers(model)
+        self._in_slots: Collection[int] = self.windows.layers if has_parts else ()
+        self.part_slots: IntArray | None = None
+        """The slot of each block's part, `[blocks + 1]`, which changes from step to step."""
         self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
         memory = FileMemory()
         fuse_projections(model, memory)
@@ -137,7 +146,8 @@ class OpenVINOModelRunner:
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
         value = next(port for port in caches if port.any_name.startswith("value_cache."))
         self.num_kv_heads, self.block_size = dims_of(value)[:2]
-        self.block_bytes = sum(map(bytes_of, caches))
+        self.block_bytes = sum(bytes_of(port) for port in caches if layer_of(port) not in self._in_slots)
+        self.part_bytes = sum(map(bytes_of, caches)) - self.block_bytes
         self.kv_precision = str(key.element_type.get_type_name())
         parts = [ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision]
         self.numerics = " ".join([*parts, "evicts"] if self._evicts else parts)
@@ -150,6 +160,11 @@ class OpenVINOModelRunner:
             raise ConfigurationError("the graph of decode steps has another KV cache; choose --decode-graph off")
         if layouts.get(Graph.ADAPTERS, main) != main:
             raise ConfigurationError("the graph with adapters has another KV cache; serve this model without adapters")
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some layers have their parts of blocks in slots."""
+        return bool(self._in_slots)
 
     def allocate_states(self, num_slots: int, *, huge_pages: bool = True) -> None:
         """Make `num_slots` slots for the states of recurrent layers. Must come before `bind` if there are any."""
@@ -172,13 +187,19 @@ class OpenVINOModelRunner:
         return BlockBytes([view.reshape(-1) for view in self._cache_views], self.block_shapes)
 
     def allocate(
-        self, num_blocks: int, *, huge_pages: bool = True, make_arena: Callable[[], KVArena] | None = None
+        self,
+        num_blocks: int,
+        num_slots: int = 0,
+        *,
+        huge_pages: bool = True,
+        make_arena: Callable[[], KVArena] | None = None,
     ) -> KVArena:
-        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, and one for padding, in the arena that
-        `make_arena` gives, or in one of its own. Pages are touched as they come into use, in steps: by OpenVINO's
-        threads, or by the caller's where blocks are copied. ConfigurationError if there is no memory for it."""
-        num_blocks += 1
-        size_bytes = num_blocks * self.block_bytes
+        """Make the KV cache: `num_blocks` blocks of `block_bytes` bytes, `num_slots` slots of `part_bytes`, and one of
+        each for padding, in the arena that `make_arena` gives, or in one of its own. Pages are touched as they come
+        into use, in steps: by OpenVINO's threads, or by the caller's where blocks are copied. ConfigurationError if
+        there is no memory for it."""
+        num_blocks, num_slots = num_blocks + 1, num_slots + 1
+        size_bytes = num_blocks * self.block_bytes + num_slots * self.part_bytes
         try:
             if make_arena is None:
                 arena = KVArena(size_bytes, len(self._caches), huge_pages=huge_pages)
@@ -189,13 +210,14 @@ class OpenVINOModelRunner:
                 f"no memory for a KV cache of {size_bytes / (1 << 30):.1f} GiB; ask for less with --kv-cache-gb"
             ) from error
         for port in self._caches:
-            piece = arena.take(num_blocks * bytes_of(port))
-            tensor = ov.Tensor(piece, ov.Shape([num_blocks, *dims_of(port)]), port.element_type)
+            count = num_slots if layer_of(port) in self._in_slots else num_blocks
+            piece = arena.take(count * bytes_of(port))
+            tensor = ov.Tensor(piece, ov.Shape([count, *dims_of(port)]), port.element_type)
             for slot in (slot for graph in self._graphs.values() for slot in graph.slots):
                 slot.request.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
             # They own the memory that the tensors refer to.
-            self._cache_views.append(piece.reshape(num_blocks, -1))
+            self._cache_views.append(piece.reshape(count, -1))
         return arena
 
     def touch(self) -> None:
@@ -207,9 +229,8 @@ class OpenVINOModelRunner:
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of the next step. With `keeps_logits`, the logits of the last step stay valid while it runs.
         Alternating requests for that costs 2 % of a step of one sequence."""
-        for source, destination in batch.copies:
-            for cache in self._cache_views:
-                cache[destination] = cache[source]
+        for copy in batch.copies:
+            self._copy(*copy)
         for sources, destinations in batch.moves:
             for port, cache in zip(self._caches, self._cache_views, strict=True):
                 cache[destinations] = cache[sources[layer_of(port)]]
@@ -224,6 +245,8 @@ class OpenVINOModelRunner:
         if self._evicts:
             slot.inputs.set(BLOCK_TABLES, tables_of(batch.block_indices, batch.block_tables, self._num_layers))
             slot.inputs.set(SCORE_WINDOWS, score_windows(batch.scored, len(batch.past_lens)))
+        if self.part_slots is not None:
+            slot.inputs.set(WINDOW_BLOCK_INDICES, self.part_slots[batch.block_indices])
         if batch.states is not None:
             for name, values in zip(STATE_INPUTS, batch.states, strict=True):
                 slot.inputs.set(name, values)
@@ -231,6 +254,14 @@ class OpenVINOModelRunner:
             self._bind_adapters(slot, batch.adapter_slots)
         least = self.least_decode if batch.is_decode else MIN_PROMPT_STEP
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
+
+    def _copy(self, source: int, destination: int) -> None:
+        """Copy a block, with its part of layers with windows."""
+        slots = self.part_slots
+        parts = (source, destination) if slots is None else (slots[source], slots[destination])
+        for port, cache in zip(self._caches, self._cache_views, strict=True):
+            old, new = parts if layer_of(port) in self._in_slots else (source, destination)
+            cache[new] = cache[old]
 
     def _make_adapters(
         self, core: ov.Core, model: ov.Model, asked: _Asked, max_adapters: int, *, is_bfloat16: bool

@@ -30,6 +30,11 @@ _GAUGES = {
     "num_cached_blocks": ("kv_blocks_cached", "KV blocks that the prefix cache can find."),
     "num_state_slots": ("state_slots", "Slots for states of recurrent layers; 0 for models without them."),
     "num_saved_states": ("states_saved", "States of recurrent layers that the prefix cache can find."),
+    "num_window_slots": (
+        "window_slots",
+        "Slots for blocks of layers with a sliding window; 0 if these keep all tokens.",
+    ),
+    "num_held_window_slots": ("window_slots_held", "Those slots that the windows of running requests take."),
     "prefill_tokens_per_s": ("prefill_tokens_per_second", "Mean rate of prompt processing."),
     "decode_step_ms": ("decode_step_milliseconds", "Mean time of a decode step for each token of a stream."),
 }

@@ -1,0 +1,130 @@
+"""Layers with a sliding window that keep no more than their windows give transformers' log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.loading import load_model
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.tiers import NO_TIERS
+from tests.architectures.exports import PYTHON, exported
+from tests.architectures.families import FAMILIES
+from tests.architectures.test_architectures import (
+    NAMES,
+    Served,
+    assert_close,
+    assert_greedy,
+    continued,
+    scored,
+)
+
+WINDOW = 64
+WINDOWED = [name for name in NAMES if FAMILIES[name].config.get("sliding_window") == WINDOW]
+# For the windows of three requests and a step of 64 tokens.
+NUM_SLOTS = 20
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models"),
+]
+
+
+@lru_cache(maxsize=1)
+def windowed(name: str) -> Served:
+    """A model with few slots. What blocks without a part show to the kernels is huge."""
+    model = Served(exported(NAMES)[name], num_slots=NUM_SLOTS)
+    for port, cache in zip(model.runner._caches, model.runner._cache_views, strict=True):
+        if int(port.any_name.rpartition(".")[2]) in model.runner.windows.layers:
+            assert len(cache) == NUM_SLOTS + 1
+            cache[NUM_SLOTS].view(np.float32)[:] = 1e30
+    return model
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_prompts_beyond_the_window_are_those_of_transformers(name: str) -> None:
+    """The whole prompt of 2,000 tokens, and shorter ones beside it, in slots for an eighth of it."""
+    model = windowed(name)
+    engine = model.engine(64)
+    requests = [scored(model.tokens), scored(model.tokens[:300]), scored(model.tokens[:20])]
+    for request in requests:
+        engine.scheduler.add(request)
+    most = 0
+    while engine.scheduler.has_requests:
+        engine.step()
+        engine.scheduler.check()
+        most = max(most, engine.scheduler.kv_cache.num_parts[1])
+    assert len(model.tokens) // model.runner.block_size > 2 * NUM_SLOTS
+    assert most <= NUM_SLOTS
+    for request in requests:
+        assert_close(request, model.long)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_answers_behind_hits_and_preemptions_are_those_of_transformers(name: str) -> None:
+    """From an empty cache, from a hit, beside choices that copy a block, again after another prompt took the slots,
+    after a preemption, and after the death of a worker."""
+    model = windowed(name)
+    engine = model.engine(64)
+    for num_cached in (0, 256):
+        request = continued(model)
+        assert_greedy(request, model.run(engine, [request]), model)
+        assert request.num_cached_tokens >= num_cached
+    choices = [continued(model) for _ in range(3)]
+    outputs = model.run(engine, choices)
+    for request in choices:
+        assert_greedy(request, outputs, model)
+    model.run(engine, [Request("other", model.tokens[500:1300], SamplingParams(1, seed=0, temperature=0.0), 1)])
+    request = continued(model)
+    assert_greedy(request, model.run(engine, [request]), model)
+    small = model.engine(64, 2 * (300 // model.runner.block_size + 1))
+    in_blocks = 300 // model.runner.block_size * model.runner.block_size + model.runner.block_size - 1
+    sampling = SamplingParams(24, seed=0, temperature=0.0)
+    other, preempted = Request("other", model.tokens[400:][:in_blocks], sampling, 1), continued(model)
+    assert_greedy(preempted, model.run(small, [other, preempted]), model)
+    assert preempted.num_preemptions > 0 or len(model.greedy) < 4
+    resumed = continued(model, model.greedy[: len(model.greedy) // 2])
+    assert_greedy(resumed, model.run(small, [resumed]), model)
+
+
+@pytest.mark.parametrize("name", WINDOWED[:1])
+def test_a_worker_trims_windows_and_holds_more_tokens(name: str, tmp_path: Path) -> None:
+    """In 8-bit blocks, with answers that do not change by a bit."""
+    address = "127.0.0.1:0"
+    whole = WorkerConfig(
+        exported(NAMES)[name], name, "w", address, address, kv_cache_bytes=1 << 23, threads=2, max_num_seqs=8
+    )
+    trimmed = replace(whole, trims_windows=True)
+    answers, sizes = [], []
+    for config in (whole, trimmed):
+        model = load_model(config)
+        prompt = [int(token) for token in np.random.default_rng(0).integers(3, 500, 700)]
+        requests = [Request(str(end), prompt[:end], SamplingParams(40, seed=0), 1) for end in (300, 700)]
+        for request in requests:
+            model.engine.scheduler.add(request)
+        while model.engine.scheduler.has_requests:
+            model.engine.step()
+        answers.append([list(request.token_ids) for request in requests])
+        sizes.append(model.engine.scheduler.kv_cache.pool.num_blocks)
+    assert answers[0] == answers[1]
+    assert sizes[1] > 1.3 * sizes[0]
+    assert model.tiers == NO_TIERS
+    assert not model.card.kv_layout
+    for flags in ({"kv_disk": tmp_path}, {"role": "prefill"}, {"cache_eviction": "on-request"}):
+        with pytest.raises(ConfigurationError, match="--window-cache trim"):
+            load_model(replace(trimmed, **flags))  # type: ignore[arg-type]
+
+
+def test_a_model_without_windows_has_no_parts() -> None:
+    runner = OpenVINOModelRunner(
+        exported(NAMES)["llama"], threads=2, kv_precision="f32", execution_mode="accuracy", has_parts=True
+    )
+    assert not runner.has_parts
+    assert runner.part_bytes == 0

@@ -1,0 +1,143 @@
+"""The parts of KV blocks that belong to layers with a sliding window.
+
+There are fewer of them than blocks. Each is in a slot, and belongs to one block. A block has its part for as long as a
+query can reach it, and longer if there is room:
+
+    held     a request can reach it, or it is about to be copied
+    kept     nobody can reach it; a request that begins alike may
+    free     without a block
+
+If slots are short, kept parts are given up: first those in the middle of sequences, then those from which requests have
+continued, or where they ended. Both least recently held first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+
+class WindowParts:
+    """`num_slots` slots for the parts of `num_blocks` blocks. Not thread-safe: the engine thread owns it.
+
+    `slots` `[num_blocks + 1]` has the slot of each block. Blocks without a part have slot `num_slots`, like the block
+    for padding, which is the last.
+    """
+
+    def __init__(self, num_blocks: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.num_given_up = 0
+        """Kept parts that made room for others so far."""
+        self._slot_of = array("i", [num_slots] * (num_blocks + 1))
+        self.slots: npt.NDArray[np.int32] = np.frombuffer(self._slot_of, np.int32)
+        self._num_holders = array("i", bytes(4 * num_blocks))
+        self._is_wanted = bytearray(num_blocks)
+        self._free = list(range(num_slots - 1, -1, -1))
+        # Blocks whose parts are kept, in the order in which they are given up.
+        self._passed: OrderedDict[int, None] = OrderedDict()
+        self._wanted: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Slots that can be taken: free ones, and those of kept parts."""
+        return len(self._free) + len(self._passed) + len(self._wanted)
+
+    @property
+    def num_kept(self) -> int:
+        """Kept parts."""
+        return len(self._passed) + len(self._wanted)
+
+    def has(self, block: int) -> bool:
+        """Whether a block has its part."""
+        return self._slot_of[block] != self.num_slots
+
+    def want(self, blocks: Iterable[int]) -> None:
+        """Requests continue behind these blocks, so their parts are given up last."""
+        for block in blocks:
+            self._is_wanted[block] = True
+            if block in self._passed:
+                del self._passed[block]
+                self._wanted[block] = None
+
+    def attach(self, blocks: Iterable[int]) -> None:
+        """Give a slot to each of these blocks, which are about to get other content. So many must be available."""
+        for block in blocks:
+            self._is_wanted[block] = False
+            if self.has(block):
+                self.hold(block)
+                continue
+            assert self.num_available, "more parts of blocks are taken than are free"
+            if not self._free:
+                self._forget((self._passed or self._wanted).popitem(last=False)[0])
+                self.num_given_up += 1
+            self._slot_of[block] = self._free.pop()
+            self._num_holders[block] = 1
+
+    def hold(self, block: int) -> None:
+        """Add a holder to the part of a block."""
+        assert self.has(block), "the block has no part"
+        if not self._num_holders[block]:
+            self._unlink(block)
+        self._num_holders[block] += 1
+
+    def release(self, block: int, *, is_findable: bool, is_end: bool) -> None:
+        """Remove a holder. The part is kept if the block is findable. `is_end`: a sequence ends here."""
+        assert self._num_holders[block] > 0, "releasing a part that nobody holds"
+        self._num_holders[block] -= 1
+        if self._num_holders[block]:
+            return
+        if not is_findable:
+            self._forget(block)
+        elif is_end or self._is_wanted[block]:
+            self._wanted[block] = None
+        else:
+            self._passed[block] = None
+
+    def replace(self, own: int, other: int) -> None:
+        """The only holder of the part of block `own` changes to a block with the same content. That gets the part if it
+        has none."""
+        assert self._num_holders[own] == 1, "the part has other holders"
+        if self.has(other):
+            self.hold(other)
+            self._forget(own)
+        else:
+            self._slot_of[other], self._slot_of[own] = self._slot_of[own], self.num_slots
+            self._num_holders[other] = 1
+        self._num_holders[own] = 0
+
+    def forget_all(self) -> None:
+        """Give up all parts. None may be held."""
+        for block in (*self._passed, *self._wanted):
+            self._forget(block)
+        self._passed.clear()
+        self._wanted.clear()
+        assert len(self._free) == self.num_slots, "a part is held"
+
+    def check(self, holders: dict[int, int]) -> None:
+        """Assert that every slot is accounted for, with so many holders by block. For tests."""
+        found = {block: count for block, count in enumerate(self._num_holders) if count}
+        assert found == holders, "a part without an owner"
+        kept = [*self._passed, *self._wanted]
+        assert len(kept) == len(set(kept)), "a part is kept twice"
+        assert not set(kept) & set(found), "a held part can be given up"
+        taken = {block: slot for block, slot in enumerate(self._slot_of) if slot != self.num_slots}
+        assert set(taken) == {*kept, *found}, "a block has a part that nobody holds or keeps"
+        assert sorted([*taken.values(), *self._free]) == list(range(self.num_slots)), "a slot is lost or has two blocks"
+
+    def kept_blocks(self) -> list[int]:
+        """The blocks whose parts are kept. For tests."""
+        return [*self._passed, *self._wanted]
+
+    def _unlink(self, block: int) -> None:
+        if block in self._passed:
+            del self._passed[block]
+        else:
+            del self._wanted[block]
+
+    def _forget(self, block: int) -> None:
+        self._free.append(self._slot_of[block])
+        self._slot_of[block] = self.num_slots
