@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
 from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.evicting import EvictingCacheManager
 from headrace.worker.kv.manager import KVCacheManager
-from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.model.step_limits import StepLimits, max_logits_rows
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler, DraftTimes
 from headrace.worker.speculation.medusa import MedusaHeads
@@ -101,12 +102,13 @@ def build_engine(
         windows=windows,
         evicts=evicts,
     )
+    num_rows = scheduler.max_prompt_rows = max_logits_rows(runner.vocab_size)
     assert states is None or speculation == "off", "states of recurrent layers cannot be cut back"
     if speculation != "off":
         scheduler.speculation = build_speculation(
             scheduler,
             sampler,
-            limits,
+            replace(limits, max_num_mixed_tokens=min(limits.max_num_mixed_tokens, limits.max_num_seqs + num_rows)),
             has_controller=speculation != "ngram",
             least_tokens=runner.least_decode,
             small_decode=runner.small_decode,

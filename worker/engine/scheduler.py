@@ -13,12 +13,13 @@ whose clients already read the answer, then earlier arrival. A step
 from __future__ import annotations
 
 import bisect
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.protos.status import StatusError
-from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, Prompt, Room, StepBudget, chunk_of
+from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, LogitsRows, Prompt, Room, StepBudget
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.manager import BlockCopy, KVCacheManager
 from headrace.worker.request.request import FinishReason, Request, RequestState
@@ -83,12 +84,14 @@ def is_urgent(request: Request, first: Request) -> bool:
 @dataclass(slots=True)
 class Scheduler:
     """Owns the requests of a worker from `add` until their last output. Used by the engine thread only. Steps have at
-    most `max_num_batched_tokens` tokens, and at most `max_num_mixed_tokens` with running streams."""
+    most `max_num_batched_tokens` tokens, at most `max_num_mixed_tokens` with running streams, and `max_prompt_rows`
+    rows of logits for log-probabilities of prompts."""
 
     kv_cache: KVCacheManager
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_mixed_tokens: int
+    max_prompt_rows: int = sys.maxsize
     step_costs: StepCosts = field(default_factory=StepCosts)
     target_step_ms: float | None = None
     speculation: Speculation | None = None
@@ -171,7 +174,8 @@ class Scheduler:
         outputs = []
         next_sampled = iter(sampled)
         for request, num_tokens in output.scheduled:
-            self._count_prompt_tokens(request, num_tokens)
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            self.stats.prompt_tokens_computed += max(0, min(left, num_tokens))
             known = min(num_tokens, request.num_uncomputed_tokens)
             request.num_computed_tokens += known
             self.kv_cache.evict(request)
@@ -294,19 +298,18 @@ class Scheduler:
 
     def prompt_tokens_per_s(self, past: int) -> float:
         """The rate of prompts after `past` tokens, together with the running streams."""
-        caught_up = (request.num_kv_tokens for request in self.running if request.num_uncomputed_tokens == 1)
-        streams = StepShape.of((computed, 1) for computed in caught_up)
+        streams = StepShape.of((other.num_kv_tokens, 1) for other in self.running if other.num_uncomputed_tokens == 1)
         return 1000 * self._budget().tokens_per_ms(streams, past)
 
     def _share_among(self, served: list[Request], first: Request, room: Room, wanted: dict[Request, int]) -> None:
-        left = room.tokens - room.for_first
+        left, rows = room.tokens - room.for_first, LogitsRows(self.max_prompt_rows, first)
         begun: set[tuple[int, bytes]] = set()
         for request in served:
             floor = room.for_first if request is first else 0
             if floor + left == 0 or self._is_begun(request, begun):
                 continue
             self._count_cached_tokens(request, self.kv_cache.copy_beginning(request))
-            num_tokens = chunk_of(request.num_uncomputed_tokens, floor + left)
+            num_tokens = rows.chunk_of(request, floor + left)
             num_tokens = self.kv_cache.chunk_of(request, num_tokens)
             if num_tokens:
                 wanted[request] = num_tokens
@@ -359,11 +362,6 @@ class Scheduler:
         request.num_preemptions += 1
         self.stats.preemptions += 1
         bisect.insort(self.waiting, request, key=rank)
-
-    def _count_prompt_tokens(self, request: Request, num_tokens: int) -> None:
-        left = request.num_prompt_tokens - request.num_computed_tokens
-        if left > 0:
-            self.stats.prompt_tokens_computed += min(left, num_tokens)
 
     def _append(self, request: Request, sampled: Sampled) -> RequestOutput:
         """Append the sampled tokens, and end the request if one of them is the last."""

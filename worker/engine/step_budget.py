@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from headrace.worker.engine.step_cost import NOTHING, StepCosts, StepShape
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
+from headrace.worker.request.request import Request
 
 # Default target of a step with streams, and least time of a step of prompts alone, in milliseconds.
 TARGET_STEP_MS = 200.0
@@ -54,6 +55,25 @@ def chunk_of(remaining: int, room: int) -> int:
     if remaining - num_tokens == 1:
         num_tokens -= 1
     return num_tokens if num_tokens > 1 else 0
+
+
+class LogitsRows:
+    """The rows of logits that prompts have in a step because their log-probabilities are wanted: at most `most`, with a
+    share for the prompt that is `first` in rank."""
+
+    def __init__(self, most: int, first: Request) -> None:
+        self._left, self._first = most, first
+        self._for_first = max(MIN_CHUNK_ROOM, most // FIRST_IN_RANK_SHARE) if first.wants_prompt_logprobs else 0
+
+    def chunk_of(self, request: Request, room: int) -> int:
+        """How many of the request's tokens to compute now, at most `room`; see `chunk_of`."""
+        if not request.wants_prompt_logprobs:
+            return chunk_of(request.num_uncomputed_tokens, room)
+        if request is self._first:
+            self._for_first = 0
+        num_tokens = chunk_of(request.num_uncomputed_tokens, max(0, min(room, self._left - self._for_first)))
+        self._left -= num_tokens
+        return num_tokens
 
 
 class Prompt(NamedTuple):

@@ -10,6 +10,9 @@ ROOM_FOR_PROMPTS = 8
 # The fewest tokens of a step with a prompt, and the fewest rows of logits if it has any. On some CPUs products of fewer
 # rows use other kernels, which give other bits (docs/decisions/0006). On CPUs with AMX that is four rows or fewer.
 MIN_PROMPT_STEP = 8
+# The logits of a step for log-probabilities of prompts, and those for draft tokens. OpenVINO keeps the memory of the
+# largest step, twice in each graph, and the KV cache takes most of the rest.
+MAX_LOGITS_BYTES = 128 << 20
 # If exact steps must be smaller than this, they would cost too much, so prompts are not exact by default.
 _LEAST_EXACT_STEP = 64
 
@@ -38,3 +41,8 @@ def step_limits(
     if seqs is None:
         seqs = min(DEFAULT_SEQS, max(1, min(tokens, mixed or tokens) - ROOM_FOR_PROMPTS))
     return StepLimits(seqs, tokens, tokens if mixed is None else mixed, is_exact=tokens <= exact_rows)
+
+
+def max_logits_rows(vocab_size: int) -> int:
+    """Rows of logits in `MAX_LOGITS_BYTES`, as float32. Never fewer than a step with a prompt computes anyway."""
+    return max(MIN_PROMPT_STEP, MAX_LOGITS_BYTES // (4 * vocab_size))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
 from zlib import crc32
 
 import numpy as np
@@ -18,7 +20,7 @@ from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine, run_random_load
-from tests.worker.fake_runner import expected_tokens, next_token
+from tests.worker.fake_runner import FakeRunner, expected_tokens, next_token
 
 
 def right(request: Request, count: int) -> list[int]:
@@ -340,6 +342,56 @@ def test_logprobs_of_a_prompt_survive_a_preemption() -> None:
     assert len(asked.prompt_logprobs) == 19
     assert engine.tokens[asked] == right(asked, 30)
     assert engine.tokens[first] == right(first, 40)
+
+
+@pytest.mark.parametrize("others", ["longer", "shorter"])
+def test_steps_have_few_rows_of_logits_for_logprobs_of_prompts(others: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is first in rank goes on, whoever else asks for them."""
+    asked_most = []
+    entries = []
+    for most in (sys.maxsize, 10):
+        engine = make_engine(num_blocks=200, max_num_seqs=16)
+        engine.scheduler.max_prompt_rows = most
+        rows: list[int] = []
+        monkeypatch.setattr(FakeRunner, "bind", counted_rows(FakeRunner.bind, rows))
+        first = engine.request(list(range(60)), max_tokens=2, num_prompt_logprobs=1)
+        lengths = (80, 90, 100) if others == "longer" else (20,) * 12
+        rest = [engine.request([number] * length, 2, num_prompt_logprobs=1) for number, length in enumerate(lengths)]
+        plain = engine.request([7] * 50, max_tokens=4)
+        engine.run()
+        asked_most.append(max(rows))
+        entries.append([list(request.prompt_logprobs) for request in (first, *rest)])
+        for request in (first, *rest, plain):
+            assert engine.tokens[request] == right(request, request.sampling.max_tokens)
+            assert len(request.prompt_logprobs) == (0 if request is plain else request.num_prompt_tokens - 1)
+        if most == 10 and others == "shorter":
+            assert first.first_token_s < rest[-1].ended_s
+        monkeypatch.undo()
+    assert entries[0] == entries[1]
+    assert asked_most[0] > 10
+    assert asked_most[1] == 10
+
+
+def counted_rows(bind: Callable[..., None], rows: list[int]) -> Callable[..., None]:
+    """Notes the rows of each step that are for log-probabilities of prompts."""
+
+    def noted(runner: FakeRunner, batch: Batch, *, keeps_logits: bool) -> None:
+        rows.append(sum(prompt.num_rows for prompt in batch.prompts))
+        bind(runner, batch, keeps_logits=keeps_logits)
+
+    return noted
+
+
+def test_drafts_have_few_rows_of_logits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.worker.model.step_limits.MAX_LOGITS_BYTES", 12 * 4 * VOCAB_SIZE)
+    engine = make_engine(max_num_seqs=4, speculation="ngram")
+    requests = []
+    for number in range(4):
+        answer = expected_tokens([number] * 4, 20, VOCAB_SIZE)
+        requests.append(engine.request([number] * 4, max_tokens=20, prediction=answer))
+    engine.run()
+    assert all(engine.tokens[request] == right(request, 20) for request in requests)
+    assert max(engine.runner.batch_sizes) == 4 + 12
 
 
 def test_warming_up_leaves_no_trace(engine: EngineUnderTest) -> None:
