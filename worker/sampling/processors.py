@@ -4,7 +4,7 @@ They run in this order: penalties, logit bias, allowed tokens, grammar, banned t
 before `min_tokens`). A row ends up in one of three forms:
 
 - **single changes** of some logits, noted beside the model's values (`Changes`),
-- **whole**: a copied row, if most tokens are forbidden,
+- **whole**: a copied row, if most tokens are forbidden or very many have a bias,
 - **few**: a grammar allows only a few tokens, so only those are looked at.
 """
 
@@ -19,9 +19,13 @@ import numpy.typing as npt
 
 from headrace.worker.grammar.constraint import Allowed, Constraint, LookAhead, Matcher
 from headrace.worker.request.request import Request
+from headrace.worker.sampling.edits import Edits
 from headrace.worker.sampling.logits import Changes, Logits, Places
 from headrace.worker.sampling.penalties import Penalties
 from headrace.worker.sampling.reduction import FloatArray, IndexArray
+
+# A row with more biases is copied as a whole, because sorting them in each step takes longer.
+MOST_SINGLE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,14 @@ class LogitsProcessors:
 
     def __init__(self) -> None:
         self._matchers: WeakKeyDictionary[Request, Matcher] = WeakKeyDictionary()
+        self._edits: WeakKeyDictionary[Request, Edits] = WeakKeyDictionary()
         self._look_ahead = LookAhead()
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Make what is made once for each request."""
+        for request in requests:
+            if request.sampling.has_edits:
+                self._edits_of(request)
 
     def process(self, requests: Sequence[Request], logits: Logits, penalties: Penalties | None) -> Processed:
         """Change the rows of `logits` `[len(requests), vocab]`; `penalties` are those of the requests."""
@@ -107,30 +118,39 @@ class LogitsProcessors:
         """Single changes of the row, to be applied after those of `processed`. Or add the row to `processed`."""
         sampling = request.sampling
         single: list[_Single] = []
-        if sampling.logit_bias:
-            token_ids = np.array([token_id for token_id, _ in sampling.logit_bias])
-            biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
-            single.append((np.full(len(token_ids), row), token_ids, processed.at(row, token_ids) + biases))
+        edits = self._edits_of(request)
+        num_biased = len(edits.biased_ids)
+        if num_biased:
+            changed = processed.at(row, edits.biased_ids) + edits.biases
+            single.append((np.full(num_biased, row), edits.biased_ids, changed))
         few, mask = None, None
         if sampling.constraint is not None:
             few, mask = self._allowed(request)
             if few is not None:
                 processed.few[row] = few
-        banned = _banned(request)
-        if sampling.allowed_token_ids or mask is not None:
+        banned = edits.banned_ids(request)
+        # A grammar takes precedence over bans: if it allows only banned tokens, they stay.
+        if few is not None and np.isin(few, banned).all():
+            banned = banned[:0]
+        if sampling.allowed_token_ids or mask is not None or num_biased > MOST_SINGLE:
             values = processed.logits.whole(np.array([row]))[0]
             for _, ids, changed in single:
                 values[ids] = changed
             if sampling.allowed_token_ids:
-                values = _only(values, np.asarray(sampling.allowed_token_ids))
+                values = _only(values, edits.allowed_ids)
             if mask is not None:
                 values += mask
             processed.whole[row] = _without(values, banned, sampling.constraint is not None)
             return []
-        # A grammar takes precedence over bans: if it allows only banned tokens, they stay.
-        if len(banned) and (few is None or not np.isin(few, banned).all()):
+        if len(banned):
             single.append((np.full(len(banned), row), banned, np.full(len(banned), -np.inf)))
         return single
+
+    def _edits_of(self, request: Request) -> Edits:
+        edits = self._edits.get(request)
+        if edits is None:
+            edits = self._edits[request] = Edits(request.sampling)
+        return edits
 
     def _allowed(self, request: Request) -> Allowed:
         """The tokens that the request's grammar allows next."""
@@ -164,17 +184,3 @@ def _without(values: FloatArray, banned: IndexArray, has_grammar: bool) -> Float
     if has_grammar and np.all(np.isneginf(values)):
         values[banned] = kept
     return values
-
-
-def _banned(request: Request) -> IndexArray:
-    """Tokens that would complete a bad word, and stop tokens before `min_tokens`."""
-    sampling = request.sampling
-    banned: set[int] = set()
-    for word in sampling.bad_words:
-        begun = len(word) - 1
-        # Only generated tokens can begin a word, not the end of the prompt.
-        if begun == 0 or (request.num_generated_tokens >= begun and tuple(request.token_ids[-begun:]) == word[:-1]):
-            banned.add(word[-1])
-    if request.num_generated_tokens < sampling.min_tokens:
-        banned.update(sampling.stop_token_ids)
-    return np.array(sorted(banned), np.intp)

@@ -69,6 +69,7 @@ class BatchSampler:
         rows have that do not depend on earlier tokens. None if all are plainly greedy."""
         if all(request.sampling.is_plain for request in requests):
             return None
+        self._processors.prepare(requests)
         return Plan(RowParams.of(requests, ahead), self._penalties.penalties(requests, vocab_size))
 
     def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:

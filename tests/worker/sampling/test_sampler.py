@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.draw import draw
+from headrace.worker.sampling.edits import Edits
 from headrace.worker.sampling.logits import Changes, Logits, Places
 from headrace.worker.sampling.logprobs import row_logprobs
 from headrace.worker.sampling.penalties import PenaltyCounter
@@ -258,6 +260,35 @@ def test_bad_words_are_those_of_the_answer_and_do_not_begin_in_the_prompt(
         one = Request("r", prompt, sampling, 0, resume_token_ids=generated)
         processed = LogitsProcessors().process([one], Logits(np.zeros((1, 10), np.float32)), None)
         assert (processed.at(0, np.array([9]))[0] == -math.inf) == is_banned
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=50, deadline=None)
+def test_bad_words_are_found_as_by_looking_at_each(seed: int) -> None:
+    rng = random.Random(seed)
+    words = tuple(tuple(rng.randrange(3) for _ in range(rng.randint(1, 6))) for _ in range(rng.randint(1, 30)))
+    sampling = params(bad_words=words, max_tokens=rng.choice([3, 100]), min_tokens=5, stop_token_ids=frozenset({7}))
+    edits = Edits(sampling)
+    one = request(sampling, [rng.randrange(3) for _ in range(5)])
+    for _ in range(min(20, sampling.max_tokens)):
+        answer = tuple(one.token_ids[one.num_prompt_tokens :])
+        banned = {word[-1] for word in words if answer[len(answer) - len(word) + 1 :] == word[:-1]}
+        banned |= {7} if len(answer) < 5 else set()
+        assert edits.banned_ids(one).tolist() == sorted(banned)
+        one.token_ids.append(rng.randrange(3))
+
+
+def test_a_row_of_very_many_biases_gives_what_single_changes_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    logits = Logits((3 * rng.normal(size=(1, VOCAB))).astype(np.float32))
+    bias = tuple((int(token_id), float(rng.uniform(-9, 9))) for token_id in rng.permutation(VOCAB)[: VOCAB - 20])
+    for fields in ({}, {"temperature": 0.0}, {"bad_words": ((5,), (9,)), "presence_penalty": 1.0}, {"top_k": 5}):
+        one = request(params(logit_bias=bias, num_logprobs=2, **fields), generated=(4, 5, 6))
+        taken = []
+        for most in (0, VOCAB):
+            monkeypatch.setattr("headrace.worker.sampling.processors.MOST_SINGLE", most)
+            taken.append(sample(BatchSampler(), [one], logits))
+        assert taken[0] == taken[1]
 
 
 def test_a_request_that_forbids_every_token_is_reported() -> None:
