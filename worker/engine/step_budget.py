@@ -32,6 +32,8 @@ ALONE_MS = 80.0
 # and with one set by the user.
 TIMES_WITHOUT_PROMPTS = 1.9
 LEAST_TIMES_WITHOUT_PROMPTS = 1.25
+# What a step of the streams takes is at most so many times what they add to steps with prompts. It is often less.
+MOST_TIMES_WITH_PROMPTS = 1.5
 # Share of a step of prompts alone for the fixed cost, and of any step with prompts for reading their computed part.
 STEP_COST_SHARE = 1 / 8
 # One part in so many is reserved for the prompt that is first in rank.
@@ -113,9 +115,12 @@ class StepBudget:
         is the index of the one that is first in rank."""
         decode = self.costs.decode if self.costs.decode.num_steps else self.costs.prompts
         reread_ms = self.costs.prompts.reread_ms(prompts[first].past)
-        without_ms = decode.predict_ms(streams) + reread_ms
+        # Decode steps may not have been seen for long, if prompts never end.
+        base_ms = self.costs.prompts.predict_ms(streams)
+        without_ms = min(decode.predict_ms(streams), MOST_TIMES_WITH_PROMPTS * base_ms) + reread_ms
         if self.target_ms is None:
-            limit_ms = max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * without_ms, reread_ms / STEP_COST_SHARE)
+            least_ms = LEAST_TIMES_WITHOUT_PROMPTS * base_ms
+            limit_ms = max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * without_ms, reread_ms / STEP_COST_SHARE, least_ms)
         else:
             limit_ms = max(self.target_ms, LEAST_TIMES_WITHOUT_PROMPTS * without_ms)
         # A step is padded to MIN_PROMPT_STEP tokens anyway.

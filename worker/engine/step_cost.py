@@ -24,8 +24,9 @@ function is strictly convex, so it has one minimum. Each sweep of coordinate des
 that much; the same holds for cheap steps. The observed costs, as multiples of the reference, bound `scale`, and each
 weight stays in the box around `scale`.
 
-**Changes of speed.** The weight of an observation halves in 350 steps. If the mean error of recent steps is large and
-of one sign, the machine has become faster or slower. All costs are then multiplied by that error and count half.
+**Changes of speed.** The weight of an observation halves in 350 steps, and faster at first. If the median error of the
+latest steps is large, the machine has become faster or slower. All costs are then multiplied by that error and count
+half, and are forgotten as fast as at first.
 
 Pure.
 """
@@ -34,6 +35,8 @@ from __future__ import annotations
 
 import math
 import operator
+import statistics
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -45,8 +48,13 @@ REFERENCE = (8.0, 0.2, 0.15, 2.0, 0.1, 1.5)
 FORGETTING = 0.998
 # The weight of earlier observations after a change of speed.
 KEPT_AFTER_CHANGE = 0.5
-# The speed has changed if the mean of log(observed / predicted) over about so many steps exceeds this.
-_CHANGE_STEPS = 12
+# Early observations are forgotten faster: n steps after the first, FORGETTING is at most n / (n + EARLY). So the weight
+# of the first steps, which a busy machine may have disturbed, falls with the square of the number of steps.
+EARLY = 2.0
+# After a change of speed, observations are forgotten as after so many steps.
+AGE_AFTER_CHANGE = 16
+# The speed has changed if the median of log(observed / predicted) over so many steps exceeds this.
+_CHANGE_STEPS = 9
 _CHANGE = math.log(1.25)
 # A model counts as learned after so many steps.
 MIN_STEPS = 8
@@ -122,7 +130,8 @@ class StepCostModel:
     """The model of one kind of step; see the module."""
 
     __slots__ = (
-        "_drift",
+        "_age",
+        "_errors",
         "_gram",
         "_least_ratio",
         "_moment",
@@ -141,7 +150,8 @@ class StepCostModel:
         self._moment = [0.0] * _SIZE
         self._observed_ms = self._reference_ms = 0.0
         self._least_ratio, self._most_ratio = math.inf, 0.0
-        self._drift = 0.0
+        self._age = 0
+        self._errors: deque[float] = deque(maxlen=_CHANGE_STEPS)
 
     @property
     def is_learned(self) -> bool:
@@ -206,32 +216,34 @@ class StepCostModel:
         """Learn from a step."""
         terms = shape.reference_ms
         expected_ms = self.predict_ms(shape)
+        actual_ms = min(max(milliseconds, _LEAST_MS), _MOST_MS)
         if self.is_learned:
             milliseconds = min(max(milliseconds, expected_ms / OUTLIER), expected_ms * OUTLIER)
         milliseconds = min(max(milliseconds, _LEAST_MS), _MOST_MS)
         if self.num_steps == 0:
-            expected_ms = milliseconds
+            expected_ms = actual_ms = milliseconds
         reference_ms = sum(terms)
         self._least_ratio = min(self._least_ratio, milliseconds / reference_ms)
         self._most_ratio = max(self._most_ratio, milliseconds / reference_ms)
         ratio = milliseconds / expected_ms
-        self._add([term / expected_ms for term in terms], ratio)
-        self._observed_ms = FORGETTING * self._observed_ms + milliseconds
-        self._reference_ms = FORGETTING * self._reference_ms + reference_ms
+        kept = min(FORGETTING, self._age / (self._age + EARLY))
+        self._age += 1
+        self._add([term / expected_ms for term in terms], ratio, kept)
+        self._observed_ms = kept * self._observed_ms + milliseconds
+        self._reference_ms = kept * self._reference_ms + reference_ms
         self.num_steps += 1
-        self._drift += (math.log(ratio) - self._drift) / _CHANGE_STEPS
-        if abs(self._drift) > _CHANGE:
-            self._rescale(math.exp(self._drift))
-            self._drift = 0.0
+        self._errors.append(math.log(actual_ms / expected_ms))
+        if len(self._errors) == _CHANGE_STEPS and abs(change := statistics.median(self._errors)) > _CHANGE:
+            self._rescale(math.exp(change))
         self._fit()
 
-    def _add(self, row: Sequence[float], ratio: float) -> None:
-        """Add an equation: weights times row equals ratio. Earlier equations count less."""
+    def _add(self, row: Sequence[float], ratio: float, kept: float) -> None:
+        """Add an equation: weights times row equals ratio. Earlier equations count `kept` times as much."""
         for i, left in enumerate(row):
             products = self._gram[i]
             for j in range(_SIZE):
-                products[j] = FORGETTING * products[j] + left * row[j]
-            self._moment[i] = FORGETTING * self._moment[i] + left * ratio
+                products[j] = kept * products[j] + left * row[j]
+            self._moment[i] = kept * self._moment[i] + left * ratio
 
     def _rescale(self, ratio: float) -> None:
         """Multiply what every step costs."""
@@ -241,6 +253,8 @@ class StepCostModel:
         self._gram = [[KEPT_AFTER_CHANGE * value for value in row] for row in self._gram]
         self._moment = [KEPT_AFTER_CHANGE * ratio * value for value in self._moment]
         self._weights = [ratio * weight for weight in self._weights]
+        self._age = min(self._age, AGE_AFTER_CHANGE)
+        self._errors.clear()
 
     def _fit(self) -> None:
         """Coordinate descent from the current weights. Later on, one sweep is enough."""
@@ -248,7 +262,7 @@ class StepCostModel:
         least, most = scale / WIDEST, scale * WIDEST
         if self.num_steps == 1:
             weights[:] = [scale] * _SIZE
-        for _ in range(_FIRST_SWEEPS if self.num_steps <= 4 * MIN_STEPS else 1):
+        for _ in range(_FIRST_SWEEPS if self._age <= 4 * MIN_STEPS else 1):
             for i, row in enumerate(self._gram):
                 rest = sum(map(operator.mul, row, weights)) - row[i] * weights[i]
                 ridge = RIDGES[i] / scale
