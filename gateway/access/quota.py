@@ -195,13 +195,25 @@ class SharedLimits:
         """Count tokens if there is room. The key must have such a limit."""
         limit = key.tokens_per_minute
         assert limit is not None
-        reply = await self._ask(TAKE, [_name(key, "tokens")], ["", cost, limit, 0])
+        answer = self._asked(TAKE, [_name(key, "tokens")], ["", cost, limit, 0])
+        try:
+            reply = None if answer is None else await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if answer is not None:  # Redis may count the tokens, or have done so
+                answer.add_done_callback(lambda done: self._give_back(key, cost, done))
+            raise
         if reply is None:
             return self._local.take_tokens(key, cost)
         wait_us, remaining, reset_us = reply
         if not wait_us:
             self._local.take_tokens(key, cost, anyway=True)
         return Answer(wait_us, LimitState(limit, remaining, reset_us))
+
+    def _give_back(self, key: KeyLimits, cost: int, answer: asyncio.Future[list[int] | None]) -> None:
+        """Give Redis' tokens back if it took them, for a request that did not wait for the answer."""
+        reply = None if answer.cancelled() else answer.result()
+        if reply is not None and not reply[0]:
+            self._note(_Script(TAKE, [_name(key, "tokens")], ["", -cost, key.tokens_per_minute, 1]))
 
     def settle(self, key: KeyLimits, delta: int) -> None:
         """Correct the count by `delta` tokens, which is negative if fewer were used than taken. Redis is updated
@@ -225,13 +237,19 @@ class SharedLimits:
 
     async def _ask(self, text: str, keys: Sequence[str], arguments: Sequence[Any]) -> list[int] | None:
         """The result of a script; None if Redis is unreachable."""
+        answer = self._asked(text, keys, arguments)
+        return None if answer is None else await answer
+
+    def _asked(
+        self, text: str, keys: Sequence[str], arguments: Sequence[Any]
+    ) -> asyncio.Future[list[int] | None] | None:
+        """A script's result to come, None if Redis fails meanwhile; no future if it is unreachable."""
         if not self.is_shared:
             return None
-        script = _Script(text, keys, arguments, asyncio.get_running_loop().create_future())
-        self._queue.append(script)
+        answer: asyncio.Future[list[int] | None] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Script(text, keys, arguments, answer))
         self._wake.set()
-        assert script.answer is not None
-        return await script.answer
+        return answer
 
     def _note(self, script: _Script) -> None:
         if len(self._queue) < MAX_NOTES:

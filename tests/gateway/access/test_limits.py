@@ -213,6 +213,30 @@ async def test_two_gateways_share_every_limit_exactly(shared_redis_server: Redis
         await limits.close()
 
 
+async def test_a_request_that_leaves_while_redis_decides_costs_no_tokens(shared_redis_server: RedisServer) -> None:
+    client: Any = shared_redis_server.client()
+    client.flushall()
+    limits = SharedLimits(shared_redis_server.url, LocalLimits(Clock()))
+    await limits.start()
+    key, level = KeyLimits("k", tokens_per_minute=1000), "headrace:quota:{k}:tokens"
+    assert (await limits.take_tokens(key, 100)).wait_us == 0
+    for number_of_turns in (1, 2, 3):
+        taking = asyncio.create_task(limits.take_tokens(key, 800))
+        for _ in range(number_of_turns):
+            await asyncio.sleep(0)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+    refused = asyncio.create_task(limits.take_tokens(key, 950))
+    await asyncio.sleep(0)
+    refused.cancel()
+    assert (await limits.take_tokens(key, 1)).state.remaining >= 0  # behind all of them
+    await asyncio.to_thread(
+        until, lambda: 0 < int(client.hget(level, "level")) <= 101 * LEVELS, "only what was used is counted"
+    )
+    await limits.close()
+
+
 async def test_places_come_back_from_a_gateway_that_died(shared_redis_server: RedisServer) -> None:
     client: Any = shared_redis_server.client()
     client.flushall()
