@@ -68,6 +68,7 @@ class Exchange:
         self._lock = asyncio.Lock()
         self._started = False
         self._ended = False
+        self._failing = False  # the error is being sent, which nothing cuts short but the end of the connection
         self._last_write_s = 0.0
         self._headers = headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"")
@@ -185,7 +186,7 @@ class Exchange:
             self._cancel()
 
     def _cancel(self) -> None:
-        if self._task is not None:
+        if self._task is not None and not self._failing:
             self._task.cancel()
 
     async def close(self) -> None:
@@ -208,7 +209,6 @@ class Exchange:
     ) -> None:
         """Send the whole response."""
         assert not self._started, "there is a response already"
-        self._started = True
         self.status = status
         start = [
             (b"content-type", content_type),
@@ -217,8 +217,9 @@ class Exchange:
             *self._names(),
             *(headers or ()),
         ]
+        # It may wait for a slow reader of the response before. If that is cut short, there is no response yet.
         await self._send({"type": "http.response.start", "status": status, "headers": start})
-        self._ended = True
+        self._started = self._ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _names(self) -> Headers:
@@ -231,6 +232,7 @@ class Exchange:
 
     async def fail(self, error: StatusError | HttpError) -> None:
         """Send an error: as the response, or as the last event if a stream has begun."""
+        self._failing = True
         failure = failure_of(error)
         if self._started:
             await self.write(self.errors.event(failure), last=True)
@@ -245,7 +247,6 @@ class Exchange:
             if self._ended:
                 return
             if not self._started:
-                self._started = True
                 self.status = 200
                 headers = [
                     (b"content-type", self.stream_type),
@@ -254,6 +255,7 @@ class Exchange:
                     *self._names(),
                 ]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._started = True
             self._last_write_s = time.monotonic()
             self._ended = last
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
