@@ -240,7 +240,7 @@ def print_table(answer: Answer) -> None:
 @click.option(
     "--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), help="Policies to compare. Default: all."
 )
-@click.option("--workers", type=click.IntRange(1), default=16)
+@click.option("--workers", type=click.IntRange(1), default=16, help="Number of workers.")
 @click.option(
     "--routers",
     multiple=True,
@@ -269,8 +269,8 @@ def print_table(answer: Answer) -> None:
     default=0,
     help="Number of workers set aside for long prompts. Their answers continue at the others; needs --peer-rate.",
 )
-@click.option("--max-num-seqs", type=click.IntRange(1), default=128)
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024)
+@click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Largest batch of a worker, in sequences.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024, help="Limit for the tokens of a step.")
 @click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="Limit for steps with running requests.")
 @click.option("--report-delay-ms", type=FiniteRange(0), default=20.0, help="Delay of reports to routers.")
 @click.option(
@@ -298,7 +298,7 @@ def print_table(answer: Answer) -> None:
 )
 @click.option("--ttft-ms", type=FiniteRange(0), default=10_000.0, help="Objective: time to the first token.")
 @click.option("--tpot-ms", type=FiniteRange(0), default=300.0, help="Objective: time per later token.")
-@click.option("--seed", type=int, default=1)
+@click.option("--seed", type=int, default=1, help="Seed of all random numbers.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Compare routing policies on a trace in virtual time, with the real scheduler, prefix index and policy."""

@@ -80,8 +80,18 @@ _NEED_DRAFT_MODEL = {
     default=0.4,
     help="Share of the available memory for the KV cache, if --kv-cache-gb is not given.",
 )
-@click.option("--kv-precision", type=click.Choice(["u8", "u4", "bf16", "f32"]), default="u8")
-@click.option("--execution-mode", type=click.Choice(["performance", "accuracy"]), default="performance")
+@click.option(
+    "--kv-precision",
+    type=click.Choice(["u8", "u4", "bf16", "f32"]),
+    default="u8",
+    help="Precision of the KV cache. A lower precision holds more tokens.",
+)
+@click.option(
+    "--execution-mode",
+    type=click.Choice(["performance", "accuracy"]),
+    default="performance",
+    help="Compute in the fastest precision of this CPU, or in that of the model.",
+)
 @click.option(
     "--decode-graph",
     type=click.Choice(["auto", "on", "off"]),

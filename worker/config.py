@@ -59,6 +59,6 @@ class WorkerConfig:
     """Whether layers with a sliding window keep no more than their windows."""
     role: str = "both"
     adapters: tuple[tuple[str, Path], ...] = ()
-    """Names and directories of LoRA adapters."""
+    """Names and paths of LoRA adapters."""
     max_adapters: int = 0
     """How many are in memory at a time; 0 serves without adapters."""

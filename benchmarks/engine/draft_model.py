@@ -174,7 +174,7 @@ def median_ms(steps: Sequence[Step]) -> float:
 
 
 def expected_tokens(right: float, count: int) -> float:
-    """Tokens of a step with so many draft tokens."""
+    """Expected tokens of a step with this many draft tokens."""
     return sum(right**depth for depth in range(count + 1))
 
 

@@ -1,5 +1,4 @@
-"""The two ways to make a model of a GGUF file, beside each other:
-`python -m benchmarks.engine.gguf FILE.gguf [--rounds 7]`.
+"""Compares the two ways to make a model of a GGUF file: `python -m benchmarks.engine.gguf FILE.gguf [--rounds 7]`.
 
 One graph is ours (cli/gguf), the other that of openvino-genai's converter (docs/decisions/0047). Printed are the
 precision in which each computes, the mean log-probability of a paragraph in both modes, and what steps cost: CPU
@@ -45,7 +44,7 @@ PARAGRAPH = (
 
 
 def converted(gguf_path: Path, directory: Path) -> dict[str, Path]:
-    """Both models, in directories of these names, except that a model beside the file is that of genai."""
+    """Both models, in directories of these names. A model that lies beside the file is taken as that of genai."""
     directories = {way: directory / way for way in WAYS}
     if (gguf_path.parent / NETWORK).is_file():
         directories["genai"] = gguf_path.parent
@@ -66,7 +65,7 @@ def converted(gguf_path: Path, directory: Path) -> dict[str, Path]:
 
 
 def mean_log_probability(model_dir: Path, mode: str) -> float:
-    """Of the paragraph's tokens but the first."""
+    """The mean log-probability of the paragraph's tokens, except the first."""
     tokens = openvino_genai.Tokenizer(model_dir).encode(PARAGRAPH).input_ids.data[0].astype(np.int64)
     core = ov.Core()
     core.set_property("CPU", {"EXECUTION_MODE_HINT": mode})
@@ -104,7 +103,7 @@ def runner_of(model_dir: Path, precision: str | None) -> tuple[model_runner.Open
 
 
 def cpu_ms(runner: model_runner.OpenVINOModelRunner, batch: Batch, repeats: int) -> float:
-    """Mean CPU milliseconds of a step, the first left out."""
+    """Mean CPU milliseconds of a step, without the first step."""
     for number in range(repeats + 1):
         if number == 1:
             start_s = time.process_time()

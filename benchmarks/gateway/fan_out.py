@@ -118,7 +118,7 @@ async def is_ready(http: httpx.AsyncClient) -> bool:
 
 
 async def ask(http: httpx.AsyncClient, number: int, num_choices: int, prompt_tokens: int, schema_bytes: int) -> None:
-    """Send the request, as no other number has it. RuntimeError unless every choice is answered."""
+    """Send a request that differs for each `number`. RuntimeError unless every choice is answered."""
     text = f"{number}" + " water" * prompt_tokens
     schema = {"type": "object", "description": f"{number} " + "x" * schema_bytes, "additionalProperties": False}
     body = {

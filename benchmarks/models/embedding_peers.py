@@ -1,7 +1,8 @@
-"""A peer that makes embeddings, in a process of its own: `embedding_peers.py genai|sentence-transformers MODEL_DIR`.
+"""Runs a peer that makes embeddings, in a process of its own: `embedding_peers.py genai|sentence-transformers
+MODEL_DIR`.
 
-Each line of standard input is a list of lists of texts as JSON, one list for each call. 64 threads make the calls, as
-callers would who share one model. Each line of standard output has the seconds that they took and the first vector.
+Each line of standard input is a list of lists of texts as JSON, one list for each call. 64 threads make the calls, like
+callers that share one model. Each line of standard output has the seconds that they took and the first vector.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Headrace:
 
 
 def made_chains(rng: random.Random) -> list[Chain]:
-    """Chains at one to four workers each, with as many entries in all as there shall be."""
+    """Chains at one to four workers each, with NUM_ENTRIES entries in all."""
     source = np.random.default_rng(rng.getrandbits(32))
     chains: list[Chain] = []
     num_entries = 0

@@ -27,7 +27,7 @@ NUM_TOKENS = 40
 
 
 def scripted_messages() -> list[bytes]:
-    """The messages of every stream: one token each, then the finish."""
+    """The messages of each stream: one token in each message, then the finish."""
     messages = [
         inference_pb2.GenerateResponse(start_pos=position, token_ids=[1000 + position])
         for position in range(NUM_TOKENS)

@@ -52,7 +52,7 @@ _NOTICED = re.compile(r"worker (\S+) at .*READY -> (SUSPECT|UNREACHABLE)")
 
 
 class Process:
-    """A process of the fleet; it can be started again. `noticed_s` has when it said that it lost a worker."""
+    """A process of the fleet; it can be started again. `noticed_s` has the times at which it reported lost workers."""
 
     def __init__(self, *args: str) -> None:
         self._args = args

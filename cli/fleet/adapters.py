@@ -67,7 +67,7 @@ def load(
     tls_dir: Path | None,
     join_token_file: Path | None,
 ) -> None:
-    """Load the adapter in the directory PATH of the workers' hosts, under NAME."""
+    """Load the adapter at PATH on the workers' hosts, a directory or a GGUF file, under NAME."""
     request = router_pb2.RouterLoadAdapterRequest(name=name, path=str(path.absolute()), in_place=in_place, model=model)
     served = _call(router, tls_dir, join_token_file, "LoadAdapter", request, _LOAD_TIMEOUT_S).adapter
     click.echo(

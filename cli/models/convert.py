@@ -101,7 +101,7 @@ def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
     unknown = sorted(name for name in tensors if not _KNOWN_TENSOR.fullmatch(name))
     if scaled or unknown:
         what = f"{architecture}.{scaled[0]}" if scaled else unknown[0]
-        raise ConversionError(f"it has {what}, which a plain {architecture} model has not; {_REMEDY}")
+        raise ConversionError(f"it has {what}, which a plain {architecture} model does not have; {_REMEDY}")
 
 
 def can_genai_read(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:

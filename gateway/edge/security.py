@@ -203,7 +203,9 @@ _OPTIONS = (
         metavar="ORIGIN",
         help="Allow pages of this origin to use the API, such as https://chat.example; * for all; may be repeated.",
     ),
-    click.option("--max-requests", default=4096, type=click.IntRange(min=1), help="Maximum of concurrent requests."),
+    click.option(
+        "--max-requests", default=4096, type=click.IntRange(min=1), help="Maximum number of concurrent requests."
+    ),
     click.option(
         "--request-timeout",
         default=3600.0,

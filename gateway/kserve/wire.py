@@ -134,7 +134,7 @@ def _tensors(inputs: Sequence[KserveInput], tail: bytes) -> list[Tensor]:
         else:
             if not isinstance(size, int) or isinstance(size, bool) or size < 0 or pos + size > len(tail):
                 field = f"inputs[{i}].parameters.{_SIZE}"
-                raise invalid(field, f"{field}: the body has not so many bytes")
+                raise invalid(field, f"{field}: the body has fewer bytes than that")
             values = decoded(one.name, one.datatype, tail[pos : pos + size])
             pos += size
         tensors.append(checked(one.name, one.datatype, one.shape, values))

@@ -75,7 +75,7 @@ def test_every_token_that_ends_a_turn_ends_a_generation(extra: dict[str, int], e
         ({"tokenizer.ggml.model": "llama"}, r"tokenizer is of the kind llama, and byte-level BPE \(gpt2\) can be"),
         ({"llama.rope.dimension_count": 32}, "rotated in part"),
         ({"llama.attention.value_length": 128}, "keys and values differ in size"),
-        ({"llama.expert_count": 8}, r"it has llama\.expert_count, which a plain llama model has not"),
+        ({"llama.expert_count": 8}, r"it has llama\.expert_count, which a plain llama model does not have"),
     ],
 )
 def test_what_would_be_converted_wrongly_is_refused_with_a_remedy(extra: dict[str, object], problem: str) -> None:

@@ -100,7 +100,8 @@ async def hit_rate(client: httpx.AsyncClient, base_url: str, prefixes: list[list
 
 
 async def restart_in_turn(made: Fleet, client: httpx.AsyncClient, rng: random.Random) -> int:
-    """Restart all workers one after another while other prompts are answered. Returns how many were."""
+    """Restart all workers one after another while other prompts are answered. Returns the number of answered
+    prompts."""
     is_over, num_answers = asyncio.Event(), 0
 
     async def ask_others() -> None:

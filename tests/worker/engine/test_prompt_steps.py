@@ -24,7 +24,8 @@ def timed_engine(step_s: float) -> EngineUnderTest:
 
 
 def knowing(engine: EngineUnderTest, step_ms: float, token_ms: float) -> EngineUnderTest:
-    """It has learned that this is what steps and their tokens cost, all else next to nothing, and learns no more."""
+    """The engine, with fixed costs of steps and their tokens instead of learned ones. Everything else costs next to
+    nothing."""
     engine.scheduler.step_costs = KnownCosts(step_ms, token_ms)
     return engine
 

@@ -256,7 +256,8 @@ def _chain(first: str, rule: str, last: str, length: int) -> str:
     ids=["rules", "groups", "terminals", "references"],
 )
 async def test_a_constraint_of_many_steps_does_not_end_the_process(source: ConstraintSource) -> None:
-    """Each of these overflows the stack of an ordinary thread. A router would then try it at the next worker."""
+    """Each of these constraints would overflow the stack of an ordinary thread. A router would then try the request at
+    the next worker."""
     assert allowed_ids(await constraint_of(grammars(), source))
 
 

@@ -27,7 +27,7 @@ def model_of(values: Callable[[ov.Node, ov.Node], ov.Node]) -> ov.Model:
 
 
 def larger_of_two(positions: ov.Node, states: ov.Node) -> ov.Node:
-    """10 for steps with a position beyond 99, else 1."""
+    """The states times 10 in steps with a position beyond 99, else times 1."""
     largest = opset13.reduce_max(opset13.unsqueeze(positions, constant(1)), constant(0, 1), False)
     is_long = opset13.greater(opset13.add(largest, constant(1)), constant(100))
     factor = opset13.select(is_long, opset13.constant(np.float32(10)), opset13.constant(np.float32(1)))

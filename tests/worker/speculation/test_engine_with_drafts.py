@@ -49,8 +49,8 @@ def answers(engine: EngineUnderTest, requests: list[Request]) -> list[tuple[Any,
 def answered_alike(
     with_drafts: Callable[[], EngineUnderTest], num_streams: int, is_pipelined: bool
 ) -> Iterator[list[Request]]:
-    """For each sampling, the requests of an engine with drafts, after their answers were compared with those of one
-    without."""
+    """Compare the answers of an engine with drafts with those of one without, for each sampling. Yields the requests of
+    the former."""
     rng = random.Random(num_streams)
     for sampling in SAMPLINGS:
         prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(29)] for _ in range(num_streams)]
