@@ -200,6 +200,13 @@ def test_every_file_that_is_named_exists(path: Path) -> None:
         assert any(ROOT.glob(name.rstrip("/"))) or any(ROOT.glob(f"{name}.py")), f"there is no {name}"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identified(DOCUMENTS))
+def test_every_module_that_is_to_be_run_exists(path: Path) -> None:
+    for name in re.findall(rf"python\s+-m\s+(?:headrace\.)?((?:{'|'.join(FOLDERS)})(?:\.\w+)+)", path.read_text()):
+        module = ROOT.joinpath(*name.split("."))
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), f"there is no {name}"
+
+
 def test_the_modules_of_the_architecture_are_those_that_there_are() -> None:
     markdown = (DOCS / "architecture.md").read_text()
     rows = re.findall(r"^\| (?:`((?:worker|router)[\w/]*)`[^|]*|) ?\| (`[^|]*) \|", markdown, re.MULTILINE)
