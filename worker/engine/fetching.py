@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.worker.engine.scheduler import Scheduler
-from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, OtherWorkers, Tier, Wanted
+from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, OtherWorkers, Tier, Wanted, import_blocks
 from headrace.worker.kv.manager import MIN_TOKENS_LEFT
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.peers.source import BlockSource
@@ -128,7 +128,7 @@ class Fetching:
             if self._takeover is not None and self._takeover.end(fetch):
                 continue
             held = self._held.pop(fetch)
-            self._import(fetch, held.prefix)
+            import_blocks(self._scheduler.kv_cache.pool, fetch, held.prefix)
             self._count(fetch, held.request)
             if not fetch.is_given_up:
                 ready.append(held.request)
@@ -217,27 +217,6 @@ class Fetching:
         cache.pool.hold(prefix)
         cache.free(request)
         return prefix
-
-    def _import(self, fetch: Fetch, prefix: list[int]) -> None:
-        """Make the blocks that came findable, and release them. Where another request has computed the same block
-        meanwhile, its block is the one in the chain. The whole chain is released anew, from its end, so that no block
-        is evicted before its successor."""
-        pool = self._scheduler.kv_cache.pool
-        chain, unused = list(prefix), [wanted.block for wanted in fetch.wanted[fetch.num_read :]]
-        is_whole = True
-        for block, block_hash, parent_hash, token_bytes, is_first in fetch.wanted[: fetch.num_read]:
-            found = None
-            if is_whole:
-                found = pool.make_findable(block, block_hash, parent_hash, token_bytes, is_first=is_first)
-                is_whole = found is not None
-            if found != block:
-                unused.append(block)
-                if found is not None:
-                    pool.hold([found])
-            if found is not None:
-                chain.append(found)
-        pool.release(unused)
-        pool.release(reversed(chain))
 
     def _num_spare(self) -> int:
         """Blocks that no running request needs, however long its answer becomes."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from headrace.worker.kv.block_pool import BlockPool
 
 
 class Wanted(NamedTuple):
@@ -27,6 +30,32 @@ class Fetch:
     timeout_s: float = 60.0
     num_read: int = 0
     is_given_up: bool = False
+
+
+def import_blocks(pool: BlockPool, fetch: Fetch, in_front: Sequence[int]) -> list[int]:
+    """Make the blocks that came findable, each after its predecessor, and release all blocks of the fetch and the held
+    ones `in_front` of them. Returns those that became findable.
+
+    Where somebody else has computed the same block meanwhile, that one is in the chain. The whole chain is released
+    anew, from its end, so that no block is evicted before its successor.
+    """
+    chain, came = list(in_front), list[int]()
+    unused = [wanted.block for wanted in fetch.wanted[fetch.num_read :]]
+    broken: set[int] = set()
+    for block, block_hash, parent_hash, token_bytes, is_first in fetch.wanted[: fetch.num_read]:
+        found = None
+        if is_first or (parent_hash not in broken and pool.is_findable(parent_hash)):
+            found = pool.make_findable(block, block_hash, parent_hash, token_bytes, is_first=is_first)
+        if found is None:
+            broken.add(block_hash)
+        else:
+            chain.append(found)
+            if found != block:
+                pool.hold([found])
+        (came if found == block else unused).append(block)
+    pool.release(unused)
+    pool.release(reversed(chain))
+    return came
 
 
 class Tier(Protocol):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.fetch import Fetch, Tier, Wanted
+from headrace.worker.kv.fetch import Fetch, Tier, Wanted, import_blocks
 
 
 class ChainedBlock(NamedTuple):
@@ -82,16 +82,7 @@ class Takeover:
         running = self._running.pop(fetch, None)
         if running is None:
             return False
-        pool = self._pool
-        came: list[int] = []
-        unused = [wanted.block for wanted in fetch.wanted[fetch.num_read :]]
-        for block, block_hash, parent_hash, token_bytes, is_first in fetch.wanted[: fetch.num_read]:
-            found = None
-            if is_first or pool.is_findable(parent_hash):
-                found = pool.make_findable(block, block_hash, parent_hash, token_bytes, is_first=is_first)
-            (came if found == block else unused).append(block)
-        pool.release(unused)
-        pool.release(reversed([*running.held, *came]))
+        came = import_blocks(self._pool, fetch, running.held)
         self.num_taken += len(came)
         self.has_news = True
         running.offer.ended.set_result(len(came))

@@ -20,7 +20,7 @@ from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
 from headrace.worker.peers import handover as handover_module
 from headrace.worker.peers.handover import Handover
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE
-from tests.worker.peers.test_peers import LAYOUT, NUM_BLOCKS, PROMPT, SHAPE, Peer, Server, until
+from tests.worker.peers.test_peers import BOUND_S, LAYOUT, NUM_BLOCKS, PROMPT, SHAPE, Peer, Server, until
 
 
 class Taker(Peer):
@@ -121,6 +121,28 @@ def test_the_blocks_in_front_stay_while_those_behind_come(takers: tuple[Taker, T
     for prompt in prompts_of(7, 3):  # the two are now the first to be evicted
         second.ask(prompt)
     assert second.take(first.address, blocks[2:]) == 4
+    assert second.ask(PROMPT).num_cached_tokens == 6 * BLOCK_SIZE
+
+
+def test_blocks_behind_one_that_was_computed_meanwhile_are_evicted_before_it(takers: tuple[Taker, Taker]) -> None:
+    first, second = takers
+    gate = threading.Event()
+    run = second.tier._run
+    second.tier._run = lambda *args: [gate.wait(BOUND_S), run(*args)]  # type: ignore[method-assign]
+    blocks = first.pool.hottest_first()
+    named = [ChainedBlock(block.block_hash or 0, block.parent_hash, block.is_first) for block in blocks]
+    offer = Offer(first.address, named, BOUND_S)
+    second.takeover.offer(offer)
+    second.fetching.take_ready()
+    prompt = PROMPT[: 2 * BLOCK_SIZE + 2]
+    request = second.request(prompt)
+    second.under_test.scheduler.add(request)
+    while second.under_test.scheduler.has_requests or second.under_test.engine.has_outputs:
+        second.under_test.step()
+    gate.set()
+    until(lambda: not second.fetching.take_ready() and offer.ended.done())
+    assert offer.ended.result() == 4
+    second.pool.check()
     assert second.ask(PROMPT).num_cached_tokens == 6 * BLOCK_SIZE
 
 
