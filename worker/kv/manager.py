@@ -130,7 +130,9 @@ class KVCacheManager:
         """Append a copy of a cached block that begins like the request's next one. Returns the number of tokens gained.
         The request overwrites the rest of the copy as it continues."""
         source, gained = self._find_beginning(request)
-        if gained < MIN_COPIED_TOKENS:
+        missing = self.num_blocks_of(request, request.num_tokens + 1) - len(request.block_table)
+        # A request that lacks blocks may not be part of this step, and the copy would not be made.
+        if gained < MIN_COPIED_TOKENS or self.pool.num_free_blocks < missing:
             return 0
         # While the source is held, `take` cannot evict it.
         self.pool.hold([source])

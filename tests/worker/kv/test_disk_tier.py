@@ -258,8 +258,9 @@ class Worker:
             until(lambda: self.under_test.scheduler.has_requests or self.add_ready())
         else:
             self.under_test.scheduler.add(request)
-        while self.under_test.scheduler.has_requests or self.under_test.engine.has_outputs:
+        while self.under_test.scheduler.has_requests or self.under_test.engine.has_outputs or self.fetching.num_held:
             self.under_test.step()
+            self.add_ready()
         assert self.under_test.tokens[request] == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
         return request
 
@@ -428,6 +429,31 @@ def test_a_request_that_needs_the_whole_pool_waits_for_what_the_disk_fills(
     worker.under_test.run()
     assert worker.under_test.tokens[large] == expected_tokens(list(range(NUM_BLOCKS * BLOCK_SIZE - 4)), 3, VOCAB_SIZE)
     assert worker.under_test.tokens[held] == expected_tokens(PROMPT, 2, VOCAB_SIZE)
+
+
+def test_a_request_that_waits_for_blocks_copies_no_beginning_for_a_step_that_does_not_come(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    stem = list(range(500, 500 + 3 * BLOCK_SIZE + 3))
+    worker.ask(stem)
+    gate = hanging(worker, monkeypatch)
+    held = worker.request(PROMPT)
+    worker.under_test.tokens[held] = []
+    assert worker.fetching.begin(held)
+    others = worker.pool.take(worker.pool.num_free_blocks - 5)  # the stem's blocks, and one more
+    prompt = [*stem[:-1], *range(600, 600 + 5 * BLOCK_SIZE)]
+    request = worker.request(prompt)
+    worker.under_test.tokens[request] = []
+    worker.under_test.scheduler.add(request)
+    for _ in range(3):
+        assert not worker.under_test.step()
+    gate.set()
+    until(worker.add_ready)
+    worker.pool.release(others)
+    worker.under_test.run()
+    assert worker.under_test.tokens[request] == expected_tokens(prompt, 2, VOCAB_SIZE)
 
 
 def test_no_more_is_read_than_the_pool_has_room_for_beside_the_cached_beginning(worker: Worker) -> None:
