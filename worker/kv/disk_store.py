@@ -156,19 +156,20 @@ class DiskStore:
         return True
 
     def read(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
-        """Read a block into `data`. Returns False if it is missing or damaged, and removes a damaged one from the
-        index. Raises OSError."""
+        """Read a block into `data`. Returns False if it is missing or damaged. A block that is damaged or cannot be
+        read is removed from the index. Raises OSError."""
         name = self._name_of(block_hash)
         slot = self._slot_of.get(name)
         if slot is None:
             return False
-        record = self._get(slot, data)
+        try:
+            record = self._get(slot, data)
+        except OSError:
+            self._drop(name, slot)
+            raise
         if record == self._record_of(block_hash, parent_hash, token_bytes, data):
             return True
-        with self._locked():
-            self.refresh()
-            if self._slot_of.get(name) == slot:
-                self._enter(slot, 0)
+        self._drop(name, slot)
         return False
 
     def flush(self) -> None:
@@ -204,6 +205,12 @@ class DiskStore:
             return None
         data[:] = np.frombuffer(opened, np.uint8, offset=num_bytes)
         return opened[:num_bytes]
+
+    def _drop(self, name: int, slot: int) -> None:
+        with self._locked():
+            self.refresh()
+            if self._slot_of.get(name) == slot:
+                self._enter(slot, 0)
 
     def _enter(self, slot: int, name: int) -> None:
         before = int(self._seen[slot])
@@ -245,21 +252,25 @@ class DiskStore:
         return int(np.argmin((worth << 16) + entries["order"]))
 
     def _reserve(self, directory: Path) -> None:
-        wanted = self.num_slots * self._slot_bytes
+        """Reserve the space of both files. A process that did so may have been killed before it was done."""
+        wanted, index_bytes = self.num_slots * self._slot_bytes, self.num_slots * _ENTRY.itemsize + CHECK_BYTES
+        found, room = os.fstat(self._blocks), os.fstatvfs(self._blocks)
+        if found.st_size < wanted and room.f_bavail * room.f_frsize < wanted + index_bytes - 512 * found.st_blocks:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._check_key(directory)
-        if os.fstat(self._blocks).st_size != wanted:
-            if os.fstat(self._blocks).st_size:
-                raise ConfigurationError(
-                    f"the files in --kv-disk {directory} were created with another --kv-disk-gb; use the same size, or "
-                    "remove the files"
-                )
-            found = os.fstatvfs(self._blocks)
-            if found.f_bavail * found.f_frsize < wanted:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        is_begun = found.st_size < wanted and os.fstat(self._index_file).st_size == index_bytes
+        if found.st_size != wanted and not is_begun:
+            raise ConfigurationError(
+                f"the files in --kv-disk {directory} were created with another --kv-disk-gb; use the same size, or "
+                "remove the files"
+            )
+        # A store to a mapped page for which the disk has no room kills the process.
+        os.posix_fallocate(self._index_file, 0, index_bytes)
+        if is_begun:
             try:
                 os.posix_fallocate(self._blocks, 0, wanted)
             except OSError:
-                os.ftruncate(self._blocks, 0)
+                os.ftruncate(self._blocks, found.st_size)
                 raise
 
     def _check_key(self, directory: Path) -> None:
@@ -269,9 +280,9 @@ class DiskStore:
         num_bytes = os.fstat(self._blocks).st_size
         is_damaged = os.fstat(self._index_file).st_size != index_bytes + CHECK_BYTES
         if not num_bytes or (num_bytes == self.num_slots * self._slot_bytes and is_damaged):
-            os.ftruncate(self._index_file, 0)
+            # It gets its right size last. Others may have mapped it, so it is not emptied before.
+            _write(self._index_file, bytes(index_bytes) + key, 0)
             os.ftruncate(self._index_file, index_bytes + CHECK_BYTES)
-            _write(self._index_file, key, index_bytes)
         found = os.pread(self._index_file, CHECK_BYTES, max(0, os.fstat(self._index_file).st_size - CHECK_BYTES))
         if found != key:
             what = "with another key" if any(found) and any(key) else "without a key" if any(key) else "with a key"

@@ -172,6 +172,25 @@ def test_truncated_files_lose_blocks_and_nothing_else(tmp_path: Path) -> None:
     assert sum(read(store, number) for number in range(8)) == 3
 
 
+def test_a_reservation_that_was_killed_is_completed(tmp_path: Path) -> None:
+    write(store_in(tmp_path), 1)
+    os.truncate(next(tmp_path.glob("*.blocks")), 3 * SLOT_BYTES + 5000)
+    store = store_in(tmp_path)
+    assert read(store, 1)
+    assert next(tmp_path.glob("*.blocks")).stat().st_size == 8 * SLOT_BYTES
+    with pytest.raises(ConfigurationError, match="another --kv-disk-gb"):
+        store_in(tmp_path, 9)
+
+
+def test_a_disk_that_becomes_full_has_room_for_the_whole_index(tmp_path: Path) -> None:
+    """A store to a mapped page without room on the disk would be a SIGBUS."""
+    directory = tmp_path / "large"
+    slots = 2000
+    DiskStore(directory, "id", slots * 8192, 16, BLOCK_SIZE)
+    index = next(directory.glob("*.index")).stat()
+    assert 512 * index.st_blocks >= index.st_size > 16 * slots
+
+
 def test_a_collision_of_hashes_is_no_hit(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     write(store, 1)
