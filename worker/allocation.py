@@ -85,14 +85,15 @@ def _allocate_own(
     if kept is None:
         num_blocks = num_blocks_for(config, block_bytes)
         return num_blocks, runner.allocate(num_blocks, huge_pages=config.huge_pages)
-    # Available memory varies, and another number of blocks would be another cache.
-    before = kept.num_blocks_for(runner.numerics, sizing, shapes)
-    if before is not None and before * block_bytes <= available_bytes() + kept_bytes(kept):
-        num_blocks = before - 1
-    else:
-        num_blocks = num_blocks_for(config, block_bytes, kept_bytes(kept), kept.memory.room_bytes)
-    wanted = CacheFormat(runner.numerics, sizing, num_blocks + 1, runner.block_size, shapes)
-    return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
+    with kept.memory.sizing():
+        # Available memory varies, and another number of blocks would be another cache.
+        before = kept.num_blocks_for(runner.numerics, sizing, shapes)
+        if before is not None and before * block_bytes <= available_bytes() + kept_bytes(kept):
+            num_blocks = before - 1
+        else:
+            num_blocks = num_blocks_for(config, block_bytes, kept_bytes(kept), kept.memory.room_bytes)
+        wanted = CacheFormat(runner.numerics, sizing, num_blocks + 1, runner.block_size, shapes)
+        return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
 
 
 def kept_bytes(kept: KeptCache | None) -> int:

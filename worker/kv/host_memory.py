@@ -17,6 +17,7 @@ import os
 import stat
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,31 @@ class HostMemory:
 
     @property
     def room_bytes(self) -> int | None:
-        """The largest size that the file system has room for; None without a limit. Touching a page beyond it ends the
-        process with SIGBUS."""
+        """The largest size that the file system has room for, beside what the files of other workers may grow to; None
+        without a limit. Touching a page beyond it ends the process with SIGBUS."""
         if self.path is None:
             return None
         found = os.fstatvfs(self.descriptor)
-        return found.f_bavail * found.f_frsize + self.resident_bytes if found.f_blocks else None
+        if not found.f_blocks:
+            return None
+        return max(0, found.f_bavail * found.f_frsize - _promised_bytes(self.path)) + self.resident_bytes
 
     def clear(self) -> None:
         """Truncate the file and free its memory."""
         os.ftruncate(self.descriptor, 0)
+
+    @contextlib.contextmanager
+    def sizing(self) -> Iterator[None]:
+        """Wait until no other worker of the directory is between `room_bytes` and `resize`. Raises OSError."""
+        if self.path is None:
+            yield
+            return
+        descriptor = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def resize(self, size_bytes: int) -> None:
         """Set the file's size to `size_bytes`, rounded up to whole pages. Raises ConfigurationError if the file system
@@ -92,16 +108,20 @@ class HostMemory:
             os.utime(self.descriptor)
 
     def remove(self) -> None:
-        """Remove the file, if it has a name."""
+        """Remove the file, if it has a name. Where that is not possible, another worker removes it later."""
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", self.path, error.strerror)
 
     def _check_room(self, size_bytes: int) -> None:
         room = self.room_bytes
         if room is not None and size_bytes > room:
             raise ConfigurationError(
-                f"--kv-memory: the file system of {self.path} has room for {room / 2**30:.2f} GiB, but the KV cache "
-                f"needs {size_bytes / 2**30:.2f} GiB; enlarge it, or choose a smaller --kv-cache-gb"
+                f"--kv-memory: the file system of {self.path} has room for {room / 2**30:.2f} GiB beside other "
+                f"workers, but the KV cache needs {size_bytes / 2**30:.2f} GiB; enlarge it, or choose a smaller "
+                "--kv-cache-gb"
             )
 
 
@@ -111,11 +131,16 @@ def open_memory(where: str, worker_id: str) -> HostMemory:
     if where.startswith("fd:"):
         return _inherited(where)
     directory = Path(where)
-    if not directory.is_dir():
-        raise ConfigurationError(f"--kv-memory {where} is not a directory; name one in a tmpfs, such as /dev/shm")
-    name = _PREFIX + hashlib.sha256(worker_id.encode()).hexdigest()[:16]
-    _prune(directory, keep=name)
-    return _named(directory / name)
+    try:
+        if not directory.is_dir():
+            raise ConfigurationError(f"--kv-memory {where} is not a directory; name one in a tmpfs, such as /dev/shm")
+        name = _PREFIX + hashlib.sha256(worker_id.encode()).hexdigest()[:16]
+        _prune(directory, keep=name)
+        return _named(directory / name)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--kv-memory {where} cannot be used: {error.strerror}; choose another directory"
+        ) from None
 
 
 def _inherited(where: str) -> HostMemory:
@@ -131,6 +156,18 @@ def _inherited(where: str) -> HostMemory:
 
 
 def _named(path: Path) -> HostMemory:
+    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
+    while (descriptor := _locked_file(path)) is None:
+        if time.monotonic() > deadline_s:
+            raise ConfigurationError(f"{path} is in use by another worker; give each worker its own --worker-id")
+        time.sleep(0.05)
+    memory = HostMemory(descriptor, path)
+    memory.touch()
+    return memory
+
+
+def _locked_file(path: Path) -> int | None:
+    """Open and lock the file with this name. None if another process has locked it, or has just removed it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -140,14 +177,21 @@ def _named(path: Path) -> HostMemory:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigurationError(f"{path} must be a file that only this user can read (mode 0600); remove it")
-    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
-    while not _locked(descriptor):
-        if time.monotonic() > deadline_s:
-            raise ConfigurationError(f"{path} is in use by another worker; give each worker its own --worker-id")
-        time.sleep(0.05)
-    memory = HostMemory(descriptor, path)
-    memory.touch()
-    return memory
+    with contextlib.suppress(FileNotFoundError):
+        if _locked(descriptor) and os.path.samestat(os.lstat(path), found):
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _promised_bytes(path: Path) -> int:
+    """What the files of other workers in the directory of `path` may still grow by."""
+    promised = 0
+    for other in path.parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = other.lstat()
+            promised += max(0, found.st_size - 512 * found.st_blocks) if other.name != path.name else 0
+    return promised
 
 
 def _prune(directory: Path, *, keep: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -350,3 +350,55 @@ def test_a_file_system_without_room_is_refused(tmp_path: Path) -> None:
     memory = open_memory(str(tmp_path), "worker")
     with pytest.raises(ConfigurationError, match="has room for"):
         memory.resize(1 << 60)
+
+
+def test_a_file_that_its_worker_removes_as_it_ends_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process may have opened it before that."""
+    before = open_memory(str(tmp_path), "worker")
+
+    locked = host_memory._locked
+
+    def ends_before_the_lock(descriptor: int) -> bool:
+        monkeypatch.setattr(host_memory, "_locked", locked)
+        before.remove()
+        os.close(before.descriptor)
+        return locked(descriptor)
+
+    monkeypatch.setattr(host_memory, "_locked", ends_before_the_lock)
+    after = open_memory(str(tmp_path), "worker")
+    assert after.path is not None
+    assert os.path.samestat(after.path.stat(), os.fstat(after.descriptor))
+
+
+def test_workers_of_one_directory_leave_room_for_what_others_will_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = open_memory(str(tmp_path), "first"), open_memory(str(tmp_path), "second")
+    room = second.room_bytes
+    assert room is not None
+    # Other programs use the disk, too.
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=100 << 10, f_frsize=1 << 10, f_blocks=1))
+    first.resize(70 << 20)
+    assert second.room_bytes == 30 << 20
+    second.resize(30 << 20)
+    with pytest.raises(ConfigurationError, match="beside other workers"):
+        second.resize(31 << 20)
+    assert first.room_bytes == 70 << 20
+    first.resize(70 << 20)
+
+
+def test_a_file_that_cannot_be_removed_or_a_name_that_is_too_long_is_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = open_memory(str(tmp_path), "worker")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    memory.remove()
+    assert "cannot be removed: Permission denied" in caplog.text
+    with pytest.raises(ConfigurationError, match="cannot be used: File name too long"):
+        open_memory(str(tmp_path / ("x" * 300)), "worker")
