@@ -39,10 +39,11 @@ class HugePages:
 
     def reach(self, block: int) -> int:
         """Prepare for the use of `block`, the highest so far. Returns the block at which to call again."""
-        if self._executor is None:
+        executor = self._executor  # its thread may set it to None
+        if executor is None:
             return self._num_blocks
         first, self._asked = self._asked, min(block + 2 * self._ahead, self._num_blocks)
-        self._executor.submit(self._collapse, first, self._asked)
+        executor.submit(self._collapse, first, self._asked)
         return self._asked - self._ahead if self._asked < self._num_blocks else self._num_blocks
 
     def wait(self) -> None:
