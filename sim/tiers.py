@@ -191,6 +191,10 @@ class SimulatedPeers(_Fetches):
         """See Tier."""
         return _SETUP_S + num_blocks * self._block_s
 
+    def is_resting(self, source: str) -> bool:
+        """See OtherWorkers. Simulated workers always answer."""
+        return False
+
     def fetch(self, fetch: Fetch) -> None:
         """See Tier."""
         took_s = self.expected_s(len(fetch.wanted))

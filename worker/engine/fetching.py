@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, OtherWorkers, Tier, Wanted, import_blocks
-from headrace.worker.kv.manager import MIN_TOKENS_LEFT
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.peers.source import BlockSource
 from headrace.worker.request.request import Request, RequestState
@@ -22,6 +21,8 @@ from headrace.worker.request.request import Request, RequestState
 _WORTH = 0.8
 # A request waits so many times as long as computing would take, and at least so long in seconds.
 _PATIENCE, _LEAST_PATIENCE_S = 2.0, 0.25
+# It waits so many times as long as the blocks are expected to take, and so many seconds longer, at most.
+_LATENESS, _DELAY_S = 10.0, 5.0
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class Fetching:
             Wanted(block, cache.hash_of(request, index), *cache.work_on(request, index), is_first=index == 0)
             for index, block in zip(range(first, end), pool.take(end - first), strict=True)
         ]
-        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._compute_s(first, end))
+        patience_s = self._patience_s(request, tier, first, end)
         request.was_fetched_for = True
         fetch = Fetch(wanted, request.kv_source if tier is self.peers else "", patience_s)
         self._held[fetch] = _Held(request, prefix, self._clock() + patience_s)
@@ -200,13 +201,13 @@ class Fetching:
         """The tiers that may have blocks of the request, and the index after the last one, in one piece from `first`
         on."""
         cache = self._scheduler.kv_cache
-        last = (request.num_tokens - MIN_TOKENS_LEFT) // cache.block_size
+        last = cache.num_reusable(request) // cache.block_size
         if self.disk is not None:
             end = first
             while end < last and self.disk.has(cache.hash_of(request, end)):
                 end += 1
             yield self.disk, end
-        if self.peers is not None and request.kv_source:
+        if self.peers is not None and request.kv_source and not self.peers.is_resting(request.kv_source):
             yield self.peers, min(request.num_source_tokens // cache.block_size, last)
 
     def _hold_prefix(self, request: Request) -> list[int]:
@@ -226,6 +227,12 @@ class Fetching:
             for one in self._scheduler.running
         )
         return max(0, cache.pool.num_free_blocks - max(0, needed))
+
+    def _patience_s(self, request: Request, tier: Tier, first: int, end: int) -> float:
+        """How long the request waits for these blocks. It must still be able to compute them before its deadline."""
+        compute_s = self._compute_s(first, end)
+        most_s = min(_PATIENCE * compute_s, _LATENESS * tier.expected_s(end - first) + _DELAY_S)
+        return max(_LEAST_PATIENCE_S, min(most_s, request.deadline_s - self._clock() - compute_s))
 
     def _saved_s(self, tier: Tier, first: int, end: int) -> float:
         """The time that fetching these blocks is expected to save."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.disk_store import DiskStore
-from headrace.worker.kv.fetch import Fetch
+from headrace.worker.kv.fetch import Fetch, LearnedTime
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ _WRITES_A_FLUSH = 8
 _PAUSE_AFTER_FAILURE_S = 60.0
 # The assumed read speed before the first read.
 _FIRST_GUESS_BYTES_PER_S = 1e9
-# The weight of the latest read in the moving average.
-_NEWEST = 0.2
 
 
 class DiskTier(threading.Thread):
@@ -46,8 +44,8 @@ class DiskTier(threading.Thread):
         self.num_written = 0
         self.num_not_written = 0
         self.num_read = 0
-        self.read_s = block_bytes / _FIRST_GUESS_BYTES_PER_S
-        """Seconds to read a block: a moving average."""
+        self.read_time = LearnedTime(block_bytes / _FIRST_GUESS_BYTES_PER_S)
+        """The time to read a block."""
         self._store = store
         self._contents = contents
         self._block_bytes = block_bytes
@@ -56,10 +54,14 @@ class DiskTier(threading.Thread):
         self._spills: deque[tuple[Content, npt.NDArray[np.uint8]]] = deque()
         self._fetches: deque[Fetch] = deque()
         self._ended: deque[Fetch] = deque()
+        self._reading: Fetch | None = None
+        self._busy_since_s = 0.0  # 0: it does nothing
         self._changed = threading.Condition()
         self._is_stopping = False
         self._num_unflushed = 0
         self._next_write_s = 0.0
+        # After a failure, nothing is written or read until then.
+        self._no_writes_until_s = self._no_reads_until_s = 0.0
 
     def spill(self, block: int, content: Content) -> None:
         """Engine thread: copy a block that is about to be evicted, and queue the copy for writing."""
@@ -68,10 +70,14 @@ class DiskTier(threading.Thread):
         if self._store.has(content.block_hash):
             self._store.touch(content.block_hash)
             return
-        if len(self._spills) >= self._max_queued:
+        if len(self._spills) >= self._max_queued or time.monotonic() < self._no_writes_until_s:
             self.num_not_written += 1
             return
-        data = np.empty(self._block_bytes, np.uint8)
+        try:
+            data = np.empty(self._block_bytes, np.uint8)
+        except MemoryError:
+            self.num_not_written += 1
+            return
         self._contents.gather(block, data)
         with self._changed:
             self._spills.append((content, data))
@@ -90,15 +96,16 @@ class DiskTier(threading.Thread):
     @property
     def bytes_per_s(self) -> float:
         """Learned speed of reading."""
-        return self._block_bytes / self.read_s
+        return self._block_bytes / self.read_time.seconds
 
     def take_changes(self) -> dict[int, bool]:
         """Engine thread: as of `DiskStore.take_changes`."""
         return self._store.take_changes()
 
     def has(self, block_hash: int) -> bool:
-        """Engine thread: whether the block was on the disk at the last refresh of the index."""
-        return self._store.has(block_hash)
+        """Engine thread: whether the block was on the disk at the last refresh of the index. False for some time after
+        the disk could not be read."""
+        return time.monotonic() >= self._no_reads_until_s and self._store.has(block_hash)
 
     def fetch(self, fetch: Fetch) -> None:
         """Engine thread: queue a fetch. `take_ended` returns it when it has ended."""
@@ -114,9 +121,13 @@ class DiskTier(threading.Thread):
         return ended
 
     def expected_s(self, num_blocks: int) -> float:
-        """Expected seconds until `num_blocks` more blocks are read, including the wait for queued fetches."""
-        queued = sum(len(fetch.wanted) - fetch.num_read for fetch in tuple(self._fetches))
-        return (queued + num_blocks) * self.read_s
+        """Expected seconds until `num_blocks` more blocks are read, including the wait for other fetches. What the disk
+        does at the moment is expected to take as long again: a disk that hangs may hang on."""
+        reading, busy_since_s = self._reading, self._busy_since_s
+        ahead = [*self._fetches, *([reading] if reading is not None else [])]
+        queued = sum(len(fetch.wanted) - fetch.num_read for fetch in ahead if not fetch.is_given_up)
+        busy_s = time.monotonic() - busy_since_s if busy_since_s else 0.0
+        return busy_s + (queued + num_blocks) * self.read_time.seconds
 
     def wait_until_written(self, timeout_s: float) -> bool:
         """Wait until all queued blocks are written. Returns False after the timeout."""
@@ -137,10 +148,7 @@ class DiskTier(threading.Thread):
         """Read and write until stopped."""
         while (fetch := self._next()) is not None or not self._is_stopping:
             if fetch is not None:
-                self._read(fetch)
-                self._store.count_hits([wanted.block_hash for wanted in fetch.wanted[: fetch.num_read]])
-                self._ended.append(fetch)
-                self.on_arrival()
+                self._serve(fetch)
             elif self._spills or self._num_unflushed:
                 self._write()
 
@@ -157,27 +165,38 @@ class DiskTier(threading.Thread):
                 self._changed.wait(wait_s if has_writes else None)
             return None
 
+    def _serve(self, fetch: Fetch) -> None:
+        """Read the blocks of a fetch. Whatever fails, the fetch ends: the engine waits for that."""
+        self._reading = fetch
+        try:
+            self._read(fetch)
+            self._store.count_hits([wanted.block_hash for wanted in fetch.wanted[: fetch.num_read]])
+        except Exception as error:
+            _warn("KV blocks cannot be read from the disk", error)
+            self._no_reads_until_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
+        finally:
+            self._reading, self._busy_since_s = None, 0.0
+            self._ended.append(fetch)
+            self.on_arrival()
+
     def _read(self, fetch: Fetch) -> None:
+        if time.monotonic() < self._no_reads_until_s:
+            return
         self._store.refresh()
         for wanted in fetch.wanted:
             if fetch.is_given_up:
                 return
-            start_s = time.monotonic()
-            try:
-                is_read = self._store.read(wanted.block_hash, wanted.parent_hash, wanted.token_bytes, self._buffer)
-            except OSError as error:
-                log.warning("a KV block could not be read from the disk: %s; it is computed instead", error)
-                return
-            if not is_read:
+            start_s = self._busy_since_s = time.monotonic()
+            if not self._store.read(wanted.block_hash, wanted.parent_hash, wanted.token_bytes, self._buffer):
                 return
             self._contents.scatter(wanted.block, self._buffer)
-            self.read_s += _NEWEST * (time.monotonic() - start_s - self.read_s)
+            self.read_time.observe(time.monotonic() - start_s)
             fetch.num_read += 1
             self.num_read += 1
 
     def _write(self) -> None:
         """Write one block. Flush the file after several blocks, or when the queue is empty."""
-        start_s = time.monotonic()
+        start_s = self._busy_since_s = time.monotonic()
         try:
             if self._spills:
                 content, data = self._spills[0]
@@ -191,12 +210,18 @@ class DiskTier(threading.Thread):
                 self._num_unflushed = 0
                 self.has_news = not self._spills
                 self.on_arrival()
-        except OSError as error:
-            log.warning("KV blocks cannot be written to disk: %s; retrying in %.0f s", error, _PAUSE_AFTER_FAILURE_S)
+        except Exception as error:
+            _warn("KV blocks cannot be written to disk", error)
             self.num_not_written += len(self._spills)
             self._spills.clear()
             self._num_unflushed = 0
-            self._next_write_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
-            return
+            self._no_writes_until_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
+        finally:
+            self._busy_since_s = 0.0
         took_s = time.monotonic() - start_s
         self._next_write_s = start_s + took_s / WRITE_SHARE
+
+
+def _warn(what: str, error: Exception) -> None:
+    is_known = isinstance(error, OSError)
+    log.warning("%s: %s; retrying in %.0f s", what, error, _PAUSE_AFTER_FAILURE_S, exc_info=None if is_known else error)

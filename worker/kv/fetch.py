@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from headrace.worker.kv.block_pool import BlockPool
+
+# Of `LearnedTime`: the weight of the latest measurement, how many times the average it counts at most, and the seconds
+# after which half of what is above the first guess is forgotten.
+_NEWEST, _MOST, _HALF_LIFE_S = 0.2, 10.0, 60.0
 
 
 class Wanted(NamedTuple):
@@ -56,6 +62,32 @@ def import_blocks(pool: BlockPool, fetch: Fetch, in_front: Sequence[int]) -> lis
     pool.release(unused)
     pool.release(reversed(chain))
     return came
+
+
+class LearnedTime:
+    """How many seconds something takes: a moving average. Any thread may call it.
+
+    A pause of the disk, the other worker or this process says little about the next time, so no measurement counts more
+    than `_MOST` times the average. What is too slow is not used, so nothing more would be learned of it: while nothing
+    is measured, an average above the first guess returns to it.
+    """
+
+    def __init__(self, guess_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._guess_s = guess_s
+        self._clock = clock
+        self._found = guess_s, clock()
+
+    @property
+    def seconds(self) -> float:
+        """The expected time."""
+        average_s, measured_s = self._found
+        forgotten = 1 - math.exp2(-(self._clock() - measured_s) / _HALF_LIFE_S)
+        return average_s - forgotten * max(0.0, average_s - self._guess_s)
+
+    def observe(self, seconds: float) -> None:
+        """It took `seconds` now."""
+        average_s = self.seconds
+        self._found = average_s + _NEWEST * (min(seconds, _MOST * average_s) - average_s), self._clock()
 
 
 class Tier(Protocol):
@@ -109,4 +141,12 @@ class OtherWorkers(Tier, Protocol):
     """A tier that fetches from other workers. `num_received` counts blocks."""
 
     num_received: int
-    bytes_per_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Learned speed; 0 while unknown."""
+        ...
+
+    def is_resting(self, source: str) -> bool:
+        """Whether nothing should be fetched from this worker now."""
+        ...

@@ -25,7 +25,7 @@ from headrace.protos import worker_pb2, worker_pb2_grpc
 from headrace.protos.block_hash import next_hash
 from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import TOKEN_BYTES
-from headrace.worker.kv.fetch import Fetch, Wanted
+from headrace.worker.kv.fetch import Fetch, LearnedTime, Wanted
 from headrace.worker.peers.source import host_id
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ MAX_FETCHES = 4
 # The assumed speed, and the time until the first message, before the first fetch.
 _FIRST_GUESS_BYTES_PER_S = 0.5e9
 _FIRST_GUESS_SETUP_S = 0.005
-# The weight of the latest fetch in the moving averages.
-_NEWEST = 0.2
+# A worker that sent nothing is left alone for so many times as long as that took.
+_REST = 10.0
 _MAX_CHANNELS = 16
 
 
@@ -53,29 +53,38 @@ class PeerTier:
     def __init__(self, layout: str, contents: BlockBytes, block_bytes: int, transport: Transport = PLAIN) -> None:
         self.on_arrival: Callable[[], None] = lambda: None
         self.num_received = 0
-        self.bytes_per_s = 0.0
-        """Learned speed; 0 while unknown."""
         self._layout = layout
         self._contents = contents
         self._block_bytes = block_bytes
         self._transport = transport
-        self._block_s = block_bytes / _FIRST_GUESS_BYTES_PER_S
-        self._setup_s = _FIRST_GUESS_SETUP_S
+        self._block_time = LearnedTime(block_bytes / _FIRST_GUESS_BYTES_PER_S)
+        self._setup_time = LearnedTime(_FIRST_GUESS_SETUP_S)
+        self._is_speed_known = False
+        self._rests_until_s: dict[str, float] = {}
         self._executor = ThreadPoolExecutor(MAX_FETCHES, "kv-peers")
         self._running: set[Fetch] = set()
         self._ended: deque[Fetch] = deque()
         self._channels: dict[tuple[str, int], grpc.Channel] = {}
 
+    @property
+    def bytes_per_s(self) -> float:
+        """Learned speed; 0 while unknown."""
+        return self._block_bytes / self._block_time.seconds if self._is_speed_known else 0.0
+
+    def is_resting(self, source: str) -> bool:
+        """Engine thread: whether this worker is left alone, because it kept others waiting for nothing."""
+        return time.monotonic() < self._rests_until_s.get(source, 0.0)
+
     def fetch(self, fetch: Fetch) -> None:
         """Engine thread: begin a fetch from `fetch.source`. `take_ended` returns it when it has ended."""
         self._running.add(fetch)
-        key = fetch.source, self._transport.version
-        if key not in self._channels:
-            while len(self._channels) >= _MAX_CHANNELS:
-                # A fetch that still uses the channel ends, and its prompt is computed.
-                self._channels.pop(next(iter(self._channels))).close()
-            self._channels[key] = self._transport.blocking_channel(fetch.source)
-        self._executor.submit(self._run, fetch, self._channels[key])
+        try:
+            channel = self._channel_to(fetch.source)
+            self._executor.submit(self._run, fetch, channel, time.monotonic() + fetch.timeout_s)
+        except Exception as error:  # the address cannot be used, or the worker stops
+            log.warning("KV blocks cannot be fetched from %s: %s; they are computed", fetch.source, error)
+            self._ended.append(fetch)
+            self.on_arrival()
 
     def take_ended(self) -> list[Fetch]:
         """Engine thread: return the fetches that have ended since the last call."""
@@ -83,12 +92,13 @@ class PeerTier:
         while self._ended:
             ended.append(self._ended.popleft())
         self._running.difference_update(ended)
+        self.num_received += sum(fetch.num_read for fetch in ended)
         return ended
 
     def expected_s(self, num_blocks: int) -> float:
         """Expected seconds until `num_blocks` more blocks are fetched, including the wait for running fetches."""
         ahead = sum(len(fetch.wanted) - fetch.num_read for fetch in self._running)
-        return self._setup_s + (ahead + num_blocks) * self._block_s
+        return self._setup_time.seconds + (ahead + num_blocks) * self._block_time.seconds
 
     def stop(self) -> None:
         """Begin no more fetches, and end the calls."""
@@ -96,9 +106,20 @@ class PeerTier:
         for channel in self._channels.values():
             channel.close()
 
-    def _run(self, fetch: Fetch, channel: grpc.Channel) -> None:
-        deadline_s = time.monotonic() + fetch.timeout_s
+    def _channel_to(self, source: str) -> grpc.Channel:
+        key = source, self._transport.version
+        if key not in self._channels:
+            while len(self._channels) >= _MAX_CHANNELS:
+                # A fetch that still uses the channel ends, and its prompt is computed.
+                self._channels.pop(next(iter(self._channels))).close()
+            self._channels[key] = self._transport.blocking_channel(source)
+        return self._channels[key]
+
+    def _run(self, fetch: Fetch, channel: grpc.Channel, deadline_s: float) -> None:
+        start_s = time.monotonic()
         try:
+            if fetch.is_given_up:
+                return
             # Another namespace of processes has the same host id, but shows other files. Then the blocks are sent.
             if not self._receive(fetch, channel, host_id(), deadline_s) and not fetch.num_read:
                 self._receive(fetch, channel, "", deadline_s)
@@ -108,8 +129,17 @@ class PeerTier:
         except Exception:
             log.exception("KV blocks could not be fetched from %s; the rest is computed", fetch.source)
         finally:
+            if not fetch.num_read:
+                self._rest(fetch.source, time.monotonic() - start_s)
             self._ended.append(fetch)
             self.on_arrival()
+
+    def _rest(self, source: str, waited_s: float) -> None:
+        """Leave a worker alone that sent nothing for `waited_s`."""
+        now_s = time.monotonic()
+        resting = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now_s}
+        resting[source] = max(resting.get(source, 0.0), now_s + _REST * waited_s)
+        self._rests_until_s = resting
 
     def _receive(self, fetch: Fetch, channel: grpc.Channel, host: str, deadline_s: float) -> bool:
         """Fetch blocks. Returns False if this host's memory was offered and cannot be read."""
@@ -118,10 +148,11 @@ class PeerTier:
         hashes = [wanted.block_hash for wanted in fetch.wanted[fetch.num_read :]]
         request = worker_pb2.FetchBlocksRequest(kv_layout=self._layout, hashes=hashes, host_id=host)
         call = stub.FetchBlocks(request, timeout=max(0.0, deadline_s - start_s))
+        first_s, num_before = 0.0, fetch.num_read
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)
+            stack.callback(lambda: self._learn(start_s, first_s, fetch.num_read - num_before))
             foreign: _ForeignBlocks | None = None
-            first_s = 0.0
             for response in call:
                 first_s = first_s or time.monotonic()
                 if response.HasField("memory"):
@@ -131,8 +162,6 @@ class PeerTier:
                     stack.callback(os.close, foreign.descriptor)
                 if not self._take(fetch, response, foreign):
                     break
-        if fetch.num_read:
-            self._learn(first_s - start_s, (time.monotonic() - first_s) / fetch.num_read)
         return True
 
     def _take(self, fetch: Fetch, response: worker_pb2.FetchBlocksResponse, foreign: _ForeignBlocks | None) -> bool:
@@ -151,7 +180,6 @@ class PeerTier:
                 return False
             fetch.wanted[fetch.num_read] = wanted._replace(token_bytes=token_bytes)
             fetch.num_read += 1
-            self.num_received += 1
         return True
 
     def _is_right(self, wanted: Wanted, token_bytes: bytes, checksum: int) -> bool:
@@ -172,7 +200,9 @@ class PeerTier:
     def _open(self, memory: worker_pb2.SharedMemory) -> _ForeignBlocks | None:
         """The memory of another worker of this host; None if this process cannot read it."""
         try:
-            descriptor = os.open(f"/proc/{memory.pid}/fd/{memory.file_descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(
+                f"/proc/{memory.pid}/fd/{memory.file_descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            )
         except OSError:
             return None
         found = os.fstat(descriptor)
@@ -188,7 +218,9 @@ class PeerTier:
             for part, offset in zip(parts, foreign.offsets, strict=True)
         )
 
-    def _learn(self, setup_s: float, each_s: float) -> None:
-        self._setup_s += _NEWEST * (setup_s - self._setup_s)
-        self._block_s += _NEWEST * (each_s - self._block_s)
-        self.bytes_per_s = self._block_bytes / self._block_s
+    def _learn(self, start_s: float, first_s: float, num_blocks: int) -> None:
+        """Learn from a call, also from one that was not finished in time."""
+        if num_blocks:
+            self._setup_time.observe(first_s - start_s)
+            self._block_time.observe((time.monotonic() - first_s) / num_blocks)
+            self._is_speed_known = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import signal
@@ -27,6 +28,7 @@ from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier, Fetch
+from headrace.worker.kv.fetch import LearnedTime
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request, RequestState
@@ -191,6 +193,20 @@ def test_a_disk_that_becomes_full_has_room_for_the_whole_index(tmp_path: Path) -
     assert 512 * index.st_blocks >= index.st_size > 16 * slots
 
 
+def test_a_block_that_cannot_be_read_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_in(tmp_path)
+    write(store, 1)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(store, "_get", fails)
+    with pytest.raises(OSError, match="injected"):
+        read(store, 1)
+    assert not store.has(content(1).block_hash or 0)
+    assert not read(store, 1)
+
+
 def test_a_collision_of_hashes_is_no_hit(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     write(store, 1)
@@ -348,7 +364,7 @@ def test_a_prompt_that_is_cheaper_to_compute_is_computed(tmp_path: Path) -> None
     worker = Worker(tmp_path)
     worker.ask(PROMPT)
     worker.evict_all()
-    worker.tier.read_s = 3600.0
+    worker.tier.read_time = LearnedTime(3600.0)
     assert worker.ask(PROMPT).num_cached_tokens == 0
     worker.tier.stop()
 
@@ -428,6 +444,92 @@ def test_a_full_disk_stores_nothing_and_harms_nobody(worker: Worker, monkeypatch
     assert worker.ask(PROMPT).num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "injected"), MemoryError("injected")])
+def test_a_failure_costs_the_computation_and_the_disk_is_left_alone_for_a_while(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    tries = []
+
+    def fails(*_: object) -> bool:
+        tries.append(1)
+        raise error
+
+    read_really = worker.store.read
+    monkeypatch.setattr(worker.store, "read", fails)
+    assert worker.ask(PROMPT).num_cached_tokens == 0
+    worker.evict_all()
+    assert worker.ask(PROMPT).num_cached_tokens == 0
+    assert len(tries) == 1, "nobody waited for it again"
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+    monkeypatch.setattr(worker.store, "read", read_really)
+    worker.evict_all()
+    worker.tier._no_reads_until_s = 0.0
+    assert worker.ask(PROMPT).num_cached_tokens == 6 * BLOCK_SIZE
+
+
+def test_nobody_waits_for_a_disk_that_hangs_already(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.ask(PROMPT)
+    worker.ask([*PROMPT[:-3], 1, 2, 3])
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    assert worker.fetching.begin(worker.request(PROMPT))
+    until(lambda: worker.tier._busy_since_s > 0)
+    worker.tier._busy_since_s -= 60.0
+    assert not worker.fetching.begin(worker.request(PROMPT))
+    gate.set()
+    until(worker.add_ready)
+
+
+def test_what_is_learned_of_speed_survives_a_pause_and_is_forgotten_in_time() -> None:
+    now_s = 0.0
+    learned = LearnedTime(0.001, lambda: now_s)
+    for _ in range(50):
+        learned.observe(0.002)
+    assert learned.seconds == pytest.approx(0.002, rel=0.01)
+    learned.observe(30.0)
+    assert learned.seconds < 0.01, "one pause says little"
+    for _ in range(60):
+        learned.observe(0.5)
+    assert learned.seconds == pytest.approx(0.5, rel=0.01)
+    now_s = 60.0
+    assert learned.seconds == pytest.approx(0.25, rel=0.02)
+    now_s = 3600.0
+    assert learned.seconds == pytest.approx(0.001, rel=0.01)
+    for _ in range(50):
+        learned.observe(0.0005)
+    now_s += 3600.0
+    assert learned.seconds == pytest.approx(0.0005, rel=0.01), "a fast one stays"
+
+
+def test_a_request_waits_no_longer_than_its_deadline_and_the_expected_time_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(tmp_path)
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate, fetches = hanging(worker, monkeypatch), []
+    fetch = worker.tier.fetch
+    monkeypatch.setattr(worker.tier, "fetch", lambda each: [fetches.append(each), fetch(each)])
+    costs = worker.under_test.scheduler.step_costs.prompts
+    compute_s = costs.chunk_ms(0, 6 * BLOCK_SIZE) / 1000
+    for deadline_s in (math.inf, time.monotonic() + compute_s + 1.0, time.monotonic()):
+        request = worker.request(PROMPT)
+        request.deadline_s = deadline_s
+        assert worker.fetching.begin(request)
+    monkeypatch.setattr(type(costs), "chunk_ms", lambda *_: 3_600_000.0)
+    assert worker.fetching.begin(worker.request(PROMPT))
+    patient, pressed, late, long = (each.timeout_s for each in fetches)
+    assert patient == pytest.approx(2 * compute_s)
+    assert 0.25 < pressed < 1.1
+    assert late == 0.25
+    assert 5.0 <= long < 60.0
+    gate.set()
+    until(lambda: not worker.add_ready() and not worker.under_test.scheduler.num_fetching)
+    worker.tier.stop()
+
+
 def test_a_request_that_needs_the_whole_pool_waits_for_what_the_disk_fills(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +575,16 @@ def test_a_request_that_waits_for_blocks_copies_no_beginning_for_a_step_that_doe
     worker.pool.release(others)
     worker.under_test.run()
     assert worker.under_test.tokens[request] == expected_tokens(prompt, 2, VOCAB_SIZE)
+
+
+def test_only_what_the_request_may_reuse_is_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that gives up blocks computes the last tokens of its prompt itself."""
+    worker.ask(PROMPT)
+    worker.evict_all()
+    cache = worker.under_test.scheduler.kv_cache
+    monkeypatch.setattr(cache, "num_reusable", lambda request: request.num_prompt_tokens - 9)
+    worker.ask(PROMPT)
+    assert worker.tier.num_read == (len(PROMPT) - 9) // BLOCK_SIZE
 
 
 def test_no_more_is_read_than_the_pool_has_room_for_beside_the_cached_beginning(worker: Worker) -> None:

@@ -24,8 +24,10 @@ from headrace.worker.engine.fetching import Fetching
 from headrace.worker.kv.arena import KVArena, arena_bytes
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.fetch import Fetch, LearnedTime
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.peers import source as source_module
+from headrace.worker.peers import tier as tier_module
 from headrace.worker.peers.source import BlockFile, BlockSource
 from headrace.worker.peers.tier import PeerTier
 from headrace.worker.request.params import SamplingParams
@@ -82,8 +84,9 @@ class Peer:
         return request
 
     def finish(self, request: Request, prompt: list[int]) -> None:
-        while self.under_test.scheduler.has_requests or self.under_test.engine.has_outputs:
+        while self.under_test.scheduler.has_requests or self.under_test.engine.has_outputs or self.fetching.num_held:
             self.under_test.step()
+            self.add_ready()
         assert self.under_test.tokens[request] == expected_tokens(prompt, 2, VOCAB_SIZE)
         until(lambda: not self.add_ready() and self.under_test.scheduler.num_fetching == 0)
         self.pool.check()
@@ -153,6 +156,7 @@ def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pee
     """A peer that has computed PROMPT, and another one with a cache of another size. They wait for each other as long
     as a busy machine may take."""
     monkeypatch.setattr(fetching, "_LEAST_PATIENCE_S", BOUND_S)
+    monkeypatch.setattr(tier_module, "_REST", 0.0)
     first, second = Peer(tmp_path, "first"), Peer(tmp_path, "second", NUM_BLOCKS + 7)
     first.ask(PROMPT)
     yield first, second
@@ -205,7 +209,7 @@ def test_without_a_source_everything_is_computed(peers: tuple[Peer, Peer]) -> No
 
 def test_a_prompt_that_is_cheaper_to_compute_is_computed(peers: tuple[Peer, Peer]) -> None:
     first, second = peers
-    second.tier._block_s = 3600.0
+    second.tier._block_time = LearnedTime(3600.0)
     assert second.ask(PROMPT, first.address, len(PROMPT)).num_cached_tokens == 0
 
 
@@ -322,6 +326,61 @@ def test_a_peer_that_stalls_costs_the_computation(
     assert time.monotonic() - start_s < BOUND_S / 2
     assert request.num_cached_tokens == 0
     stalling.stop()
+
+
+def test_a_peer_that_sent_nothing_is_left_alone_for_longer_than_it_took(
+    tmp_path: Path, peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "_PATIENCE", 0.0)
+    monkeypatch.setattr(fetching, "_LEAST_PATIENCE_S", 0.5)
+    monkeypatch.setattr(tier_module, "_REST", 100.0)
+    address, num_calls = f"unix:{tmp_path}/stalling.sock", 0
+
+    async def stall(_: worker_pb2.FetchBlocksRequest) -> AsyncIterator[worker_pb2.FetchBlocksResponse]:
+        nonlocal num_calls
+        num_calls += 1
+        await asyncio.sleep(BOUND_S)
+        yield worker_pb2.FetchBlocksResponse()
+
+    stalling = Server(address, stall)
+    for _ in range(3):
+        peers[1].ask(PROMPT, address, len(PROMPT))
+        peers[1].pool.forget_all()
+    assert num_calls == 1
+    assert peers[1].tier.is_resting(address)
+    assert not peers[1].tier.is_resting(peers[0].address)
+    stalling.stop()
+
+
+def test_the_speed_of_a_peer_that_is_too_slow_is_learned(
+    tmp_path: Path, peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = peers
+    monkeypatch.setattr(fetching, "_PATIENCE", 0.0)
+    monkeypatch.setattr(fetching, "_LEAST_PATIENCE_S", 0.6)
+    monkeypatch.setattr(source_module, "_BLOCKS_A_MESSAGE", 1)
+
+    async def slowly(request: worker_pb2.FetchBlocksRequest) -> AsyncIterator[worker_pb2.FetchBlocksResponse]:
+        async for response in first.source.send(request):
+            yield response
+            await asyncio.sleep(0.4)
+
+    slow = Server(f"unix:{tmp_path}/slow.sock", slowly)
+    before_s = second.tier._block_time.seconds
+    second.ask(PROMPT, f"unix:{tmp_path}/slow.sock", len(PROMPT))
+    assert 0 < second.tier.num_received < 6
+    assert second.tier._block_time.seconds > before_s
+    slow.stop()
+
+
+def test_fetches_of_a_tier_that_has_stopped_or_that_nobody_waits_for_end(peers: tuple[Peer, Peer]) -> None:
+    first, second = peers
+    given_up = Fetch([], first.address, is_given_up=True)
+    second.tier.fetch(given_up)
+    until(lambda: second.tier.take_ended() == [given_up])
+    assert first.source.num_sent == 0
+    second.tier.stop()
+    assert second.ask(PROMPT, first.address, len(PROMPT)).num_cached_tokens == 0
 
 
 def test_a_peer_that_is_gone_costs_the_computation(peers: tuple[Peer, Peer]) -> None:
