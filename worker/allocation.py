@@ -50,7 +50,7 @@ def allocate(
         if draft is not None:
             draft.allocate(num_blocks, huge_pages=config.huge_pages)
         return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, None, None, windows)
-    hint_at_windows(runner)
+    hint_at_windows(config, runner)
     if runner.state_tables is None:
         num_blocks, arena = _allocate_cache(config, runner, kept, draft)
         return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, None, kept)

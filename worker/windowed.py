@@ -34,9 +34,14 @@ def refuse_flags(config: WorkerConfig) -> None:
         )
 
 
-def hint_at_windows(runner: OpenVINOModelRunner) -> None:
-    """Log that the KV cache could hold more tokens, if it could."""
-    if runner.windows.layers and runner.state_tables is None:
+def hint_at_windows(config: WorkerConfig, runner: OpenVINOModelRunner) -> None:
+    """Log that the KV cache could hold more tokens, or that --window-cache has no effect."""
+    if config.trims_windows:
+        why = (
+            "some layers keep recurrent states" if runner.state_tables is not None else "no layer has a sliding window"
+        )
+        log.warning("--window-cache trim has no effect on this model: %s", why)
+    elif runner.windows.layers and runner.state_tables is None:
         log.info(
             "%d layers see no more than the last %d tokens; with --window-cache trim the KV cache may hold several "
             "times as many tokens",

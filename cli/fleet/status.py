@@ -51,11 +51,11 @@ def row_of(
 
     `workers` are the router's, by worker id, or None if the router does not respond. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port. A worker also has model, serves (prefill, decode or both),
-    kv_blocks, kv_blocks_free, kv_blocks_cached, state_slots, states_saved, kv_blocks_evicted, kv_blocks_given_up,
-    kv_blocks_restored, kv_blocks_read, kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots,
-    cached_tokens (by tier), requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and
-    draft_tokens_by_proposer, which are None while unknown, and the columns of `_binding_columns`. A gateway also has
-    grpc_address.
+    kv_blocks, kv_blocks_free, kv_blocks_cached, state_slots, states_saved, window_slots, window_slots_held,
+    kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored, kv_blocks_read, kv_blocks_received, kv_blocks_taken_over,
+    kv_disk_blocks, kv_disk_slots, cached_tokens (by tier), requests_running, requests_waiting, draft_tokens,
+    draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown, and the columns of
+    `_binding_columns`. A gateway also has grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -92,6 +92,8 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
         "state_slots": load.num_state_slots if load is not None else None,
         "states_saved": load.num_saved_states if load is not None else None,
+        "window_slots": load.num_window_slots if load is not None else None,
+        "window_slots_held": load.num_held_window_slots if load is not None else None,
         **_tier_columns(load),
         "requests_running": load.num_running if load is not None else None,
         "requests_waiting": load.num_waiting if load is not None else None,
@@ -208,6 +210,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         blocks += "".join(f", {row[f'kv_blocks_{n}']} {text}" for n, text in named.items() if row[f"kv_blocks_{n}"])
         if row["state_slots"]:
             blocks += f"; states: {row['states_saved']} of {row['state_slots']} saved"
+        if row["window_slots"]:
+            blocks += f"; windows: {row['window_slots_held']} of {row['window_slots']} held"
         if row["kv_disk_slots"]:
             blocks += f"; disk: {row['kv_disk_blocks']} of {row['kv_disk_slots']}"
     if row.get("draft_tokens"):

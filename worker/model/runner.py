@@ -134,6 +134,8 @@ class OpenVINOModelRunner:
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
+        # The same, of layers with whole blocks, and of those whose parts are in slots.
+        self._divided_views: tuple[list[npt.NDArray[np.uint8]], ...] = ([], [])
         self._describe(core, main, execution_mode)
 
     def _describe(self, core: ov.Core, main: _Graph, execution_mode: str) -> None:
@@ -218,6 +220,7 @@ class OpenVINOModelRunner:
             self._cache_tensors.append(tensor)
             # They own the memory that the tensors refer to.
             self._cache_views.append(piece.reshape(count, -1))
+            self._divided_views[layer_of(port) in self._in_slots].append(self._cache_views[-1])
         return arena
 
     def touch(self) -> None:
@@ -257,11 +260,13 @@ class OpenVINOModelRunner:
 
     def _copy(self, source: int, destination: int) -> None:
         """Copy a block, with its part of layers with windows."""
-        slots = self.part_slots
-        parts = (source, destination) if slots is None else (slots[source], slots[destination])
-        for port, cache in zip(self._caches, self._cache_views, strict=True):
-            old, new = parts if layer_of(port) in self._in_slots else (source, destination)
-            cache[new] = cache[old]
+        of_blocks, of_parts = self._divided_views
+        for cache in of_blocks:
+            cache[destination] = cache[source]
+        if self.part_slots is not None:
+            source, destination = self.part_slots[[source, destination]].tolist()
+            for cache in of_parts:
+                cache[destination] = cache[source]
 
     def _make_adapters(
         self, core: ov.Core, model: ov.Model, asked: _Asked, max_adapters: int, *, is_bfloat16: bool

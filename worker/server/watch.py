@@ -359,6 +359,8 @@ class WatchHub:
             disk_bytes_per_s=report.disk_bytes_per_s,
             num_state_slots=report.num_state_slots,
             num_saved_states=report.num_saved_states,
+            num_window_slots=report.num_window_slots,
+            num_held_window_slots=report.num_held_window_slots,
         )
 
 
