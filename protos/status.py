@@ -21,7 +21,10 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "headrace"
 DETAILS_KEY = "grpc-status-details-bin"
 """The key in the trailing metadata under which gRPC sends the details of a status."""
-MAX_MESSAGE_CHARS = 1000
+MAX_MESSAGE_BYTES = 1000
+MAX_FIELD_BYTES = 250
+"""A status has its message three times, once with three characters for a byte, and its field. gRPC clients refuse a
+status with headers of more than 8 KiB, and then do not see which error it was."""
 
 _Detail = TypeVar("_Detail", bound=Message)
 
@@ -124,12 +127,11 @@ class StatusError(Exception):
         retry_after_s: float | None = None,
         detail: Message | None = None,
     ) -> None:
-        if len(message) > MAX_MESSAGE_CHARS:
-            message = message[: MAX_MESSAGE_CHARS - 1] + "…"
+        message = _shortened(message, MAX_MESSAGE_BYTES)
         super().__init__(message)
         self.reason = reason
         self.message = message
-        self.field = field
+        self.field = None if field is None else _shortened(field, MAX_FIELD_BYTES)
         self.retry_after_s = retry_after_s
         self.detail = detail
 
@@ -155,6 +157,12 @@ class StatusError(Exception):
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """The trailing metadata with the details."""
         return ((DETAILS_KEY, self.to_status().SerializeToString()),)
+
+
+def _shortened(text: str, most: int) -> str:
+    """The text, or as much of its beginning as has `most` bytes with the ellipsis that follows."""
+    raw = text.encode(errors="replace")
+    return raw.decode() if len(raw) <= most else raw[: most - 3].decode(errors="ignore") + "…"
 
 
 def _packed(message: Message) -> AnyMessage:

@@ -7,7 +7,8 @@ import pytest
 
 from headrace.protos import worker_pb2
 from headrace.protos.status import (
-    MAX_MESSAGE_CHARS,
+    MAX_FIELD_BYTES,
+    MAX_MESSAGE_BYTES,
     TABLE,
     Reason,
     StatusError,
@@ -73,8 +74,15 @@ async def test_a_status_without_details_is_read_by_its_code() -> None:
     assert error_of(caught.value).reason is Reason.WORKER_LOST
 
 
-def test_a_long_message_is_cut() -> None:
-    assert len(StatusError(Reason.INTERNAL, "x" * 10_000).message) == MAX_MESSAGE_CHARS
+@pytest.mark.parametrize("char", ["x", "%", "ñ", "日", "😀"])
+async def test_a_long_message_and_a_long_field_are_cut_and_arrive(char: str) -> None:
+    """A client refuses headers that are too large, and then knows nothing of the error."""
+    error = StatusError(Reason.UNSUPPORTED, char * 10_000, field=char * 10_000, retry_after_s=1.0)
+    assert error.field is not None
+    assert MAX_MESSAGE_BYTES - 4 < len(error.message.encode()) <= MAX_MESSAGE_BYTES
+    assert MAX_FIELD_BYTES - 4 < len(error.field.encode()) <= MAX_FIELD_BYTES
+    arrived = await raised_through_grpc(error)
+    assert (arrived.reason, arrived.message, arrived.field) == (error.reason, error.message, error.field)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,10 @@ async def test_failures_have_their_status_and_field(stub: Any, router: Any) -> N
         assert error.reason in (Reason.INVALID_FIELD, Reason.UNSUPPORTED)
         assert field in (None, error.field)
     made = request("hi")
+    made.inputs.add(name="ñ" * 10_000, datatype="INT32", shape=[1])
+    error = await failure(stub.ModelInfer(made))
+    assert (error.reason, set((error.field or "").rstrip("…"))) == (Reason.INVALID_FIELD, {"ñ"})
+    made = request("hi")
     made.raw_input_contents.extend([b"", b""])
     assert (await failure(stub.ModelInfer(made))).field == "raw_input_contents"
     made = request("hi")
