@@ -116,25 +116,37 @@ class ChatClient:
 
 
 def _chunks(lines: Iterator[str]) -> Iterator[Chunk]:
-    """Read server-sent events: text of each delta, then the usage. Raises CommandFailed on an error event."""
+    """Read server-sent events: text of each delta, then the usage. Raises CommandFailed on an error event, or
+    on one that is not valid."""
     for line in lines:
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return
-        event = json.loads(data)
+        try:
+            event = json.loads(data)
+            chunks = _chunks_of(event)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CommandFailed(f"the answer broke off: the server sent {data[:80]!r}") from None
         if "error" in event:
             raise CommandFailed(_message_of(data) or "the answer broke off")
-        for choice in event.get("choices", ()):
-            delta = choice.get("delta", {})
-            if reasoning := delta.get("reasoning_content"):
-                yield Chunk(reasoning, is_reasoning=True)
-            if text := delta.get("content"):
-                yield Chunk(text)
-        if event.get("usage"):
-            yield Chunk("", event["usage"]["completion_tokens"])
+        yield from chunks
     raise CommandFailed("the answer broke off: the server closed the stream before its end")
+
+
+def _chunks_of(event: Any) -> list[Chunk]:
+    """The chunks of an event. Raises KeyError, TypeError or AttributeError if it is not a chunk of a chat."""
+    chunks = []
+    for choice in event.get("choices", ()):
+        delta = choice.get("delta", {})
+        if reasoning := delta.get("reasoning_content"):
+            chunks.append(Chunk(reasoning, is_reasoning=True))
+        if text := delta.get("content"):
+            chunks.append(Chunk(text))
+    if event.get("usage"):
+        chunks.append(Chunk("", event["usage"]["completion_tokens"]))
+    return chunks
 
 
 def _message_of(raw: str) -> str | None:

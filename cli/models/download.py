@@ -172,7 +172,7 @@ def _refuse_failure(response: httpx.Response, url: str) -> None:
         return
     if status in _RETRIED_STATUS:
         asked = response.headers.get("Retry-After", "")
-        raise _TryAgain(f"the server answered {status}", float(asked) if asked.isdigit() else None)
+        raise _TryAgain(f"the server answered {status}", float(asked) if asked.isdecimal() else None)
     code = response.headers.get("X-Error-Code", "")
     raise DownloadError(f"{url} could not be downloaded: the server answered {status}", status, code)
 
@@ -184,7 +184,7 @@ def _range_start(response: httpx.Response) -> int | None:
 
 def _total_bytes(response: httpx.Response, done: int) -> int | None:
     length = response.headers.get("Content-Length", "")
-    return done + int(length) if length.isdigit() else None
+    return done + int(length) if length.isdecimal() else None
 
 
 def _verified(wanted: Wanted, part: Path) -> bool:

@@ -24,6 +24,7 @@ class Server:
         self.asked: list[dict[str, Any]] = []
         self.refusal: tuple[int, str] | None = None
         self.break_off = False
+        self.invalid = ""
         self.reasoning = ""
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -53,6 +54,7 @@ def server(cache: Path) -> Iterator[Server]:
             respond(handler, status, json.dumps({"error": {"message": message}}).encode())
             return
         lines = [f"data: {json.dumps(event)}\n\n" for event in state.events(body)]
+        lines += [f"data: {state.invalid}\n\n"] if state.invalid else []
         end = "" if state.break_off else "data: [DONE]\n\n"
         respond(handler, 200, (": keep-alive\n\n" + "".join(lines) + end).encode())
 
@@ -110,6 +112,14 @@ def test_a_stream_without_its_end_is_a_failure(server: Server) -> None:
     result = chat(server, "abc\n")
     assert result.exit_code == 1
     assert "error: the answer broke off" in result.stderr
+
+
+@pytest.mark.parametrize("event", ["{", "[]", '{"choices": 5}', '{"usage": {"prompt_tokens": 1}}'])
+def test_an_event_that_is_not_valid_is_a_failure(server: Server, event: str) -> None:
+    server.invalid = event
+    result = chat(server, "abc\n")
+    assert (result.exit_code, result.stdout) == (1, "cba\n")
+    assert f"error: the answer broke off: the server sent {event!r}" in result.stderr
 
 
 def test_no_server_is_a_clear_sentence(cache: Path) -> None:

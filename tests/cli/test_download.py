@@ -15,7 +15,7 @@ from headrace.cli.errors import CommandError
 from headrace.cli.models.download import DownloadError, RetryRule, Wanted, download, hub_client
 from headrace.cli.models.progress import PlainProgress
 from tests.cli.conftest import FileServer
-from tests.http_server import http_server
+from tests.http_server import http_server, respond
 
 CONTENT = bytes(range(256)) * 400
 DIGEST = sha256(CONTENT).hexdigest()
@@ -126,6 +126,19 @@ def test_a_busy_server_is_asked_again_after_growing_delays(file_server: FileServ
     assert (tmp_path / "a").read_bytes() == CONTENT
     assert [round(delay, 1) > 0 for delay in delays] == [True] * 3
     assert delays[0] < delays[1] < delays[2]
+
+
+@pytest.mark.parametrize("retry_after", ["\u00b2", "soon", "-1", "Wed, 21 Oct 2026 07:28:00 GMT"])
+def test_a_time_to_come_back_that_is_no_number_is_ignored(tmp_path: Path, retry_after: str) -> None:
+    answers = [(503, b"", {"Retry-After": retry_after}), (200, CONTENT, {})]
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        respond(handler, *answers.pop(0))
+
+    with http_server(answer) as url:
+        (delay_s,) = fetch(f"{url}/a", tmp_path / "a")
+    assert delay_s < 1
+    assert (tmp_path / "a").read_bytes() == CONTENT
 
 
 def test_a_server_that_stays_busy_is_given_up_and_the_part_stays(file_server: FileServer, tmp_path: Path) -> None:
