@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.chat import default_url
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, access_options, api_options, transport_of
 from headrace.cli.fleet.run_state import ServeRecord, running_serves
+from headrace.cli.fleet.tables import console_for
 from headrace.cli.http_client import is_same_server, server_url, tls_problem
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
@@ -99,7 +99,6 @@ def rows_of(explained: router_pb2.ExplainResponse) -> list[list[str]]:
 
 
 def _print(explained: router_pb2.ExplainResponse) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), title="Expected milliseconds", title_justify="left")
@@ -109,7 +108,7 @@ def _print(explained: router_pb2.ExplainResponse) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows_of(explained):
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False, markup=False).print(table)
+    console_for(table, _WIDTH_OF_A_PIPE).print(table)
     chosen = f"{explained.worker_id}: " if explained.worker_id else ""
     click.echo(f"{chosen}{_REASONS[explained.reason]}")
 

@@ -13,6 +13,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.key_store import FileStore, KeyStore, RedisStore
+from headrace.cli.fleet.tables import console_for
 from headrace.common.stores.api_keys import MAX_CONCURRENT, MAX_PER_MINUTE, ApiKey, new_id, new_secret, sha256_of
 
 _WIDTH_OF_A_PIPE = 200
@@ -110,9 +111,6 @@ def list_keys(path: Path | None, redis_url: str | None, as_json: bool) -> None:
 
 
 def _print(found: Sequence[ApiKey]) -> None:
-    import sys
-
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -124,8 +122,7 @@ def _print(found: Sequence[ApiKey]) -> None:
         made = time.strftime("%Y-%m-%d", time.gmtime(key.created_s))
         models = ", ".join(key.models) or "all"
         table.add_row(key.id, key.name, key.tenant, made, *cells, str(key.max_priority), models)
-    width = None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE
-    Console(width=width, markup=False, highlight=False).print(table)
+    console_for(table, _WIDTH_OF_A_PIPE).print(table)
 
 
 @keys.command()

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import grpc
@@ -16,7 +16,11 @@ from headrace.cli.errors import EXIT_FAILED
 from headrace.cli.fleet.fleet_access import transport_of
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, running_serves
+from headrace.cli.fleet.tables import width_of
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _ASK_TIMEOUT_S = 2.0
 _WIDTH_OF_A_PIPE = 200
@@ -185,7 +189,7 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
     for record in records:
         title = f"{', '.join(record.models)} on {record.url}/v1 (serve: pid {record.pid})"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
@@ -196,7 +200,25 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
         for row in rows:
             if row["serve_pid"] == record.pid:
                 table.add_row(*_cells(row))
-        console.print(table)
+        if not sys.stdout.isatty():
+            console.width = max(_WIDTH_OF_A_PIPE, width_of(table))
+        if width_of(table) <= console.width:
+            console.print(table)
+        else:
+            _print_narrowly(console, title, [row for row in rows if row["serve_pid"] == record.pid])
+
+
+def _print_narrowly(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print each process on a line of its own, with its other figures below it. The terminal wraps long lines."""
+    console.print(title, style="bold", soft_wrap=True)
+    for row in rows:
+        name, pid, state, up, restarts, requests, drafts, blocks, place, address = _cells(row)
+        first = [f"pid {pid}" if pid else "", state, f"up {up}" if up else "", f"restarts {restarts}", requests]
+        console.print(f"{name}  {', '.join(filter(None, first))}", soft_wrap=True)
+        below = {"drafts": drafts, "KV blocks": blocks, "runs on": place, "address": address}
+        for figure, text in below.items():
+            if text:
+                console.print(f"    {figure}: {text}", soft_wrap=True)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from click.testing import CliRunner
+from rich.table import Table
 
 from headrace.cli.fleet.run_state import (
     ProcessRecord,
@@ -22,6 +24,7 @@ from headrace.cli.fleet.run_state import (
     runtime_directory,
 )
 from headrace.cli.fleet.status import _cells, _print_table, collect, row_of
+from headrace.cli.fleet.tables import console_for
 from headrace.cli.main import cli
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
@@ -173,6 +176,34 @@ async def test_the_table_says_where_a_worker_runs_and_how_much_of_its_memory_is_
     shown = record(router_address=router)
     _print_table([shown], await collect(shown))
     assert "CPUs 0-3, 75% of memory on node 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+async def test_a_narrow_terminal_shows_every_figure_whole(
+    router: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = record(router_address=router)
+    rows = await collect(shown)
+    _print_table([shown], rows)
+    told = capsys.readouterr().out
+    for row in rows:
+        for text in (row["name"], f"pid {row['pid']}", row["state"], f"address: {row['address']}"):
+            assert text in told
+    assert "runs on: CPUs 0-3, 75% of memory on node 1" in told
+    assert "…" not in told
+
+
+def test_a_table_is_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    table = Table(box=None)
+    for number in range(12):
+        table.add_column(f"column {number}", no_wrap=True)
+    table.add_row(*(f"value-{number}" for number in range(12)))
+    console_for(table, 100).print(table)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [[f"value-{n}" for n in range(12)]]
 
 
 class _Router(router_pb2_grpc.RouterServicer):

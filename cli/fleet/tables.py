@@ -1,0 +1,31 @@
+"""Tables on standard output that lose nothing in a narrow terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_LONGEST_LINE = 1000
+
+
+def width_of(table: Table) -> int:
+    """The columns that a table takes if nothing in it is cut or wrapped."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(width=_LONGEST_LINE)
+    return Measurement.get(console, console.options, table).maximum
+
+
+def console_for(table: Table, width_of_a_pipe: int) -> Console:
+    """A console in which every column of the table is whole. In a terminal that is narrower, long lines go on in the
+    next one."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else width_of_a_pipe, highlight=False, markup=False)
+    console.width = max(console.width, width_of(table))
+    return console
