@@ -52,12 +52,18 @@ class _LazyGroup(click.Group):
         """Run the command as click does, but report every failure as one line, `error: SENTENCE`."""
         try:
             status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        except click.exceptions.NoArgsIsHelpError as error:
+            if not standalone_mode:
+                raise
+            click.echo(error.format_message(), err=True)
+            sys.exit(EXIT_REFUSED)
         except click.UsageError as error:
             if not standalone_mode:
                 raise
             command = error.ctx.command_path if error.ctx is not None else "headrace"
             said = error.format_message().rstrip(".")
-            click.echo(f"error: {said[:1].lower()}{said[1:]}; see {command} --help", err=True)
+            mark = "" if said.endswith("?") else ";"
+            click.echo(f"error: {said[:1].lower()}{said[1:]}{mark} see {command} --help", err=True)
             sys.exit(EXIT_REFUSED)
         except click.ClickException as error:
             if not standalone_mode:

@@ -87,6 +87,8 @@ class ChatClient:
             with self._http.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
+                    if response.status_code == 401:
+                        response.raise_for_status()
                     raise CommandFailed(_message_of(response.text) or f"the server answered {response.status_code}")
                 yield from _chunks(response.iter_lines())
         except httpx.HTTPError as error:
@@ -106,6 +108,8 @@ class ChatClient:
 
     def _unreachable(self, error: httpx.HTTPError) -> CommandFailed:
         if isinstance(error, httpx.HTTPStatusError):
+            if error.response.status_code == 401:
+                return CommandFailed(f"{self._url} accepts no request without a valid key; give one with --api-key")
             said = _message_of(error.response.text)
             return CommandFailed(f"{self._url} answered {error.response.status_code}" + (f": {said}" if said else ""))
         if (problem := tls_problem(error)) is not None:

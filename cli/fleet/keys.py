@@ -77,6 +77,8 @@ def create(
     name: str, path: Path | None, redis_url: str | None, tenant: str | None, as_json: bool, **limits: Any
 ) -> None:
     """Make a key for NAME, and print it. It is not shown again."""
+    if not name.strip():
+        raise CommandError("NAME must not be empty: it says whose key it is")
     secret, key_id = new_secret(), new_id()
     try:
         key = ApiKey(

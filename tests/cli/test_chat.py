@@ -44,6 +44,9 @@ def server(cache: Path) -> Iterator[Server]:
     state = Server()
 
     def list_models(handler: BaseHTTPRequestHandler) -> None:
+        if state.refusal is not None and state.refusal[0] == 401:
+            respond(handler, 401)
+            return
         respond(handler, 200, json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode())
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -105,6 +108,16 @@ def test_what_the_server_refuses_is_told_in_its_words(server: Server) -> None:
     result = chat(server, "abc\n")
     assert result.exit_code == 1
     assert "error: This model's maximum context length is 10 tokens" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--model", "m1")])
+def test_a_missing_key_is_told_with_the_flag_for_it(server: Server, flags: tuple[str, ...]) -> None:
+    server.refusal = (401, "no API key was given: send it as a header")
+    result = chat(server, "abc\n", *flags)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        f"error: {server.url} accepts no request without a valid key; give one with --api-key"
+    )
 
 
 def test_a_stream_without_its_end_is_a_failure(server: Server) -> None:

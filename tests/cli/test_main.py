@@ -14,9 +14,9 @@ from headrace.cli.main import cli
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (("serv",), "did you mean 'serve'?; see headrace --help"),
+        (("serv",), "did you mean 'serve'? see headrace --help"),
         (("serve", "--prot", "80"), "'--port'"),
-        (("keys", "lst"), "did you mean 'list'?; see headrace keys --help"),
+        (("keys", "lst"), "did you mean 'list'? see headrace keys --help"),
         (("chat", "--max-tokens", "few"), "'few' is not a valid integer range; see headrace chat --help"),
         (("keys", "create"), "missing argument 'NAME'; see headrace keys create --help"),
         (("keys", "list"), "give the place of the keys: --file FILE or --redis URL"),
@@ -29,6 +29,15 @@ def test_every_refusal_is_one_line_with_its_remedy(args: tuple[str, ...], senten
     assert result.stderr.startswith("error: ")
     assert sentence.lower() in result.stderr.lower()
     assert not result.stdout
+
+
+@pytest.mark.parametrize(("args", "named"), [((), "serve"), (("models",), "list"), (("keys",), "revoke")])
+def test_a_group_without_a_command_shows_its_help(args: tuple[str, ...], named: str) -> None:
+    result = CliRunner().invoke(cli, args, prog_name="headrace")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Usage: {' '.join(('headrace', *args))} [OPTIONS] COMMAND")
+    assert f"\n  {named} " in result.stderr
+    assert "error:" not in result.stderr
 
 
 @pytest.mark.parametrize("role", ["worker", "router", "gateway"])
