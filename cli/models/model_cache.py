@@ -157,6 +157,8 @@ def check_model_directory(directory: Path) -> None:
             "them with --draft-model"
         )
     missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
+    if other := _other_form(directory) if REQUIRED_FILES[0] in missing else "":
+        raise CommandError(f"{directory} is not a model directory of OpenVINO: it has {other}")
     if missing:
         raise CommandError(
             f"{directory} is not a complete model directory: missing {', '.join(missing)}; "
@@ -166,6 +168,16 @@ def check_model_directory(directory: Path) -> None:
     if empty:
         raise CommandError(f"{directory} is not a usable model directory: {', '.join(empty)} is empty")
     _check_sizes(directory)
+
+
+def _other_form(directory: Path) -> str:
+    """The form of another kind of model in a directory, with what to do about it; empty if there is none."""
+    names = sorted(path.name for path in directory.iterdir())
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return f"GGUF files; name one of them, such as {directory / gguf[0]}"
+    if checkpoint := [name for name in names if name.endswith((".safetensors", "pytorch_model.bin"))]:
+        return f"a checkpoint ({checkpoint[0]}); optimum-cli export openvino --model {directory} DIRECTORY converts it"
+    return ""
 
 
 def _check_sizes(directory: Path) -> None:

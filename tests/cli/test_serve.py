@@ -116,6 +116,24 @@ def test_a_wrong_guess_of_a_model_gets_a_hint(
 
 
 @pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (("config.json", "model-00001-of-00002.safetensors"), "it has a checkpoint (model-00001-of-00002.safetensors)"),
+        (("pytorch_model.bin",), "optimum-cli export openvino --model "),
+        (("readme.md", "m-q4.gguf"), "it has GGUF files; name one of them, such as "),
+        (("model_index.json",), "is not a complete model directory: missing openvino_model.xml"),
+    ],
+)
+def test_a_directory_with_a_model_in_another_form_is_said_with_the_remedy(
+    cache: Path, tmp_path: Path, files: tuple[str, ...], said: str
+) -> None:
+    folder = write_files(tmp_path / "other form", dict.fromkeys(files, b"{}"))
+    result = run(str(folder))
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
     ("needs_key", "header"), [(False, ""), (True, ' -H "Authorization: Bearer $HEADRACE_API_KEY"')]
 )
 def test_what_is_proposed_first_sends_a_key_if_one_is_needed(tmp_path: Path, needs_key: bool, header: str) -> None:
