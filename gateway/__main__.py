@@ -26,6 +26,14 @@ EXIT_USAGE = 2
 MAX_FILES = 65_536
 
 
+def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    for address in addresses:
+        _, _, port = address.rpartition(":")
+        if address.startswith(("http:", "https:")) or not (address.startswith("unix:") or port.isdecimal()):
+            raise click.BadParameter(f"{address[:200]!r} is not an address: write HOST:PORT or unix:/PATH")
+    return addresses
+
+
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_GATEWAY", "show_default": True})
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=8000, type=click.IntRange(0, 65535), help="Port of the HTTP API; 0 for any free one.")
@@ -36,6 +44,7 @@ MAX_FILES = 65_536
     multiple=True,
     required=True,
     envvar="HEADRACE_GATEWAY_ROUTER",
+    callback=lambda context, option, addresses: _checked_addresses(addresses),
     help="Router (or worker) to use; may be repeated.",
 )
 @click.option(

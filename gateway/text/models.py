@@ -25,6 +25,7 @@ from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.access.caller import authorization_var, deadline_var
 from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.text.listing import ListedModel, word_for
+from headrace.gateway.text.outage import Outage
 from headrace.gateway.upstream import bundle
 from headrace.gateway.upstream.bundle import BundleError
 from headrace.gateway.upstream.model_host import ModelHost
@@ -125,6 +126,7 @@ class Models:
         self._upstream = upstream
         self._executor = executor
         self._clock = clock
+        self._outage = Outage(clock)
         self._entries: dict[str, _Entry] = {}
         self._texts: dict[str, TextSide] = {}
         self._problems: dict[str, _Problem] = {}
@@ -329,7 +331,9 @@ class Models:
         try:
             await self._refresh()
         except StatusError as error:
-            _LOG.debug("the models cannot be listed: %s", error.message)
+            self._outage.failed(error.message)
+        else:
+            self._outage.over()
 
     async def _refresh(self) -> None:
         """Refresh the list, or wait for the refresh that is under way."""

@@ -157,3 +157,11 @@ async def test_a_bad_flag_has_the_same_status() -> None:
         _, stderr = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == 2
         assert stderr.decode().startswith("error: ")
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.5:50051", "router.example", "[::1]"])
+async def test_a_router_without_an_address_is_refused(address: str) -> None:
+    process = await start("--router", address)
+    _, raw = await process.communicate()
+    assert process.returncode == 2
+    assert f"'{address}' is not an address: write HOST:PORT or unix:/PATH" in raw.decode()

@@ -174,3 +174,26 @@ async def test_a_gateway_that_has_just_started_lets_requests_wait_for_the_list(p
         clock.now_s += 1
         assert (await failure(models, "b")).reason is Reason.MODEL_NOT_FOUND
         models.close()
+
+
+async def test_routers_that_do_not_answer_are_in_the_log_once_and_when_they_do_again(
+    parts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    upstream, clock, models = parts
+    caplog.set_level("INFO", "headrace.gateway.text.outage")
+    upstream.cards = StatusError(Reason.UNAUTHENTICATED, "the join token is not valid")
+    for _ in range(10):
+        await failure(models, "a")
+        clock.now_s += 1
+    assert [(entry.levelname, entry.getMessage()) for entry in caplog.records] == [
+        (
+            "WARNING",
+            "no router answers, so no model is known to be ready; still trying: the join token is not valid",
+        )
+    ]
+    upstream.cards = [upstream.card("a")]
+    await models.find("a")
+    assert caplog.records[-1].getMessage() == "a router answers again after 10 s"
+    upstream.cards = StatusError(Reason.WORKER_LOST, "gone")
+    await failure(models, "b")
+    assert len(caplog.records) == 2
