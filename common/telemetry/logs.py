@@ -101,6 +101,8 @@ def configure_logging(level: str, log_format: str = "text") -> None:
     logging.captureWarnings(True)
     # Its records are about connections, not requests. Below warnings they add nothing to ours.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # At debug level, gRPC writes several lines for each call, which say nothing of the call.
+    logging.getLogger("grpc").setLevel(max(logging.INFO, logging.getLogger().level))
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
 

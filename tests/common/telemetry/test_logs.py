@@ -126,3 +126,18 @@ def test_what_libraries_say_and_what_nobody_caught_is_logged_in_the_same_form() 
     assert records[2]["message"] == "thread t ends because of an exception"
     assert "ZeroDivisionError" in records[2]["exception"]
     assert records[3]["exception"].endswith("RuntimeError: over")
+
+
+def test_at_debug_level_libraries_for_connections_stay_out_of_the_log() -> None:
+    program = """
+import logging
+from headrace.common.telemetry.logs import configure_logging
+for level in ("debug", "error"):
+    configure_logging(level)
+    logging.getLogger("headrace.x").debug("ours at %s", level)
+    logging.getLogger("grpc._cython.cygrpc").debug("loaded running loop")
+    logging.getLogger("grpc._channel").warning("worth a line at %s", level)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    messages = [line.partition("] ")[2] for line in done.stderr.splitlines()]
+    assert messages == ["ours at debug", "worth a line at debug"]
