@@ -166,6 +166,9 @@ class ModelCard(Shape):
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
     root: str
     parent: str | None
     max_model_len: int | None
@@ -180,6 +183,9 @@ class ModelList(Shape):
 
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class EmbeddingUsage(Shape):

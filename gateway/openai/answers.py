@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -191,13 +192,18 @@ def _whole(
 
 
 def model_value(model: ListedModel) -> dict[str, Any]:
-    """A model as GET /v1/models shows it. Of a model that was not loaded yet, little is known."""
+    """A model as GET /v1/models shows it, for clients of OpenAI and of Anthropic. Of a model that was not loaded yet,
+    little is known."""
     card = model.card
+    created_s = 0 if card is None else card.created_s
     return {
         "id": model.name,
         "object": "model",
-        "created": 0 if card is None else card.created_s,
+        "created": created_s,
         "owned_by": "headrace",
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z"),
         "root": model.alias_of or model.name,
         "parent": None if card is None else card.parent or None,
         "max_model_len": None if card is None else card.max_context_tokens,

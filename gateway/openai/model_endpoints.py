@@ -33,7 +33,10 @@ class _Models:
 
     async def list_models(self, exchange: Exchange) -> None:
         cards = [model_value(model) for model in await self._services.models.overview()]
-        await exchange.respond(encode({"object": "list", "data": cards}))
+        ends = (
+            {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {"first_id": None, "last_id": None}
+        )
+        await exchange.respond(encode({"object": "list", "data": cards, "has_more": False, **ends}))
 
     async def get_model(self, exchange: Exchange) -> None:
         await exchange.respond(

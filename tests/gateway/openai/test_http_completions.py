@@ -167,6 +167,9 @@ async def test_models_are_listed_and_found_by_name(gateway: Any, prefix: str) ->
         "object": "model",
         "created": 1_700_000_000,
         "owned_by": "headrace",
+        "type": "model",
+        "display_name": "tiny",
+        "created_at": "2023-11-14T22:13:20Z",
         "root": "tiny",
         "parent": None,
         "max_model_len": 256,
@@ -175,7 +178,7 @@ async def test_models_are_listed_and_found_by_name(gateway: Any, prefix: str) ->
         "state": "loaded",
         "problem": None,
     }
-    assert listed["data"] == [card]
+    assert listed == {"object": "list", "data": [card], "has_more": False, "first_id": "tiny", "last_id": "tiny"}
     assert (await gateway.http.get(f"{prefix}/models/tiny")).json() == card
     missing = await gateway.http.get(f"{prefix}/models/org/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
