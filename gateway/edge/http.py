@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import uvicorn
@@ -58,7 +59,7 @@ class HttpEdge:
         self.paths = [(path, method) for path, by_method in resources.items() for method in by_method]
         """The routes: each path with each of its methods."""
         routes = [Route(path, _Resource(self, by_method)) for path, by_method in resources.items()]
-        self._router = Router(routes, redirect_slashes=False, default=_Resource(self, {"": _UNKNOWN}))
+        self._router = Router(routes, redirect_slashes=False, default=_Nowhere(self, endpoints))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -166,6 +167,33 @@ class _Resource:
         usable = " or ".join(method for method in methods if method != "HEAD")
         message = f"{exchange.scope['method'][:20]} is not allowed here; use {usable}"
         raise HttpError(405, "method_not_allowed", message, [(b"allow", ", ".join(methods).encode())])
+
+
+class _Nowhere:
+    """The ASGI application of all paths without an endpoint. Its errors have the format of the protocol that owns the
+    beginning of the path, which that protocol's clients can read."""
+
+    def __init__(self, edge: HttpEdge, endpoints: Sequence[Endpoint]) -> None:
+        self._edge = edge
+        self._owners: dict[str, Endpoint] = {}
+        below: dict[str, list[Endpoint]] = {}
+        for endpoint in endpoints:
+            path = endpoint.path.partition("{")[0].rstrip("/")
+            if path:
+                self._owners[path] = endpoint
+            while path := path.rpartition("/")[0]:
+                below.setdefault(path, []).append(endpoint)
+        for path, members in below.items():
+            if all(member.errors is members[0].errors for member in members):
+                self._owners.setdefault(path, members[0])
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        while path and path not in self._owners:
+            path = path.rpartition("/")[0]
+        owner = self._owners.get(path, _UNKNOWN)
+        unknown = replace(_UNKNOWN, errors=owner.errors, request_id_header=owner.request_id_header)
+        await _Resource(self._edge, {"": unknown})(scope, receive, send)
 
 
 async def _unknown_path(exchange: Exchange) -> None:

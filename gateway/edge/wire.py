@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import secrets
@@ -70,6 +71,10 @@ def _wrong_type(message: str) -> StatusError:
 
 def _position(raw: bytes, message: str) -> str:
     """The decoder's message with the position of the error."""
+    if not raw.strip():
+        return "it is empty (byte 0)"
+    if raw.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it begins with a byte order mark; send UTF-8 without one (byte 0)"
     if _BYTE.search(message):
         return message
     try:

@@ -22,8 +22,10 @@ from headrace.gateway.kserve.requests import NAMES
 from headrace.gateway.kserve.wire import LENGTH_HEADER, answer_of, generate_of, infer_of
 from headrace.gateway.services import Services
 from headrace.gateway.text.models import Model
+from headrace.protos.status import Reason, StatusError
 
 # Models' names may have slashes, so the longer paths come first.
+_NOT_OF_MODELS = ("config", "stats")
 MODEL_PATHS = ("/v2/models/{name:path}/versions/{version}", "/v2/models/{name:path}")
 
 
@@ -63,7 +65,17 @@ class _Inferences:
 
     async def model(self, exchange: Exchange) -> None:
         """GET a model."""
-        await exchange.respond(encode(model_metadata((await self._model(exchange, loads=False)).name)))
+        try:
+            model = await self._model(exchange, loads=False)
+        except StatusError as error:
+            name, _, part = exchange.scope["path_params"]["name"].rpartition("/")
+            if error.reason is not Reason.MODEL_NOT_FOUND or part not in _NOT_OF_MODELS:
+                raise
+            problem = (
+                f"{part} of a model is Triton's own and not supported; GET /v2/models/{name[:200]} has its tensors"
+            )
+            raise unsupported(part, problem) from None
+        await exchange.respond(encode(model_metadata(model.name)))
 
     async def infer(self, exchange: Exchange) -> None:
         """POST infer."""

@@ -290,6 +290,46 @@ async def test_unknown_paths_and_wrong_methods_have_the_same_shape(gateway: Any)
     assert (await gateway.http.post("/v1/models", json={})).status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/v2/repository/index", {"error": str}),
+        ("/v2/models/tiny/config", {"error": str}),
+        ("/api/nothing", {"error": str}),
+        ("/v1/messages/batches", {"type": str, "error": dict}),
+        ("/v2/nothing/at/all", {"error": str}),
+        ("/nothing", {"error": dict}),
+        ("/v1/files", {"error": dict}),
+    ],
+)
+async def test_an_unknown_path_has_the_shape_of_the_protocol_that_owns_its_beginning(
+    gateway: Any, path: str, shape: dict[str, type]
+) -> None:
+    response = await gateway.http.get(path)
+    assert response.status_code in (400, 404)
+    assert {name: type(value) for name, value in response.json().items()} == shape
+    assert ("request-id" in response.headers) is (path == "/v1/messages/batches")
+
+
+async def test_tritons_own_parts_of_a_model_are_refused_as_such(gateway: Any) -> None:
+    refused = (await gateway.http.get("/v2/models/tiny/config")).json()["error"]
+    assert refused == "config of a model is Triton's own and not supported; GET /v2/models/tiny has its tensors"
+    assert "does not exist" in (await gateway.http.get("/v2/models/other")).json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b"\xff\xfe{\0", "byte order"),
+    ],
+)
+async def test_a_body_that_begins_wrongly_is_said(gateway: Any, body: bytes, said: str) -> None:
+    assert said in (await failure(gateway, CHAT, 400, body))["message"]
+
+
 async def test_a_body_over_the_limit_is_refused(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway.edge.bodies, "max_bytes", 1000)
     assert (await failure(gateway, CHAT, 413, b"x" * 1001))["code"] == "body_too_large"
