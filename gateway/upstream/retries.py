@@ -22,6 +22,8 @@ class Retries:
     fruitless: int = 0
     losses: int = 0
     waits: int = 0
+    unknown: int = 0
+    """Addresses that did not know the model."""
 
     def after(
         self, failure: StatusError, *, lost: bool, progress: bool = False, started: bool = True, present: bool = True
@@ -38,6 +40,9 @@ class Retries:
             self.waits += 1
             self.attempt += started  # to routers and workers, an attempt that nobody accepted does not count
             return self._pause(self.waits)
+        if failure.reason is Reason.MODEL_NOT_FOUND and self.unknown + 1 < self.num_addresses:
+            self.unknown += 1
+            return 0.0  # routers may know different workers
         if not (lost or failure.reason is Reason.DRAINING):
             return None
         self.attempt += 1

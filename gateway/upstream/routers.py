@@ -156,7 +156,8 @@ class Upstream:
         return [(endpoint.address, endpoint.is_connected) for endpoint in self._endpoints]
 
     async def list_models(self) -> list[ModelCard]:
-        """Cards of the models that are served now. Raises `StatusError`."""
+        """Cards of the models that are served now, by the first address that knows any: a router that was just
+        restarted knows no worker yet. Raises `StatusError`."""
 
         async def by_router(endpoint: Address) -> list[ModelCard]:
             answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S)
@@ -170,7 +171,10 @@ class Upstream:
         async def ask(endpoint: Address) -> list[ModelCard]:
             return await endpoint.call(lambda: by_router(endpoint), lambda: by_worker(endpoint))
 
-        return await self._first_that_works(ask)
+        for _ in self._endpoints:
+            if cards := await self._first_that_works(ask):
+                return cards
+        return []
 
     async def list_adapters(self) -> list[ServedAdapter]:
         """The adapters that are served now, by name. Raises `StatusError`."""
@@ -209,7 +213,7 @@ class Upstream:
                 lambda: _joined(endpoint.worker.GetTokenizer(direct, timeout=TOKENIZER_TIMEOUT_S)),
             )
 
-        raw = await self._first_that_works(ask)
+        raw = await self._first_that_works(ask, may_be_elsewhere=True)
         if hashlib.sha256(raw).hexdigest() != sha256:
             raise BundleError(f"the tokenizer bundle for {sha256} has another hash")
         return raw
@@ -286,22 +290,26 @@ class Upstream:
 
     async def _pause(self, endpoint: Address, failure: StatusError, num_delivered: int, until_s: float) -> None:
         """Note a failure, and wait until the next attempt."""
-        self._avoid(endpoint, failure)
+        if failure.reason is not Reason.MODEL_NOT_FOUND:  # the address is well, and lacks only this model
+            self._avoid(endpoint, failure)
         self.on_retry(failure.reason)
         _LOG.debug("through %s, after %d tokens: %s", endpoint.address, num_delivered, failure.message)
         await asyncio.sleep(max(0.0, until_s - time.monotonic()))
 
-    async def _first_that_works(self, ask: Callable[[Address], Awaitable[_T]]) -> _T:
-        """The answer of one address, or of the next one while the transport fails. Raises `StatusError`."""
+    async def _first_that_works(self, ask: Callable[[Address], Awaitable[_T]], *, may_be_elsewhere: bool = False) -> _T:
+        """The answer of one address, or of the next one while the transport fails. With `may_be_elsewhere`, the next
+        one is also asked for what an address has not. Raises `StatusError`."""
         for remaining in reversed(range(len(self._endpoints))):
             endpoint = self._next_endpoint()
             try:
                 return await ask(endpoint)
             except grpc.aio.AioRpcError as error:
                 lost = is_peer_lost(error) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                if not lost or remaining == 0:
+                is_elsewhere = may_be_elsewhere and error.code() is grpc.StatusCode.NOT_FOUND
+                if not (lost or is_elsewhere) or remaining == 0:
                     raise error_of(error) from error
-                self._avoid(endpoint, error_of(error))
+                if lost:
+                    self._avoid(endpoint, error_of(error))
         raise AssertionError("there is at least one address")
 
     def _next_endpoint(self) -> Address:

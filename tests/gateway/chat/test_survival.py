@@ -14,7 +14,7 @@ import pytest
 from headrace.gateway.edge import exchange
 from headrace.gateway.edge.security import Security, SecuritySettings
 from headrace.gateway.upstream import retries as upstream
-from headrace.protos.status import Reason, StatusError
+from headrace.protos.status import Reason, StatusError, abort
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
@@ -242,6 +242,58 @@ async def test_a_final_error_is_not_tried_again(stack: AsyncExitStack, kit: Any,
     first.script = lose
     assert (await gateway.http.post(CHAT, json=BODY)).status_code == 503
     assert (len(first.streams), len(second.streams)) == (1, 0)
+
+
+async def test_a_model_that_one_router_lacks_is_asked_for_at_the_other(
+    stack: AsyncExitStack, kit: Any, tiny_bundle: bytes
+) -> None:
+    """A router may have been restarted with other workers, or not see all of them."""
+    first, second, gateway = await two_routers(stack, kit, tiny_bundle)
+
+    async def lack(router: Any, stream: Any, send: Any) -> None:
+        raise StatusError(Reason.MODEL_NOT_FOUND, "no such model", field="model")
+
+    first.script = lack
+    async with asyncio.timeout(20):
+        while not (first.streams and second.streams):  # the connections take a moment
+            await text_of_stream(gateway)
+    for _ in range(4):
+        assert await text_of_stream(gateway) == second.answer
+    assert len(first.streams) >= 3, "it is not avoided for its other models"
+    second.script = lack
+    assert (await gateway.http.post(CHAT, json=BODY)).status_code == 404
+
+
+async def test_the_tokenizer_of_a_model_that_one_router_lacks_comes_from_the_other(
+    stack: AsyncExitStack, kit: Any, tiny_bundle: bytes
+) -> None:
+    class Lacking(kit.FakeRouter):  # type: ignore[misc,name-defined]
+        async def GetTokenizer(self, request: Any, context: Any) -> Any:
+            await abort(context, StatusError(Reason.NOT_FOUND, "no live worker has that tokenizer bundle"))
+            yield
+
+    routers = [kit.FakeRouter(tiny_bundle), Lacking(tiny_bundle)]
+    addresses = [(await stack.enter_async_context(kit.serving_router(one)))[0] for one in routers]
+    for order in (addresses, addresses[::-1]):
+        gateway = await stack.enter_async_context(kit.serving_gateway(*order))
+        assert [model.name for model in await gateway.models.listed()] == ["tiny"]
+
+
+async def test_a_router_that_knows_no_workers_yet_does_not_empty_the_list_of_models(
+    stack: AsyncExitStack, kit: Any, tiny_bundle: bytes
+) -> None:
+    first, second, gateway = await two_routers(stack, kit, tiny_bundle)
+    first.cards = []
+    before = first.num_lists
+    async with asyncio.timeout(20):
+        while first.num_lists < before + 2:  # the connections take a moment
+            await gateway.models.refresh()
+            assert gateway.models.ready
+            assert (await gateway.http.get("/health")).status_code == 200
+            assert [card.name for card in gateway.models.cards] == ["tiny"]
+    second.cards = []
+    await gateway.models.refresh()
+    assert not gateway.models.ready
 
 
 async def test_attempts_are_bounded(stack: AsyncExitStack, kit: Any, tiny_bundle: bytes) -> None:
