@@ -171,8 +171,9 @@ class FailingWorker:
         self.rng = rng
         failing = ("pread", "preadv", "pwrite", "fdatasync")
         store_os = FailingModule(os, rng, failing, 0.0)
+        locks = FailingModule(disk_store.fcntl, rng, ("flock",), 0.0)
         monkeypatch.setattr(disk_store, "os", store_os)
-        monkeypatch.setattr(disk_store, "fcntl", FailingModule(disk_store.fcntl, rng, ("flock",), 0.01))
+        monkeypatch.setattr(disk_store, "fcntl", locks)
         monkeypatch.setattr(disk_tier, "_PAUSE_AFTER_FAILURE_S", 0.005)
         monkeypatch.setattr(disk_tier, "WRITE_SHARE", 1.0)
         monkeypatch.setattr(peer_tier, "_REST", 0.1)
@@ -185,7 +186,7 @@ class FailingWorker:
         self.contents = BlockBytes([part.view(np.uint8).reshape(-1) for part in parts], shapes)
         num_bytes = sum(shape.num_bytes for shape in shapes)
         self.store = DiskStore(directory, "failing", 60 * 8192, num_bytes, BLOCK_SIZE)
-        store_os._rate = 0.05
+        store_os._rate, locks._rate = 0.05, 0.01
         self.disk = DiskTier(self.store, self.contents, num_bytes)
         self.peers = PeerTier("layout", self.contents, num_bytes, FailingTransport(rng))  # type: ignore[arg-type]
         speculation = "off" if evicts else rng.choice(["off", "ngram"])
