@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from headrace.common.fair_queue import Entry, FairQueue
 from headrace.common.threads import in_thread
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import Bits, CompiledGrammar, Constraint, ConstraintSource, reason_of
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 CACHED_GRAMMARS = 64
 MAX_PENDING = 64
+NUM_THREADS = 2
 # Compiled grammars take up to 50 MB of memory for each second that compiling them took. The most seconds of those that
 # are cached, and of those that are cached or in use.
 MAX_CACHED_S, MAX_KEPT_S = 5.0, 15.0
@@ -60,18 +62,21 @@ class _Key(NamedTuple):
 
 
 class _Work:
-    """A compilation in progress, for all requests that wait for it. Cancelled if none does and it has not begun."""
+    """A compilation for all requests that wait for it, and its `entry` in the queue until it begins."""
 
-    __slots__ = ("future", "num_waiting")
+    __slots__ = ("entry", "future", "key", "num_waiting")
 
-    def __init__(self, future: Future[Constraint]) -> None:
-        self.future = future
+    def __init__(self, key: _Key) -> None:
+        self.key = key
+        self.future: Future[Constraint] = Future()
         self.num_waiting = 0
+        self.entry: Entry[_Work] | None = None
 
 
 class Grammars:
-    """Compiles constraints for one model, in threads, at most `MAX_PENDING` different ones at a time. Requests that ask
-    for the same constraint at the same time share one compilation."""
+    """Compiles constraints for one model, in threads. At most `MAX_PENDING` different ones wait or are compiled at a
+    time, in fair shares of the tenants, and one of each tenant is compiled at a time. Requests that ask for the same
+    constraint at the same time share one compilation."""
 
     def __init__(
         self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: Iterable[int]
@@ -80,23 +85,33 @@ class Grammars:
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokenizer: Any = None
         self._cache: OrderedDict[ConstraintSource, CompiledGrammar] = OrderedDict()
         self._kept: WeakSet[CompiledGrammar] = WeakSet()
         self._pending: dict[_Key, _Work] = {}
+        self._queue: FairQueue[_Work] = FairQueue()
+        self._tenants: list[str] = []
+        """Those for whom constraints are being compiled."""
 
     async def constrain(
-        self, source: ConstraintSource, *, end_token_ids: Iterable[int], generated: Sequence[int] = ()
+        self,
+        source: ConstraintSource,
+        *,
+        end_token_ids: Iterable[int],
+        generated: Sequence[int] = (),
+        tenant: str = "",
+        priority: int = 0,
     ) -> Constraint:
         """The compiled constraint of a request. The answer may end with `end_token_ids` where the grammar may end, and
-        continues after `generated`. StatusError with the compiler's message if the constraint is not supported."""
+        continues after `generated`. StatusError with the compiler's message if the constraint is not supported. An
+        empty `tenant` is nobody in particular."""
         if not self._eos_token_ids:
             message = "the model names no end-of-sequence token, so a constrained answer could not end"
             raise StatusError(Reason.UNSUPPORTED, message, field="sampling.constraint")
-        work = self._work(_Key(source, tuple(sorted(end_token_ids)), tuple(generated)))
+        work = self._work(_Key(source, tuple(sorted(end_token_ids)), tuple(generated)), tenant, priority)
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 return await asyncio.shield(asyncio.wrap_future(work.future))
@@ -105,26 +120,76 @@ class Grammars:
                 raise _busy("others are being compiled") from error
             raise _refusal(source, f"it takes longer than {COMPILE_TIMEOUT_S:.0f} s; make it smaller") from error
         finally:
-            work.num_waiting -= 1
-            if not work.num_waiting:
-                work.future.cancel()
+            self._leave(work)
 
-    def _work(self, key: _Key) -> _Work:
-        """The compilation for this key, shared with others."""
+    def _work(self, key: _Key, tenant: str, priority: int) -> _Work:
+        """The compilation for this key, shared with others. It has the place of whoever goes first."""
+        queue = self._queue
         with self._lock:
             work = self._pending.get(key)
-            num_pending = len(self._pending)
-        if work is None:
-            if num_pending >= MAX_PENDING:
-                raise _busy("too many others are being compiled")
-            work = self._pending[key] = _Work(self._pool.submit(self._constrain, *key))
-            work.future.add_done_callback(lambda _: self._is_done(key))
-        work.num_waiting += 1
+            if work is None:
+                if len(self._pending) >= MAX_PENDING:
+                    self._displace_for(tenant, priority)
+                work = self._pending[key] = _Work(key)
+                work.entry = queue.push(work, tenant=tenant, priority=priority, charge=1.0)
+            elif (old := work.entry) is not None and queue.num_ahead(tenant, priority) < list(queue.in_order()).index(
+                old
+            ):
+                queue.remove(old)
+                work.entry = queue.push(work, tenant=tenant, priority=priority, charge=1.0)
+            work.num_waiting += 1
+            self._begin()
         return work
 
-    def _is_done(self, key: _Key) -> None:
+    def _displace_for(self, tenant: str, priority: int) -> None:
+        """Refuse a waiting compilation in favour of a new one. StatusError if the new one is to be refused."""
+        entry, error = self._queue.to_displace(tenant, priority), _busy("too many others are being compiled")
+        if entry is None:
+            raise error
+        self._forget(entry.item)
+        entry.item.future.set_exception(error)
+
+    def _leave(self, work: _Work) -> None:
+        """A request does not wait any more. If nobody does, and it has not begun, the compilation is cancelled."""
         with self._lock:
-            del self._pending[key]
+            work.num_waiting -= 1
+            if not work.num_waiting and work.entry is not None:
+                self._forget(work)
+                work.future.cancel()
+
+    def _forget(self, work: _Work) -> None:
+        assert work.entry is not None, "it has begun"
+        self._queue.remove(work.entry)
+        work.entry = None
+        del self._pending[work.key]
+
+    def _begin(self) -> None:
+        """Compile what is next, if a thread is free: for each tenant one constraint at a time."""
+        while len(self._tenants) < NUM_THREADS:
+            ready = (entry for entry in self._queue.in_order() if not entry.tenant or entry.tenant not in self._tenants)
+            entry = next(ready, None)
+            if entry is None:
+                return
+            self._queue.take(entry).entry = None
+            self._tenants.append(entry.tenant)
+            self._pool.submit(self._run, entry.item, entry.tenant)
+
+    def _run(self, work: _Work, tenant: str) -> None:
+        work.future.set_running_or_notify_cancel()
+        try:
+            constraint = self._constrain(*work.key)
+        except BaseException as error:
+            self._end(work, tenant)
+            work.future.set_exception(error)
+        else:
+            self._end(work, tenant)
+            work.future.set_result(constraint)
+
+    def _end(self, work: _Work, tenant: str) -> None:
+        with self._lock:
+            del self._pending[work.key]
+            self._tenants.remove(tenant)
+            self._begin()
 
     def _constrain(self, source: ConstraintSource, ends: tuple[int, ...], generated: tuple[int, ...]) -> Constraint:
         try:
@@ -241,6 +306,11 @@ def _grammar_text(source: ConstraintSource) -> str:
         return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in source.texts)
     assert source.kind == "grammar", source.kind
     return prepared_within(source.texts[0])
+
+
+def _place(queue: FairQueue[_Work], entry: Entry[_Work]) -> int:
+    """How many others go before an entry."""
+    return list(queue.in_order()).index(entry)
 
 
 def _cost_s(grammars: Iterable[CompiledGrammar]) -> float:

@@ -168,7 +168,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if source is None:
             return
         ends = message.stop_token_ids if message.ignore_eos else request.sampling.stop_token_ids
-        constraint = await self._grammars.constrain(source, end_token_ids=ends, generated=request.resume_token_ids)
+        constraint = await self._grammars.constrain(
+            source,
+            end_token_ids=ends,
+            generated=request.resume_token_ids,
+            tenant=decoded.message.tenant,
+            priority=request.priority,
+        )
         request.sampling = replace(request.sampling, constraint=constraint)
 
 

@@ -368,6 +368,66 @@ async def test_a_compilation_that_takes_too_long_is_refused_and_those_behind_it_
     assert (queued.reason, queued.retry_after_s) == (Reason.QUEUE_FULL, 1.0)
 
 
+async def test_tenants_share_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that asks for very much takes one thread, waits behind itself, and is displaced where there is no room."""
+    monkeypatch.setattr(grammar_compiler, "MAX_PENDING", 7)
+    monkeypatch.setattr(grammar_compiler, "COMPILE_TIMEOUT_S", 60.0)
+    gates = {text: threading.Event() for text in "abcdefghij"}
+    begun: list[str] = []
+    compiled = grammar_compiler._compiled
+
+    def gated(tokenizer: object, source: ConstraintSource) -> object:
+        begun.append(source.texts[0])
+        assert gates[source.texts[0]].wait(20)
+        return compiled(tokenizer, source)
+
+    monkeypatch.setattr(grammar_compiler, "_compiled", gated)
+    compiler = grammars()
+
+    def ask(tenant: str, text: str) -> asyncio.Task[Constraint]:
+        source = ConstraintSource("regex", (text,))
+        return asyncio.create_task(compiler.constrain(source, end_token_ids=[EOS], tenant=tenant))
+
+    async def has_begun(texts: str) -> None:
+        async with asyncio.timeout(20):
+            while "".join(begun) != texts:
+                await asyncio.sleep(0.001)
+
+    of_a = [ask("A", text) for text in "abcdef"]
+    await has_begun("a")
+    of_b = [ask("B", text) for text in "gh"]  # the second one takes the place of A's last
+    await has_begun("ag")
+    with pytest.raises(StatusError, match="too many others") as caught:
+        await of_a.pop()
+    assert caught.value.reason is Reason.QUEUE_FULL
+    gates["a"].set()
+    await has_begun("agb")
+    of_c = ask("C", "e")  # which A waits for too, behind others
+    await asyncio.sleep(0)
+    gates["g"].set()
+    await has_begun("agbe")
+    gates["e"].set()
+    await has_begun("agbeh")
+    for gate in gates.values():
+        gate.set()
+    await asyncio.gather(*of_a, *of_b, of_c)
+    assert begun == list("agbehcd")
+    assert not compiler._pending
+    assert not compiler._tenants
+    assert len(compiler._queue) == 0
+
+
+async def test_many_patterns_of_property_names_are_refused_before_they_are_compared(compiler: Grammars) -> None:
+    def schema(number: int) -> Schema:
+        return {"type": "object", "patternProperties": {f"^p{i}_[a-z]+$": {"type": "null"} for i in range(number)}}
+
+    assert allowed_ids(await constraint_of(compiler, schema_source(schema(60))))
+    for refused in (schema(102), {"type": "array", "prefixItems": [schema(60) for _ in range(3)]}):
+        with pytest.raises(StatusError, match="patternProperties have .* at most 5000") as caught:
+            await constraint_of(compiler, schema_source(refused))
+        assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "sampling.constraint.json_schema")
+
+
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 
