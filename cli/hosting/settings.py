@@ -194,16 +194,25 @@ def check_names(named: Sequence[tuple[str, ModelSettings]], aliases: Sequence[Al
                 raise CommandError(f"the alias {alias.name!r} refers to {model_name!r}, and the models are {known}")
 
 
-def kv_shares(models: Sequence[ModelSettings]) -> list[float]:
+def kv_shares(models: Sequence[ModelSettings], encoders: Sequence[bool]) -> list[float]:
     """The share of each model in the memory for KV caches. Models without a share or a size divide the rest equally.
-    Raises ValueError if nothing is left for them."""
+    `encoders` are those that turn texts into vectors: they have no KV cache. ValueError if one of these has a share, or
+    if nothing is left for the others."""
+    for model, is_encoder in zip(models, encoders, strict=True):
+        if is_encoder and model.kv_share is not None:
+            problem = "an embedding or reranking model, which has no KV cache; leave it out"
+            raise ValueError(f"`kv_share` is not possible with {model.model}: it is {problem}")
     rest = 1.0 - sum(model.kv_share or 0.0 for model in models)
-    unsaid = [model for model in models if model.kv_share is None and model.kv_cache_gb is None]
-    if unsaid and rest < 1e-9:
+    unsaid = [
+        not is_encoder and model.kv_share is None and model.kv_cache_gb is None
+        for model, is_encoder in zip(models, encoders, strict=True)
+    ]
+    if any(unsaid) and rest < 1e-9:
         raise ValueError(
-            f"nothing is left of the KV caches for {unsaid[0].model}; give the others a smaller `kv_share`"
+            f"nothing is left of the KV caches for {models[unsaid.index(True)].model}; give the others a smaller "
+            "`kv_share`"
         )
     return [
-        model.kv_share if model.kv_share is not None else rest / len(unsaid) if model in unsaid else 1.0
-        for model in models
+        model.kv_share if model.kv_share is not None else rest / sum(unsaid) if is_unsaid else 1.0
+        for model, is_unsaid in zip(models, unsaid, strict=True)
     ]

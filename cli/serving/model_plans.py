@@ -48,14 +48,18 @@ def plan_models(
 ) -> list[ModelPlan]:
     """A plan for each model, after pulling or converting it if necessary. Raises CommandError if a model is unknown,
     or if the models do not fit into memory."""
+    found = [
+        find_model(model.model, offline=offline, num_workers=len(where))
+        for model, where in zip(models, places, strict=True)
+    ]
     try:
-        shares = kv_shares(models)
+        shares = kv_shares(models, [bool(task_of(directory)) for directory, _ in found])
     except ValueError as error:
         raise CommandError(str(error)) from None
     plans: list[ModelPlan] = []
     first_worker = 0
-    for model, where, kv_share in zip(models, places, shares, strict=True):
-        plan = plan_model(model, where, kv_share, sizing, first_worker=first_worker, offline=offline)
+    for model, one, where, kv_share in zip(models, found, places, shares, strict=True):
+        plan = plan_model(model, one, where, kv_share, sizing, first_worker=first_worker)
         plans.append(replace(plan, is_essential=len(models) == 1 and plan.is_pinned))
         first_worker += len(where)
     if all(plan.is_encoder for plan in plans):
@@ -67,15 +71,15 @@ def plan_models(
 
 def plan_model(
     model: ModelSettings,
+    found: tuple[Path, str],
     places: tuple[WorkerPlace, ...],
     kv_share: float,
     sizing: Sizing,
     *,
     first_worker: int,
-    offline: bool,
 ) -> ModelPlan:
-    """The plan of one model. Raises CommandError if it is unknown, or if its weights do not fit into memory."""
-    directory, found_name = find_model(model.model, offline=offline, num_workers=len(places))
+    """The plan of one model, whose directory and name were `found`."""
+    directory, found_name = found
     plan = ModelPlan(
         name=model.name or found_name,
         directory=directory,

@@ -14,6 +14,7 @@ from pathlib import Path
 from headrace.cli.errors import EXIT_FAILED, CommandError
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.fleet.run_state import ProcessRecord, RunState, ServeRecord, own_start_ticks
+from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.planner import State
 from headrace.cli.hosting.settings import ModelSettings
 from headrace.cli.serving.first_requests import first_requests
@@ -72,8 +73,9 @@ class Serving:
         """The plan of a model that an operator loads while others are served. Raises CommandError."""
         settings = ModelSettings(model, name=name, on_demand=True)
         (places,) = places_of(read_topology(), [settings])
-        share = 1.0 / (1 + len(self.plans))
-        return plan_model(settings, places, share, self.sizing, first_worker=first_worker, offline=self.offline)
+        share = 1.0 / (1 + sum(not plan.is_encoder for plan in self.plans))
+        found = find_model(model, offline=self.offline, num_workers=len(places))
+        return plan_model(settings, found, places, share, self.sizing, first_worker=first_worker)
 
     async def run(self) -> int:
         """Serve until a signal arrives. Returns the exit status. Raises CommandError with the message of a process that

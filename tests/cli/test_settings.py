@@ -110,15 +110,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ([ModelSettings("a"), ModelSettings("b")], [0.5, 0.5]),
         ([ModelSettings("a", kv_share=0.5), ModelSettings("b"), ModelSettings("c")], [0.5, 0.25, 0.25]),
         ([ModelSettings("a", kv_cache_gb=1.0), ModelSettings("b")], [1.0, 1.0]),
+        ([ModelSettings("a"), ModelSettings("encoder"), ModelSettings("b")], [0.5, 1.0, 0.5]),
+        ([ModelSettings("a", kv_share=1.0), ModelSettings("encoder")], [1.0, 1.0]),
     ],
 )
 def test_models_without_a_share_divide_the_rest(models: list[ModelSettings], shares: list[float]) -> None:
-    assert kv_shares(models) == shares
+    assert kv_shares(models, [model.model == "encoder" for model in models]) == shares
 
 
 def test_a_model_for_which_no_kv_cache_is_left_is_named() -> None:
     with pytest.raises(ValueError, match="nothing is left of the KV caches for b"):
-        kv_shares([ModelSettings("a", kv_share=1.0), ModelSettings("b")])
+        kv_shares([ModelSettings("a", kv_share=1.0), ModelSettings("b")], [False, False])
+
+
+def test_an_encoder_takes_no_share_of_the_kv_caches() -> None:
+    with pytest.raises(ValueError, match="`kv_share` is not possible with b: .* no KV cache; leave it out"):
+        kv_shares([ModelSettings("a"), ModelSettings("b", kv_share=0.5)], [False, True])
 
 
 def test_names_and_aliases_must_differ() -> None:
@@ -235,6 +242,7 @@ def test_an_encoder_beside_other_models_needs_no_kv_cache(cache: Path, model_fol
     for sizing in (Sizing(None), Sizing(10 * GIB), Sizing(10 * GIB, 1.0)):
         first, second = plan_models(models, places_of(MACHINE, models), sizing, offline=True)
         assert (first.is_encoder, second.is_encoder, second.kv_cache_gb) == (False, True, None)
+        assert first.kv_share == 1.0, "vectors need no KV cache"
         assert second.kv_cache_bytes == 0
     (alone,) = plan_models(models[1:], places_of(MACHINE, models[1:]), Sizing(10 * GIB), offline=True)
     assert (alone.is_encoder, alone.kv_cache_gb) == (False, None), "its worker refuses options of generation"
