@@ -30,14 +30,12 @@ class KnownModels:
         self._live = None
 
     def live(self, links: Callable[[], Sequence[WorkerLink]]) -> dict[str, worker_pb2.ModelCard]:
-        """Model name -> card for all models of live workers, sorted by name."""
+        """Model name -> card for all models of live workers, sorted by name. If the workers of a model differ, the card
+        is that of one whose requests may give up KV blocks."""
         if self._live is None:
-            live = {
-                link.card.name: link.card
-                for link in links()
-                if link.card is not None and link.state is not LinkState.UNREACHABLE
-            }
-            self._live = dict(sorted(live.items()))
+            cards = [link.card for link in links() if link.card is not None and link.state is not LinkState.UNREACHABLE]
+            cards.sort(key=lambda card: (card.name, card.max_evicting_context_tokens > 0))
+            self._live = {card.name: card for card in cards}
         return self._live
 
     def remember(self, card: worker_pb2.ModelCard) -> None:

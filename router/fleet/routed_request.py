@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.block_hash import root_hash
+from headrace.protos.cache_eviction import longest_context_of, rule_for
 from headrace.protos.model_identity import model_identity
+from headrace.protos.status import StatusError
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.placement.beliefs import belief_message
 from headrace.router.placement.bookings import Booking
@@ -59,6 +61,9 @@ class RoutedRequest:
         self.adapter = request.adapter
         self.adapter_sha256 = ""
         """Hash of the adapter's files; empty until `FleetAdapters.choose` sets it."""
+        self._sampling = request.sampling
+        self.has_eviction_rule = request.sampling.HasField("cache_eviction")
+        """Whether it says which KV blocks it gives up. Not all workers of a model may allow that."""
         self._cache_salt = request.cache_salt
         self._hashes: dict[tuple[str, int, str], list[int]] = {}
 
@@ -70,6 +75,15 @@ class RoutedRequest:
     def may_go_to(self, card: worker_pb2.ModelCard) -> bool:
         """Whether workers with this card have the weights and the tokenizer with which the answer began."""
         return not self.model_identity or self.model_identity == model_identity(card, self.adapter_sha256)
+
+    def fits(self, card: worker_pb2.ModelCard) -> bool:
+        """Whether workers with this card give up KV blocks as the request asks, and have a context that is long
+        enough."""
+        try:
+            rule_for(card, self._sampling)
+        except StatusError:
+            return False
+        return self.num_tokens < longest_context_of(card, self._sampling)
 
     async def prepare(self, cards: Iterable[worker_pb2.ModelCard]) -> None:
         """Copy and hash the prompt for workers with these cards, without blocking the event loop for long."""

@@ -21,7 +21,7 @@ from headrace.router.fleet import leases
 from headrace.router.placement.prompt import Prompt
 from tests.redis_server import RedisServer
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
-from tests.router.fake_worker import BUNDLE, answer, until
+from tests.router.fake_worker import BLOCK_SIZE, BUNDLE, answer, until
 
 
 async def health_of(router: RunningRouter, service: str) -> str:
@@ -310,4 +310,31 @@ async def test_a_request_that_no_context_holds_is_refused_before_it_is_read_or_c
         assert error_of(caught.value).reason is Reason.CONTEXT_TOO_LONG
         assert (len(parsed), copied) == (num_read, [])
     assert not worker.requests
+    await router.until_idle()
+
+
+# --- KV blocks that requests give up ----------------------------------------------------------------------------------
+
+
+async def test_a_request_that_gives_up_kv_blocks_goes_to_a_worker_that_allows_it(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "abc"]
+    most = workers[1].card.max_context_tokens
+    workers[1].card.max_evicting_context_tokens = 3 * most
+    router = await start_router(*workers)
+    await router.until_ready(3)
+    rule = {"cache_eviction": inference_pb2.CacheEviction(max_cache_size=64 * BLOCK_SIZE)}
+    for prompt in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
+        assert (await router.generate(prompt, sampling=rule))[0] == answer(prompt, 20)
+    # So does an answer that has become longer than the context of the others.
+    whole = answer([1, 2, 3], most + 10)
+    call = router.call([1, 2, 3], most + 10, sampling=rule, resume_token_ids=whole[:most])
+    assert (await collected(call, most))[0] == whole[most:]
+    assert [len(worker.requests) for worker in workers] == [0, 4, 0]
+    # If no worker can serve it, one of them says why.
+    await router.generate([1, 2, 3], sampling={"cache_eviction": inference_pb2.CacheEviction(max_cache_size=1)})
+    for number in range(6):
+        await router.generate([number, 2, 3])
+    assert all(worker.requests for worker in workers), "without a rule it may go anywhere"
     await router.until_idle()
