@@ -16,6 +16,7 @@ import pytest
 
 from headrace.worker.engine.build import Draft
 from headrace.worker.model.batch import Batch
+from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.worker.conftest import (
     BLOCK_SIZE,
@@ -177,3 +178,53 @@ def test_random_load_with_a_draft_model_keeps_every_promise(seed: int) -> None:
         for request in engine.tokens:
             assert request.num_accepted == request.num_drafted, "the smaller model has read a wrong token"
     assert any(request.num_accepted for request in engine.tokens)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_fails_in_a_random_load_every_request_ends_once_and_no_block_is_left(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of both models raise, rows of logits are no numbers, and sampling raises."""
+    rng = random.Random(seed)
+    engine, draft_runner = engine_with_model(
+        rng.choice([1.0, 0.7]),
+        num_blocks=rng.randint(20, 64),
+        max_num_seqs=rng.randint(2, 8),
+        max_num_batched_tokens=40,
+    )
+    engine.is_pipelined = seed % 2 == 1
+    engine.scheduler.max_prompt_rows = rng.choice([8, 1000])
+    failures = random.Random(seed + 100)
+    run = engine.runner.run
+
+    def spoiled() -> Logits:
+        if failures.random() < 0.03:
+            raise RuntimeError("no kernels")
+        logits = run()
+        if failures.random() < 0.1 and len(logits.values):
+            logits.values[failures.randrange(len(logits.values))] = failures.choice([np.nan, np.inf, -np.inf])
+        draft_runner.fail_next = RuntimeError("no kernels") if failures.random() < 0.05 else None
+        return logits
+
+    monkeypatch.setattr(engine.runner, "run", spoiled)
+    for name in ("plan", "sample", "logprobs", "prompt_logprobs"):
+        method = getattr(BatchSampler, name)
+
+        def raising(*args: Any, method: Any = method) -> Any:
+            if failures.random() < 0.02:
+                raise ZeroDivisionError
+            return method(*args)
+
+        monkeypatch.setattr(BatchSampler, name, raising)
+    requests = RandomRequests(engine, rng)
+    cancelled = run_random_load(engine, rng, requests.arrive)
+    ended = {request: output for request, output in engine.last.items() if request not in cancelled}
+    assert set(engine.tokens) == {*ended, *cancelled}
+    assert any(output.error is not None for output in ended.values())
+    for request, output in ended.items():
+        given = engine.tokens[request]
+        assert (output.finish is None) == (output.error is not None)
+        if 0 not in requests.right[request]:
+            assert given == requests.right[request][: len(given)], "what came before the error is as it was"
+        if output.finish is not None:
+            assert len(given) == len(requests.right[request])
