@@ -27,6 +27,7 @@ from headrace.cli.models.reference import parse_reference
 
 _STOP_S = 15.0
 _POLL_S = 0.1
+_PATIENCE_S = 10.0
 
 
 @click.command()
@@ -86,8 +87,12 @@ def _running(name: str) -> str | None:
 
 def _wait_until_ready(url: str, name: str, access: ApiAccess) -> None:
     """Wait until the server has loaded its model. Raises CommandFailed if the server ends."""
+    since_s, is_told = time.monotonic(), False
     with access.client(url, 5.0) as client:
         while True:
+            if not is_told and time.monotonic() - since_s >= _PATIENCE_S:
+                say(f"{name} is not ready yet, still waiting; headrace status and the server's log show why")
+                is_told = True
             try:
                 if client.get(f"{url}/health/ready").status_code == 200:
                     return
