@@ -36,8 +36,10 @@ class FakeFleet:
         self.busy: frozenset[str] = frozenset()
         self.num_requests: dict[str, int] = {}
         self.drained: list[str] = []
+        self.num_asked = 0
 
     async def workers(self) -> dict[str, WorkerView] | None:
+        self.num_asked += 1
         if self.ready is None:
             return None
         return {name: WorkerView(True, name in self.busy, self.num_requests.get(name, 0)) for name in self.ready}
@@ -167,7 +169,8 @@ async def test_a_router_that_does_not_answer_changes_nothing() -> None:
     async with hosting(a=GOOD) as system:
         system.fleet.ready = None
         await system.until_state("a", State.LOADING)
-        await asyncio.sleep(0.3)
+        num_asked = system.fleet.num_asked
+        await system.until(lambda: system.fleet.num_asked >= num_asked + 3)
         assert system.state("a") is State.LOADING
         system.fleet.ready = frozenset({"worker-0"})
         await system.until_state("a", State.LOADED)

@@ -322,7 +322,7 @@ async def test_server_and_models_are_described(gateway: Any, router: Any) -> Non
 
 async def test_a_name_may_have_slashes(gateway: Any, router: Any) -> None:
     router.cards = [router.card(name="owner/tiny")]
-    await asyncio.sleep(0.3)
+    await gateway.models.refresh()
     for path in ("/v2/models/owner/tiny", "/v2/models/owner%2Ftiny"):
         response = await gateway.http.post(f"{path}/generate", json={"text_input": "hi", "max_tokens": 1})
         assert response.json() == {"model_name": "owner/tiny", "model_version": "1", "text_output": "hiH"}

@@ -90,16 +90,18 @@ async def test_a_chat_has_the_text_and_the_account(ask: Any, model: Any) -> None
 
 async def test_times_are_those_of_the_stages(ask: Any, model: Any, kit: Any) -> None:
     async def slowly(_: Any, stream: Any, send: Any) -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         await send(kit.tokens_of("a"), 0, None)
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.2)
         await send([kit.EOS], 1, kit.inference_pb2.FINISH_REASON_STOP)
 
     model.script = slowly
     last = (await ask(""))[-1]
-    assert 0.2e9 <= last["prompt_eval_duration"] < 0.39e9
     # Clocks of stages and of sleep are not the same.
-    assert 0.39e9 <= last["eval_duration"] <= last["total_duration"]
+    assert last["prompt_eval_duration"] > 0.09e9
+    assert last["eval_duration"] > 0.19e9
+    parts = last["load_duration"] + last["prompt_eval_duration"] + last["eval_duration"]
+    assert parts <= last["total_duration"], "no stage includes another one"
 
 
 async def test_a_chat_is_streamed_unless_told_otherwise(ask: Any) -> None:
