@@ -187,11 +187,12 @@ async def _collect_all(records: Sequence[ServeRecord]) -> list[dict[str, Any]]:
 
 def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
     for record in records:
-        title = f"{', '.join(record.models)} on {record.url}/v1 (serve: pid {record.pid})"
+        title = escape(f"{', '.join(record.models)} on {record.url}/v1 (serve: pid {record.pid})")
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
         for column in ("process", "pid", "state", "up", "restarts", "requests", "drafts", "KV blocks", "runs on"):
             is_short = column != "KV blocks"
@@ -222,6 +223,8 @@ def _print_narrowly(console: Console, title: str, rows: Sequence[Mapping[str, An
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
+    from rich.markup import escape
+
     colour = _COLOURS.get(row["state"], "yellow")
     state = f"[{colour}]{row['state']}[/{colour}]"
     requests = drafts = blocks = ""
@@ -243,7 +246,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     place = _place_of(row)
     figures = [requests, drafts, blocks]
     name = row["name"] if row.get("serves") in (None, "both") else f"{row['name']} ({row['serves']})"
-    return [name, _text(row["pid"]), state, up, str(row["restarts"]), *figures, place, row["address"]]
+    return [name, _text(row["pid"]), state, up, str(row["restarts"]), *figures, place, escape(row["address"])]
 
 
 def _place_of(row: Mapping[str, Any]) -> str:

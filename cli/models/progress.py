@@ -68,7 +68,7 @@ class BarProgress:
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as RichProgress
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         self._progress = RichProgress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
         self._task = self._progress.add_task(title, total=None)
 

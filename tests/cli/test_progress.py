@@ -1,8 +1,10 @@
-"""Plain progress lines."""
+"""Progress in lines and as a bar."""
 
 from __future__ import annotations
 
-from headrace.cli.models.progress import PlainProgress
+import pytest
+
+from headrace.cli.models.progress import BarProgress, PlainProgress
 
 
 def test_a_line_comes_every_three_seconds_with_share_and_rate() -> None:
@@ -23,3 +25,9 @@ def test_without_a_total_there_is_no_share() -> None:
     now_s = 4.0
     progress.at(8_000_000, None)
     assert lines == ["m: 8 MB, 2.0 MB/s"]
+
+
+def test_brackets_in_the_name_of_a_file_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with BarProgress("owner/name model[/q4].gguf") as progress:
+        progress.at(1, 2)
+    assert "model[/q4].gguf" in capsys.readouterr().err

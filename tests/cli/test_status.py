@@ -206,6 +206,20 @@ def test_a_table_is_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [[f"value-{n}" for n in range(12)]]
 
 
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_brackets_in_names_and_addresses_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_narrow: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_narrow)
+    shown = record(models=("chat[/v2]", "[red]"), url="http://[fd00::5]:8000")
+    listening = replace(GATEWAY, address="http://[fd00::5]:8000")
+    _print_table([shown], [row_of(shown, listening, None, True, 107.5)])
+    told = capsys.readouterr().out
+    assert "chat[/v2], [red] on http://[fd00::5]:8000/v1" in told
+    assert told.count("http://[fd00::5]:8000") == 2
+
+
 class _Router(router_pb2_grpc.RouterServicer):
     async def ListWorkers(
         self, request: router_pb2.ListWorkersRequest, context: object
