@@ -22,10 +22,12 @@ MIN_COPIED_TOKENS = 2
 
 
 class BlockCopy(NamedTuple):
-    """A block to be copied by the runner before it computes the next step."""
+    """A block to be copied by the runner before it computes the next step. `parts` are the slots of the parts that
+    belong to layers with a sliding window, if these are in slots."""
 
     source: int
     destination: int
+    parts: tuple[int, int] | None = None
 
 
 class KVCacheManager:

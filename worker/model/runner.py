@@ -258,13 +258,13 @@ class OpenVINOModelRunner:
         least = self.least_decode if batch.is_decode else MIN_PROMPT_STEP
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
 
-    def _copy(self, source: int, destination: int) -> None:
+    def _copy(self, source: int, destination: int, parts: tuple[int, int] | None) -> None:
         """Copy a block, with its part of layers with windows."""
         of_blocks, of_parts = self._divided_views
         for cache in of_blocks:
             cache[destination] = cache[source]
-        if self.part_slots is not None:
-            source, destination = self.part_slots[[source, destination]].tolist()
+        if parts is not None:
+            source, destination = parts
             for cache in of_parts:
                 cache[destination] = cache[source]
 

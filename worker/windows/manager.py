@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import MIN_COPIED_TOKENS, BlockCopy, KVCacheManager
+from headrace.worker.kv.manager import MIN_COPIED_TOKENS, KVCacheManager
 from headrace.worker.request.request import Request
 from headrace.worker.windows.parts import WindowParts
 
 # Parts that a request holds beside those of a whole window: at its beginning, at both ends of what it computes, where a
-# draft ends, and of a block that is copied for it.
+# draft ends, and for a branch.
 PARTS_BESIDE = 5
 
 
@@ -49,10 +49,6 @@ class WindowCacheManager(KVCacheManager):
         self._most_of_windows = budget.num_slots - budget.num_of_step
         self._first: dict[Request, int] = {}
         """Of each running request, the index of the first block whose part it holds."""
-        self._to_copy: list[int] = []
-        self._copied: list[int] = []
-        """Blocks that the last scheduled step copies. Their parts, and those of blocks to copy, stay until the next one
-        is scheduled."""
 
     @property
     def num_parts(self) -> tuple[int, int]:
@@ -98,25 +94,18 @@ class WindowCacheManager(KVCacheManager):
     def copy_beginning(self, request: Request) -> int:
         """See `KVCacheManager`."""
         source, gained = self._find_beginning(request)
-        if gained < MIN_COPIED_TOKENS:
+        if gained < MIN_COPIED_TOKENS or not self.parts.num_available:
             return 0
-        self.parts.hold(source)
-        self._to_copy.append(source)
-        gained = super().copy_beginning(request) if self.parts.num_available else 0
+        slot = self.parts.slots[source]
+        gained = super().copy_beginning(request)
         if gained:
             self._first.setdefault(request, 0)
             self.parts.attach(request.block_table[-1:])
+            self._copy_part(slot)
         return gained
-
-    def take_copies(self) -> list[BlockCopy]:
-        """See `KVCacheManager`."""
-        self._copied += self._to_copy
-        self._to_copy = []
-        return super().take_copies()
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """See `KVCacheManager`. The request first gives up what its queries cannot reach any more."""
-        self._release_copied()
         self._release_up_to(request, self._first_seen(request.num_computed_tokens), len(request.block_table))
         missing = self.num_blocks_for(num_tokens) - len(request.block_table)
         if missing > self.parts.num_available or not super().reserve(request, num_tokens):
@@ -128,10 +117,13 @@ class WindowCacheManager(KVCacheManager):
     def add_branch(self, request: Request, token_ids: Sequence[int], num_spared: int) -> bool:
         """See `KVCacheManager`."""
         count = self.num_blocks_for(request.num_tokens + len(token_ids)) - request.num_tokens // self.block_size
+        num_copies = len(self._copies)
         if self.parts.num_available < count + num_spared or not super().add_branch(request, token_ids, num_spared):
             return False
         assert request.branch is not None
         self.parts.attach(request.branch.blocks)
+        if len(self._copies) > num_copies:
+            self._copy_part(self.parts.slots[self._copies[-1].source])
         return True
 
     def end_branch(self, request: Request, token_ids: Sequence[int] = ()) -> None:
@@ -144,11 +136,6 @@ class WindowCacheManager(KVCacheManager):
         for block in blocks.difference(request.block_table[branch.first_block :]):
             self._release(block, is_end=False)
 
-    def publish(self, request: Request) -> None:
-        """See `KVCacheManager`."""
-        self._release_copied()
-        super().publish(request)
-
     def free(self, request: Request) -> None:
         """See `KVCacheManager`."""
         self.end_branch(request)
@@ -158,14 +145,13 @@ class WindowCacheManager(KVCacheManager):
 
     def forget_all(self) -> None:
         """See `KVCacheManager`."""
-        self._release_copied()
         super().forget_all()
         self.parts.forget_all()
 
     def check(self) -> None:
         """See `KVCacheManager`."""
         super().check()
-        held = [*self._to_copy, *self._copied]
+        held: list[int] = []
         for request, first in self._first.items():
             assert first <= self._first_seen(request.num_computed_tokens), "a part is missing that queries can reach"
             held += request.block_table[first:]
@@ -224,10 +210,11 @@ class WindowCacheManager(KVCacheManager):
             self._release(block, is_end=False)
         self._first[request] = max(begin, first)
 
-    def _release_copied(self) -> None:
-        copied, self._copied = self._copied, []
-        for block in copied:
-            self._release(block, is_end=False)
+    def _copy_part(self, slot: int) -> None:
+        """Let the last of the copies have the part in this slot too. Copies are made in order and before anything is
+        computed, so it does not matter who has the slot by then."""
+        copy = self._copies[-1]
+        self._copies[-1] = copy._replace(parts=(int(slot), int(self.parts.slots[copy.destination])))
 
     def _release(self, block: int, *, is_end: bool) -> None:
         self.parts.release(block, is_findable=self.pool.is_cached(block), is_end=is_end)

@@ -3,7 +3,7 @@
 There are fewer of them than blocks. Each is in a slot, and belongs to one block. A block has its part for as long as a
 query can reach it, and longer if there is room:
 
-    held     a request can reach it, or it is about to be copied
+    held     a request can reach it
     kept     nobody can reach it; a request that begins alike may
     free     without a block
 

@@ -52,7 +52,7 @@ class LayeredRunner:
     def run(self) -> Logits:
         batch = self._batch
         assert batch is not None
-        for source, destination in batch.copies:
+        for source, destination, _ in batch.copies:
             self.parts[:, destination] = self.parts[:, source]
         for sources, destinations in batch.moves:
             for layer, part in enumerate(self.parts):

@@ -180,6 +180,15 @@ def test_requests_wait_until_there_are_slots_for_their_windows() -> None:
     assert_answers(engine)
 
 
+def test_a_request_with_a_copy_takes_all_blocks_and_slots() -> None:
+    """The block that was copied too."""
+    engine = make_engine(num_blocks=8, num_slots=8)
+    first = tokens(1, 7)
+    run_one(engine, first)
+    assert run_one(engine, [*first, *tokens(2, 24)]).num_cached_tokens == 7
+    assert_answers(engine)
+
+
 def test_a_request_that_lost_its_blocks_is_computed_again() -> None:
     engine = make_engine(num_blocks=24, num_slots=24)
     for number in range(4):

@@ -23,8 +23,10 @@ class WindowedRunner(FakeRunner):
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Copy and store parts as whole blocks are, then compare them with what queries see of these."""
-        for source, destination in batch.copies:
-            self.parts[self.part_slots[destination]] = self.parts[self.part_slots[source]]
+        for copy in batch.copies:
+            assert copy.parts is not None
+            source, destination = copy.parts
+            self.parts[destination] = self.parts[source]
         super().bind(batch, keeps_logits=keeps_logits)
         for sequence in range(len(batch.past_lens)):
             self._store_parts(batch, sequence)
