@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import signal
 import socket
 import sys
@@ -46,7 +47,7 @@ class CannotServeError(Exception):
 def split_host_port(address: str) -> tuple[str, int]:
     """Host and port of HOST:PORT. Raises CannotServeError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise CannotServeError(f"{address!r} is not an address: write HOST:PORT")
     return host.strip("[]"), int(port)
 

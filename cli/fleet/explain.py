@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ _STATES = {
 def tokens_of(text: str) -> list[int]:
     """Token ids separated by commas or white space. Raises CommandError."""
     words = text.replace(",", " ").split()
-    if not words or not all(word.isascii() and word.isdigit() and int(word) < 1 << 32 for word in words):
+    if not words or not all(re.fullmatch("[0-9]{1,10}", word) and int(word) < 1 << 32 for word in words):
         raise CommandError(f"--tokens wants token ids such as 1,2,3, not {text[:100]!r}")
     return [int(word) for word in words]
 

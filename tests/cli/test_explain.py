@@ -148,5 +148,6 @@ def test_a_text_is_tokenized_as_a_chat_by_the_gateway(router: FakeRouter, monkey
 
 def test_token_ids_are_read_in_any_usual_form() -> None:
     assert tokens_of("1,2\n3 4") == [1, 2, 3, 4]
-    with pytest.raises(CommandError):
-        tokens_of("-1")
+    for wrong in ("-1", "4294967296", "1" * 5000, "\u00b2"):
+        with pytest.raises(CommandError):
+            tokens_of(wrong)

@@ -80,6 +80,7 @@ def test_a_metrics_address_in_use_is_refused(taken: str) -> None:
     [
         ("--listen", "nonsense"),
         ("--listen", "127.0.0.1:99999"),
+        ("--listen", "127.0.0.1:" + "1" * 5000),
         ("--listen", "127.0.0.1:0", "--worker", "nowhere"),
         ("--listen", "127.0.0.1:0", "--metrics", "9090"),
     ],
