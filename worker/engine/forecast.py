@@ -4,7 +4,7 @@ This is decided in the engine's thread when the request arrives. There everythin
 requests and their order, what remains of each prompt, and how much of the new one is cached. Two things count:
 
     places   if the batch or the KV cache is full: waiting requests of higher rank, at the recent rate at which
-             requests end
+             requests end; not for a request that overtakes them, because most of it is cached
     prompts  tokens that are computed before the request's own: those of prompts with less left to compute, in steps
              as the scheduler would make them now, at their predicted cost
 
@@ -147,8 +147,20 @@ class Forecast:
         return work.tokens / self._scheduler.prompt_tokens_per_s(int(work.positions / work.tokens))
 
     def _waiting_ahead_of(self, request: Request) -> list[Request]:
+        """The waiting requests that go before it; none if it overtakes all, because most of it is cached."""
+        if self._overtakes(request):
+            return []
         place = rank(request)
         return [other for other in self._scheduler.waiting if rank(other) <= place]
+
+    def _overtakes(self, request: Request) -> bool:
+        """Whether the first waiting request lacks blocks, and this one would be admitted now (docs/decisions/0072)."""
+        scheduler = self._scheduler
+        first = scheduler.waiting[0] if scheduler.waiting else None
+        if first is None or not first.lacks_blocks_since_s or len(scheduler.running) >= scheduler.max_num_seqs:
+            return False
+        promised = sum(scheduler.num_missing_blocks(other) for other in scheduler.running)
+        return scheduler.may_be_overtaken(first) and scheduler.may_overtake(request, first, promised)
 
     def _place_s(self, request: Request, waiting: Sequence[Request], computed: Mapping[Request, int]) -> float:
         num_ends = self._num_ends_needed(request, waiting, computed)

@@ -217,14 +217,14 @@ class Scheduler:
         for request in self.waiting[: self.max_num_seqs]:
             if len(self.running) >= self.max_num_seqs:
                 return
-            if overtaken is not None and not self._may_overtake(request, overtaken, promised):
+            if overtaken is not None and not self.may_overtake(request, overtaken, promised):
                 continue
             gained = kv_cache.reuse(request)
             missing = self.num_missing_blocks(request)
             if self.running and not kv_cache.has_room(request, promised + missing):
                 kv_cache.free(request)
                 overtaken = overtaken or request
-                if not self._may_be_overtaken(overtaken):
+                if not self.may_be_overtaken(overtaken):
                     return
                 continue
             if self.fetch_first is not None and self.fetch_first(request, missing):
@@ -236,14 +236,14 @@ class Scheduler:
             request.scheduled_s = request.scheduled_s or self.clock()
             bisect.insort(self.running, request, key=rank)
 
-    def _may_be_overtaken(self, first: Request) -> bool:
+    def may_be_overtaken(self, first: Request) -> bool:
         """Whether others may go before the first waiting request, which lacks blocks. They may for as long as its own
         prompt takes to compute, and never once its answer has begun (docs/decisions/0072)."""
         first.lacks_blocks_since_s = first.lacks_blocks_since_s or self.clock()
         waited_ms = 1000 * (self.clock() - first.lacks_blocks_since_s)
         return not first.num_generated_tokens and waited_ms < self.step_costs.prompts.chunk_ms(0, first.num_tokens)
 
-    def _may_overtake(self, request: Request, first: Request, promised: int) -> bool:
+    def may_overtake(self, request: Request, first: Request, promised: int) -> bool:
         """Whether most of a request of the same priority is cached, and the rest fits now."""
         num_cached = self.kv_cache.num_computed_by_now(request)
         if request.priority != first.priority or 2 * num_cached < request.num_tokens:

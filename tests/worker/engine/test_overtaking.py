@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from headrace.worker.engine.forecast import Forecast
+from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request, RequestState
 from tests.worker.conftest import EngineUnderTest, RandomRequests, make_engine, run_random_load
 
@@ -77,6 +79,24 @@ def test_the_first_is_overtaken_for_as_long_as_its_prompt_takes() -> None:
         engine.step()
     engine.run()
     assert late in engine.last
+
+
+def test_the_forecast_knows_who_overtakes() -> None:
+    engine, clock, first = short_of_blocks()
+    forecast = Forecast(engine.scheduler, 1e9, clock)
+    clock.now_s += 10.0
+    engine.scheduler.stats.requests_finished += 1
+    forecast.observe()  # one ends now and then
+    clock.now_s = first.lacks_blocks_since_s
+
+    def wait_s(prompt: list[int]) -> float:
+        sampling = SamplingParams(max_tokens=2, seed=0)
+        return forecast.wait_s(Request("r", prompt, sampling, 1, arrival_s=1e6))[0]
+
+    assert wait_s([*PREFIX, 1, 2]) < 0.01
+    assert wait_s([9] * 14) > 1.0
+    clock.now_s += 1000.0
+    assert wait_s([*PREFIX, 1, 2]) > 1.0, "the first has been overtaken for long enough"
 
 
 def test_nobody_overtakes_who_was_cut_off_in_the_middle_of_an_answer() -> None:
