@@ -47,15 +47,16 @@ class JobTimes:
 class EngineSettings:
     """Settings of a side: `num_blocks` KV blocks of the compiled model's block size (32 on CPU). Without
     `split_prompts`, the peer computes whole prompts in separate steps; our engine has no such mode.
-    `max_num_mixed_tokens` (None for the worker's choice) and `decode_graph` (see `wants_decode_graph`) apply only to
-    our side. With `stays_exact`, our steps are limited to the size for which prompts are exact on this CPU, the
-    worker's default."""
+    `max_num_mixed_tokens`, `target_step_ms` (None for the worker's choice) and `decode_graph` (see
+    `wants_decode_graph`) apply only to our side. With `stays_exact`, our steps are limited to the size for which
+    prompts are exact on this CPU, the worker's default."""
 
     model_dir: Path
     num_blocks: int
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 256
     max_num_mixed_tokens: int | None = None
+    target_step_ms: float | None = None
     split_prompts: bool = True
     decode_graph: bool | None = None
     stays_exact: bool = True
@@ -121,7 +122,10 @@ class HeadraceSide:
             states = StateBudget(2 * seqs + _SAVED_STATES, _STATE_INTERVAL)
             runner.allocate_states(states.num_slots)
         sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
-        self.engine = build_engine(runner, sampler, settings.num_blocks, limits, states=states)
+        target_ms = settings.target_step_ms
+        self.engine = build_engine(
+            runner, sampler, settings.num_blocks, limits, target_step_ms=target_ms, states=states
+        )
 
     def add(self, index: int, job: Job) -> None:
         """See Side."""

@@ -1,8 +1,8 @@
 """The worker's engine against openvino-genai's ContinuousBatchingPipeline: same IR, kernels, blocks and token budget.
 
     python -m benchmarks.engine.throughput MODEL_DIR [--pairs 5] [--case closed sampled mixed poisson behind identical]
-        [--requests 1 8 32 64] [--tokens 256] [--our-tokens N] [--our-mixed-tokens N] [--their-tokens N]
-        [--their-whole-prompts] [--one-graph]
+        [--requests 1 8 32 64] [--tokens 256] [--our-tokens N] [--our-mixed-tokens N] [--our-tpot-ms MS]
+        [--their-tokens N] [--their-whole-prompts] [--one-graph]
 
 Each side is a process of its own and both stay up; they take turns on the same workload, and each pair gives a ratio.
 
@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="in a step, of both sides")
     parser.add_argument("--our-tokens", type=int, help="by default --tokens, or as many as are exact on this CPU")
     parser.add_argument("--our-mixed-tokens", type=int, help="in a step that streams have a part in; by default 256")
+    parser.add_argument("--our-tpot-ms", type=float, help="the worker's --target-tpot-ms; by default its own choice")
     parser.add_argument("--their-tokens", type=int)
     parser.add_argument("--their-whole-prompts", action="store_true", help="the peer without dynamic_split_fuse")
     parser.add_argument("--one-graph", action="store_true", help="us without a graph of its own for small decode steps")
@@ -222,6 +223,7 @@ def main() -> None:
         max_num_batched_tokens=args.our_tokens or args.tokens,
         stays_exact=args.our_tokens is None,
         max_num_mixed_tokens=args.our_mixed_tokens,
+        target_step_ms=args.our_tpot_ms,
         decode_graph=False if args.one_graph else None,
     )
     theirs = replace(
