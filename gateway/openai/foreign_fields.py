@@ -55,14 +55,18 @@ FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "reasoning": (({},), "use reasoning_effort"),
     "thinking": ((), "use reasoning_effort"),
 }
-_Foreign = msgspec.defstruct("_Foreign", [(name, Any, None) for name in FOREIGN_FIELDS])
+_Foreign = msgspec.defstruct("_Foreign", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in FOREIGN_FIELDS])
 
 
 def check_foreign_fields(body: bytes) -> None:
     """Raise `StatusError` for a field of another server in a valid body."""
     found = msgspec.json.decode(body, type=_Foreign)
     for name, (neutral, instead) in FOREIGN_FIELDS.items():
-        value = getattr(found, name)
+        raw = getattr(found, name)
+        try:
+            value = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            value = raw  # such as 1e999, which the body may have in unknown fields
         if value is not None and value not in neutral:
             hint = f"; it may only be {json.dumps(neutral[0])}" if neutral else ""
             raise unsupported(name, f"{name} is not supported{hint}; {instead}")

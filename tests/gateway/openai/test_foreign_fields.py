@@ -33,6 +33,13 @@ async def test_a_field_of_another_server_is_refused_with_what_to_use_instead(
     assert router.streams == []
 
 
+@pytest.mark.parametrize("value", [b"1e999", b"1" * 400, b'{"a": [1e999]}', b'"\xff"'])
+async def test_a_value_that_cannot_be_read_is_refused_by_its_field(gateway: Any, value: bytes) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "n_predict": %b}' % value
+    response = await gateway.http.post("/v1/chat/completions", content=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n_predict")
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_values_that_change_nothing_are_taken(gateway: Any, path: str) -> None:
     for position in range(max(len(neutral) for neutral, _ in FOREIGN_FIELDS.values()) + 1):
