@@ -137,7 +137,7 @@ class Exchange:
             message = f"the body did not come within {self._bodies.timeout_s:g} s"
             raise HttpError(408, "request_timeout", message, [(b"connection", b"close")]) from None
         encoding = self.header("content-encoding")
-        if encoding.lower() not in ("", "identity"):
+        if encoding.lower() not in ("", "identity", "utf-8", "utf8"):  # some clients name the charset here
             problem = f"the body has the content-encoding {encoding[:32]!r}; send it uncompressed"
             raise HttpError(415, "encoding_not_supported", problem, param="content-encoding")
         self._watch = asyncio.create_task(self._watch_for_disconnect())

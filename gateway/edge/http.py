@@ -34,6 +34,7 @@ from headrace.protos.status import Reason, StatusError
 
 KEEP_CONNECTION_S = 75
 _LOG = logging.getLogger(__name__)
+_MAX_SHOWN_CHARS = 200
 
 
 class HttpEdge:
@@ -188,7 +189,7 @@ class _Nowhere:
                 self._owners.setdefault(path, members[0])
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        path = scope["path"]
+        path = scope["path"][:_MAX_SHOWN_CHARS]  # each round copies it
         while path and path not in self._owners:
             path = path.rpartition("/")[0]
         owner = self._owners.get(path, _UNKNOWN)
@@ -197,7 +198,7 @@ class _Nowhere:
 
 
 async def _unknown_path(exchange: Exchange) -> None:
-    path = exchange.scope["path"][:200]
+    path = exchange.scope["path"][:_MAX_SHOWN_CHARS]
     raise StatusError(Reason.NOT_FOUND, f"there is nothing at {path}; the API is at /v1, such as /v1/models")
 
 
