@@ -46,6 +46,7 @@ BEGUN_AT_ONCE = 16
 MAX_RESPONSE_BYTES = transport.MAX_MESSAGE_BYTES - 4096
 
 _Request = TypeVar("_Request")
+_Key = TypeVar("_Key", str, SharedPart)
 Handler: TypeAlias = Callable[[WireRequest, CallContext], Awaitable[None]]
 _LOG = logging.getLogger(__name__)
 
@@ -58,11 +59,12 @@ class SessionServer:
         self.is_ending = False
         self.server_id = secrets.token_hex(8)
         self.num_request_bytes = 0
-        """Of open calls."""
+        """Of open calls. A part that several of them share counts once, until the last of these ends."""
         self.num_open_calls = 0
         self._sessions: set[_ServerSession] = set()
         self._num_sessions_of: Counter[str] = Counter()
         self._num_calls_of: Counter[str] = Counter()
+        self._num_holders: Counter[SharedPart] = Counter()
         self._shared: WeakValueDictionary[bytes, SharedPart] = WeakValueDictionary()
 
     def method(self) -> grpc.RpcMethodHandler[Any, Any]:
@@ -99,8 +101,10 @@ class SessionServer:
             self._sessions.discard(session)
             _subtract(self._num_sessions_of, host)
 
-    def begin(self, host: str, num_on_session: int, num_bytes: int) -> StatusError | None:
+    def begin(self, host: str, num_on_session: int, request: WireRequest) -> StatusError | None:
         """Count a call that begins on a session of `host`. Returns the reason of a refusal if there are too many."""
+        parts = set(request.shared)
+        num_bytes = len(request.own) + sum(len(part.raw) for part in parts if part not in self._num_holders)
         if num_on_session >= MAX_OPEN_CALLS:
             problem = f"there are {MAX_OPEN_CALLS} calls on one session, its maximum"
         elif self._num_calls_of[host] >= MAX_OPEN_CALLS_OF_HOST:
@@ -113,6 +117,7 @@ class SessionServer:
             self._num_calls_of[host] += 1
             self.num_open_calls += 1
             self.num_request_bytes += num_bytes
+            self._num_holders.update(parts)
             return None
         return StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
 
@@ -124,11 +129,15 @@ class SessionServer:
             part = self._shared[raw] = SharedPart(raw)
         return part
 
-    def ended(self, host: str, num_bytes: int) -> None:
+    def ended(self, host: str, request: WireRequest) -> None:
         """A call that was counted has ended."""
         _subtract(self._num_calls_of, host)
         self.num_open_calls -= 1
-        self.num_request_bytes -= num_bytes
+        self.num_request_bytes -= len(request.own)
+        for part in set(request.shared):
+            _subtract(self._num_holders, part)
+            if part not in self._num_holders:
+                self.num_request_bytes -= len(part.raw)
 
     def end_when_idle(self) -> None:
         """End each session when no call is open on it, so that a server that stops waits for calls alone."""
@@ -167,7 +176,7 @@ def _host_of(peer: str) -> str:
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
-def _subtract(counter: Counter[str], key: str) -> None:
+def _subtract(counter: Counter[_Key], key: _Key) -> None:
     counter[key] -= 1
     if not counter[key]:
         del counter[key]
@@ -241,7 +250,7 @@ class _ServerSession:
             raise ValueError(f"the call {begin.call_id} names a shared part that its message does not have")
         num_bytes = len(begin.request) + sum(len(shared[i].raw) for i in begin.shared if i not in borne)
         wire = WireRequest(begin.request, tuple(shared[i] for i in begin.shared), num_bytes)
-        refusal = self._server.begin(self._host, len(self._tasks), num_bytes)
+        refusal = self._server.begin(self._host, len(self._tasks), wire)
         if refusal is None:
             borne.update(begin.shared)
         else:
@@ -249,7 +258,7 @@ class _ServerSession:
             return
         if self._timer is None:
             self._arm()
-        context = _ServerContext(self, begin, num_bytes)
+        context = _ServerContext(self, begin, wire)
         task = self._tasks[begin.call_id] = asyncio.create_task(self._serve(wire, context))
         task.add_done_callback(lambda _: self._ended(context))
         context.arm(task)
@@ -258,7 +267,7 @@ class _ServerSession:
         # Not within the task, because a task that is cancelled in the turn in which it was made never runs.
         context.disarm()
         del self._tasks[context.call_id]
-        self._server.ended(self._host, context.num_request_bytes)
+        self._server.ended(self._host, context.request)
         self.end_if_idle()
 
     async def _serve(self, request: WireRequest, context: _ServerContext) -> None:
@@ -315,11 +324,11 @@ class _AbortedError(Exception):
 class _ServerContext:
     """A `CallContext` of a session."""
 
-    __slots__ = ("_deadline_s", "_metadata", "_session", "_timer", "call_id", "is_late", "num_request_bytes")
+    __slots__ = ("_deadline_s", "_metadata", "_session", "_timer", "call_id", "is_late", "request")
 
-    def __init__(self, session: _ServerSession, begin: BeginCall, num_request_bytes: int) -> None:
+    def __init__(self, session: _ServerSession, begin: BeginCall, request: WireRequest) -> None:
         self.call_id = begin.call_id
-        self.num_request_bytes = num_request_bytes
+        self.request = request
         self.is_late = False
         self._session = session
         self._metadata = tuple(begin.metadata.items())

@@ -387,6 +387,22 @@ async def test_what_requests_share_is_sent_once_and_is_one_object(size: int) -> 
         await until(lambda: server.sessions.num_request_bytes == 0)
 
 
+async def test_what_requests_share_counts_once_until_the_last_of_them_ends() -> None:
+    server = Server()
+    async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        client = SessionClient(channel)
+        part = SharedPart(b"hang:" + b"x" * 1000)
+        calls = [client.generate(WireRequest(b"%d" % number, (part,))) for number in range(2)]
+        await until(lambda: server.sessions.num_open_calls == 2)
+        calls.append(client.generate(WireRequest(b"2", (part,))))
+        for left, call in zip((2, 1, 0), calls, strict=True):
+            assert await call.read() == b"begun"
+            assert server.sessions.num_request_bytes == (left + 1) + 1005 or left == 2
+            call.cancel()
+            await until(lambda: server.sessions.num_open_calls == left)  # noqa: B023
+            assert server.sessions.num_request_bytes == (left + 1005 if left else 0)
+
+
 async def test_what_requests_share_is_one_object_though_it_is_sent_several_times() -> None:
     server = Server()
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
