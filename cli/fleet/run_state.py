@@ -152,6 +152,14 @@ def _live(record: ServeRecord | None) -> bool:
     return record is not None and _start_ticks(record.pid) == record.start_ticks
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
 def _start_ticks(pid: int) -> int | None:
     """Field 22 of /proc/PID/stat (proc(5)), None for a process that is gone or a zombie (field 3)."""
     try:

@@ -15,7 +15,7 @@ import grpc
 from headrace.cli.errors import EXIT_FAILED
 from headrace.cli.fleet.fleet_access import transport_of
 from headrace.cli.fleet.http_probe import http_status
-from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, running_serves
+from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, is_stopped, running_serves
 from headrace.cli.fleet.tables import width_of
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
@@ -31,17 +31,28 @@ _WORKER_STATES = {
     router_pb2.WORKER_STATE_SUSPECT: "suspect",
 }
 _PROPOSERS = ("ngram", "prediction", "grammar", "draft", "eagle3", "medusa")
-_COLOURS = {"ready": "green", "failed": "red", "suspect": "red"}
+_COLOURS = {"ready": "green"} | dict.fromkeys(("failed", "suspect", "stopped", "unreachable"), "red")
 
 
 async def collect(record: ServeRecord) -> list[dict[str, Any]]:
     """One row for each process of a serve; `row_of` describes its fields."""
-    workers, gateway_ready = await asyncio.gather(
+    (workers, is_router_silent), gateway_ready = await asyncio.gather(
         _list_workers(record),
         http_status(record.host, record.port, "/health/ready", _ASK_TIMEOUT_S, scheme=record.url.partition(":")[0]),
     )
     now_s = time.time()
-    return [row_of(record, process, workers, gateway_ready == 200, now_s) for process in record.processes]
+    return [
+        row_of(
+            record,
+            process,
+            workers,
+            gateway_ready == 200,
+            now_s,
+            is_router_silent=is_router_silent,
+            is_stopped=process.pid is not None and is_stopped(process.pid),
+        )
+        for process in record.processes
+    ]
 
 
 def row_of(
@@ -50,10 +61,14 @@ def row_of(
     workers: Mapping[str, router_pb2.WorkerInfo] | None,
     gateway_ready: bool,
     now_s: float,
+    *,
+    is_router_silent: bool = False,
+    is_stopped: bool = False,
 ) -> dict[str, Any]:
     """The fields of one process. Pure.
 
-    `workers` are the router's, by worker id, or None if the router does not respond. Every row has role, name, pid,
+    `workers` are the router's, by worker id, or None if the router does not respond; `is_router_silent` if it listens
+    nevertheless. `is_stopped` is whether a signal or a debugger has stopped the process. Every row has role, name, pid,
     address, state, restarts, uptime_s, serve_pid and port. A worker also has model, serves (prefill, decode or both),
     kv_blocks, kv_blocks_free, kv_blocks_cached, state_slots, states_saved, window_slots, window_slots_held,
     kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored, kv_blocks_read, kv_blocks_received, kv_blocks_taken_over,
@@ -77,12 +92,18 @@ def row_of(
         info = workers.get(process.name) if workers is not None else None
         row |= _worker_columns(info)
         if answers and info is not None:
-            row["state"] = _WORKER_STATES.get(info.state, "starting")
+            has_reported = info.report_age_ms > 0 and now_s - info.report_age_ms / 1000 > process.started_s
+            row["state"] = _WORKER_STATES.get(info.state, "unreachable" if has_reported else "starting")
+        elif answers and is_router_silent:
+            row["state"] = "unknown"
     elif process.role == "router":
-        row["state"] = "ready" if answers and workers is not None else process.state
+        if answers and (workers is not None or is_router_silent):
+            row["state"] = "unreachable" if is_router_silent else "ready"
     else:
         row["grpc_address"] = f"{record.host}:{record.grpc_port}" if record.grpc_port else None
         row["state"] = "ready" if answers and gateway_ready else process.state
+    if answers and is_stopped:
+        row["state"] = "stopped"
     return row
 
 
@@ -168,16 +189,17 @@ def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
     }
 
 
-async def _list_workers(record: ServeRecord) -> dict[str, router_pb2.WorkerInfo] | None:
+async def _list_workers(record: ServeRecord) -> tuple[dict[str, router_pb2.WorkerInfo] | None, bool]:
+    """The router's workers, None if it does not respond, and whether it listens without responding."""
     transport = transport_of(record.tls_dir, record.join_token_file)
     async with transport.channel(record.router_address) as channel:
         try:
             answer = await router_pb2_grpc.RouterStub(channel).ListWorkers(
                 router_pb2.ListWorkersRequest(), timeout=_ASK_TIMEOUT_S
             )
-        except grpc.aio.AioRpcError:
-            return None
-    return {info.worker_id: info for info in answer.workers}
+        except grpc.aio.AioRpcError as error:
+            return None, error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return {info.worker_id: info for info in answer.workers}, False
 
 
 async def _collect_all(records: Sequence[ServeRecord]) -> list[dict[str, Any]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 from rich.table import Table
 
+from headrace.cli.fleet import status
 from headrace.cli.fleet.run_state import (
     ProcessRecord,
     RunState,
@@ -143,6 +147,35 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
 )
 def test_a_worker_that_takes_no_requests_is_not_ready(known: int, state: str) -> None:
     assert row_of(record(), WORKER, {"worker-0": info(known)}, True, 0)["state"] == state
+
+
+@pytest.mark.parametrize(("report_age_ms", "state"), [(0, "starting"), (3_000, "unreachable"), (9_000, "starting")])
+def test_a_lost_worker_is_unreachable_if_this_process_of_it_has_reported(report_age_ms: int, state: str) -> None:
+    lost = info(router_pb2.WORKER_STATE_UNREACHABLE)
+    lost.report_age_ms = report_age_ms
+    assert row_of(record(), WORKER, {"worker-0": lost}, True, WORKER.started_s + 5)["state"] == state
+
+
+def test_a_router_that_is_silent_is_unreachable_and_its_workers_are_unknown() -> None:
+    states = [row_of(record(), each, None, True, 0, is_router_silent=True)["state"] for each in (ROUTER, WORKER)]
+    assert states == ["unreachable", "unknown"]
+
+
+async def test_a_frozen_process_is_stopped_and_a_frozen_router_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_ASK_TIMEOUT_S", 0.2)
+    with subprocess.Popen(["sleep", "60"]) as frozen, socket.socket(socket.AF_UNIX) as silent:
+        try:
+            frozen.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, frozen.pid, os.WSTOPPED)  # noqa: ASYNC222
+            silent.bind(str(tmp_path / "r.sock"))
+            silent.listen()
+            processes = (replace(WORKER, pid=frozen.pid), replace(ROUTER, pid=os.getpid()))
+            rows = await collect(record(router_address=f"unix:{tmp_path / 'r.sock'}", processes=processes))
+        finally:
+            frozen.kill()
+    assert [row["state"] for row in rows] == ["stopped", "unreachable"]
 
 
 @pytest.mark.parametrize("state", ["restarting", "stopping", "failed"])
