@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-import click
+try:
+    import difflib
+    import importlib
+    from collections.abc import Sequence
+    from typing import Any, NamedTuple
 
-from headrace.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+    import click
+
+    from headrace.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+except KeyboardInterrupt:  # from here on, click catches it
+    sys.exit(130)
 
 
 class _Subcommand(NamedTuple):

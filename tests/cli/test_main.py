@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -48,3 +50,11 @@ def test_roles_refuse_in_the_same_words(role: str) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("error: No such option '--frobnicate'")
     assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_while_the_command_is_imported_gives_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", "from headrace.cli.main import main; main()", "models"]
+    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
