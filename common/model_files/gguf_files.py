@@ -20,6 +20,10 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 INTERLEAVED = ("llama",)
 
 
+# The beginnings of the package's own errors. Others are Python's, which say nothing of the file.
+_OWN_ERRORS = ("GGUF magic", "Sorry, file appears")
+
+
 class GgufError(Exception):
     """Why a file cannot be read, in one sentence."""
 
@@ -57,4 +61,5 @@ def halves_of_pairs(rows: int, head_size: int) -> npt.NDArray[Any]:
 
 
 def _unreadable(error: Exception) -> GgufError:
-    return GgufError(f"it is no readable GGUF file ({str(error) or type(error).__name__})")
+    says_why = isinstance(error, OSError) or str(error).startswith(_OWN_ERRORS)
+    return GgufError(f"it is no readable GGUF file ({error if says_why else 'it is damaged or cut off'})")

@@ -117,6 +117,11 @@ def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"none of it")
     with pytest.raises(AdapterError, match=r"it is no readable GGUF file .*; copy it again"):
         read_adapter(path, LAYERS)
+    whole = written(tmp_path / "b.gguf").read_bytes()
+    for size in (0, 8, 20, 100, len(whole) // 2, len(whole) - 40):
+        path.write_bytes(whole[:size])
+        with pytest.raises(AdapterError, match=r"it is no readable GGUF file \(it is damaged or cut off\)"):
+            read_adapter(path, LAYERS)
     with pytest.raises(AdapterError, match="cannot be read: No such file"):
         read_adapter(tmp_path / "none.gguf", LAYERS)
     with pytest.raises(AdapterError, match="is a file; give the directory that PEFT wrote"):
