@@ -6,6 +6,7 @@ Pure. Not used with a join token or mutual TLS, which authenticate all callers.
 
 from __future__ import annotations
 
+import re
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from headrace.common.transport.channels import stays_on_host
@@ -26,7 +27,7 @@ def check_target(address: str, peer: str) -> None:
     except ValueError:
         target = None
     mapped = getattr(target, "ipv4_mapped", None) or target
-    if mapped is None or not port.isdigit() or not _is_of_another_host(mapped):
+    if mapped is None or not re.fullmatch("[0-9]{1,5}", port) or not _is_of_another_host(mapped):
         raise StatusError(
             Reason.PERMISSION_DENIED,
             "a worker on another host must register with IP:PORT, not with a host name, a unix socket or a loopback "
