@@ -108,6 +108,10 @@ class WindowCacheManager(KVCacheManager):
         """See `KVCacheManager`. The request first gives up what its queries cannot reach any more."""
         self._release_up_to(request, self._first_seen(request.num_computed_tokens), len(request.block_table))
         missing = self.num_blocks_for(num_tokens) - len(request.block_table)
+        if missing > self.parts.num_available:
+            # Others may still hold what they computed in the step before.
+            for other in self._first:
+                self._release_up_to(other, self._first_seen(other.num_computed_tokens), len(other.block_table))
         if missing > self.parts.num_available or not super().reserve(request, num_tokens):
             return False
         if missing > 0:

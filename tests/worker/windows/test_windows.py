@@ -9,6 +9,7 @@ import pytest
 from headrace.worker.engine.build import build_engine
 from headrace.worker.kv.manager import MIN_COPIED_TOKENS
 from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.windows.manager import PARTS_BESIDE, WindowBudget, WindowCacheManager
@@ -169,15 +170,29 @@ def test_a_branch_of_a_draft_has_parts_of_its_own(accepted: tuple[int, ...]) -> 
 
 
 def test_requests_wait_until_there_are_slots_for_their_windows() -> None:
-    """Without preemption, although there are blocks for all of them."""
+    """Without preemption, although there are blocks for all of them. The first one counts too."""
     engine = make_engine(num_blocks=200, num_slots=32)
     for number in range(6):
         engine.request(tokens(number, 40), 30)
     engine.step()
-    assert 1 <= len(engine.scheduler.running) < 6
+    assert len(engine.scheduler.running) == (32 - 13) // (WINDOW // BLOCK_SIZE + PARTS_BESIDE)
     engine.run()
     assert engine.scheduler.stats.preemptions == 0
     assert_answers(engine)
+
+
+def test_slots_come_from_what_other_requests_computed_in_the_step_before() -> None:
+    """Nobody is preempted for parts that no query can reach."""
+    cache = cache_of(make_engine(num_blocks=64, num_slots=14))
+    first, last = (Request(name, tokens(1, 60), SamplingParams(max_tokens=1, seed=0), 1) for name in ("first", "last"))
+    assert cache.reserve(last, 40)
+    last.num_computed_tokens = 40
+    assert cache.reserve(first, 40)
+    cache.check()
+    assert cache.num_parts == (14, 10 + 3)
+    for request in (first, last):
+        cache.free(request)
+    cache.check()
 
 
 def test_a_request_with_a_copy_takes_all_blocks_and_slots() -> None:
@@ -190,7 +205,7 @@ def test_a_request_with_a_copy_takes_all_blocks_and_slots() -> None:
 
 
 def test_a_request_that_lost_its_blocks_is_computed_again() -> None:
-    engine = make_engine(num_blocks=24, num_slots=24)
+    engine = make_engine(num_blocks=24, num_slots=40)
     for number in range(4):
         engine.request(tokens(number, 20), 30)
     engine.run()
