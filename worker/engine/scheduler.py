@@ -221,7 +221,7 @@ class Scheduler:
                 continue
             gained = kv_cache.reuse(request)
             missing = self.num_missing_blocks(request)
-            if self.running and not kv_cache.has_room(request, promised + missing):
+            if not kv_cache.has_room(request, promised + missing) and self.running:
                 kv_cache.free(request)
                 overtaken = overtaken or request
                 if not self.may_be_overtaken(overtaken):
@@ -306,7 +306,8 @@ class Scheduler:
         begun: set[tuple[int, bytes]] = set()
         for request in served:
             floor = room.for_first if request is first else 0
-            if floor + left == 0 or self._is_begun(request, begun):
+            # With less room it might copy and compute nothing. If the step failed, it would live on without its copy.
+            if floor + left < min(request.num_uncomputed_tokens, MIN_CHUNK_ROOM) or self._is_begun(request, begun):
                 continue
             self._count_cached_tokens(request, self.kv_cache.copy_beginning(request))
             num_tokens = rows.chunk_of(request, floor + left)

@@ -132,9 +132,7 @@ class Grammars:
                     self._displace_for(tenant, priority)
                 work = self._pending[key] = _Work(key)
                 work.entry = queue.push(work, tenant=tenant, priority=priority, charge=1.0)
-            elif (old := work.entry) is not None and queue.num_ahead(tenant, priority) < list(queue.in_order()).index(
-                old
-            ):
+            elif (old := work.entry) is not None and queue.num_ahead(tenant, priority) < _place(queue, old):
                 queue.remove(old)
                 work.entry = queue.push(work, tenant=tenant, priority=priority, charge=1.0)
             work.num_waiting += 1

@@ -97,6 +97,19 @@ def test_a_block_whose_beginning_is_copied_may_still_be_growing(engine: EngineUn
     assert engine.tokens[first] == engine.tokens[second] == right(first, 30)
 
 
+def test_a_request_without_room_in_a_step_copies_nothing(engine: EngineUnderTest) -> None:
+    """The copy would be lost if the step failed, and the request would not end with it."""
+    engine.request(list(range(8)), max_tokens=1)
+    engine.run()
+    failing = engine.request(list(range(100, 131)), max_tokens=1)
+    other = engine.request([*range(6), *range(200, 240)], max_tokens=6)
+    engine.runner.fail_next = RuntimeError("kernel")
+    engine.step()
+    assert engine.last[failing].error is not None
+    engine.run()
+    assert engine.tokens[other] == right(other, 6)
+
+
 def test_with_no_block_to_spare_nothing_is_copied() -> None:
     engine = make_engine(num_blocks=3)
     engine.request(list(range(12)), max_tokens=1)
