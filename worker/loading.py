@@ -130,11 +130,10 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     # Touching the first pages while the first kernels are built saves a quarter of a second.
     touching = threading.Thread(target=runner.touch, name="touch")
     touching.start()
-    sampler = sampler_for(runner, threads)
     draft = draft_of(draft_runner, heads, threads)
     journal = kept.journal if kept is not None else None
     made = partial(engine_for, speculation=speculation, draft=draft, states=states, windows=windows)
-    engine = made(config, runner, sampler, num_blocks, limits, journal)
+    engine = made(config, runner, sampler_for(runner, threads), num_blocks, limits, journal)
     pool = engine.scheduler.kv_cache.pool
     runner.part_slots = engine.scheduler.kv_cache.part_slots
     if kept is not None:

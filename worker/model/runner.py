@@ -97,7 +97,6 @@ class OpenVINOModelRunner:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         model, self.depends_on_context = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
-        self._evicts = evicts
         has_parts = has_parts and not has_states(model)
         self.windows = add_window_tables(model) if has_parts else window_layers(model)
         self._in_slots: Collection[int] = self.windows.layers if has_parts else ()
@@ -107,9 +106,8 @@ class OpenVINOModelRunner:
         memory = FileMemory()
         fuse_projections(model, memory)
         widen_scales(model, memory)
-        if has_states(model):
-            decode_graph = False  # its states would have another precision
-        of_decode = model.clone() if decode_graph else None
+        # Its states would have another precision.
+        of_decode = model.clone() if decode_graph and not has_states(model) else None
         of_adapters = model.clone() if max_adapters else None
         # Without this, OpenVINO gives states no precision in accuracy mode, and sums over all tokens bfloat16.
         needs_float32 = has_states(model) and (execution_mode == "accuracy" or has_sums(model))
@@ -128,18 +126,19 @@ class OpenVINOModelRunner:
         """The weights of adapters. May be replaced between two calls of `bind`, by any thread."""
         if of_adapters is not None:
             self._make_adapters(core, of_adapters, asked, max_adapters, is_bfloat16=is_bfloat16)
-        self.small_decode = SMALL_DECODE if decode_graph else 0
+        self.small_decode = 0 if of_decode is None else SMALL_DECODE
         self.least_decode = 2 if execution_mode == "accuracy" or (speculates and not has_states(model)) else 1
+        self._describe(core, main, execution_mode, evicts=evicts)
+
+    def _describe(self, core: ov.Core, main: _Graph, execution_mode: str, *, evicts: bool) -> None:
+        """Read the shapes and types of the KV cache, which has no memory yet."""
+        self._evicts = evicts
         self._slot = main.slots[0]
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
         # The same, of layers with whole blocks, and of those whose parts are in slots.
         self._divided_views: tuple[list[npt.NDArray[np.uint8]], ...] = ([], [])
-        self._describe(core, main, execution_mode)
-
-    def _describe(self, core: ov.Core, main: _Graph, execution_mode: str) -> None:
-        """Read the shapes and types of the KV cache."""
         caches = self._caches = main.caches
         self.state_tables = main.state_tables
         self.vocab_size = main.vocab_size
@@ -152,7 +151,7 @@ class OpenVINOModelRunner:
         self.part_bytes = sum(map(bytes_of, caches)) - self.block_bytes
         self.kv_precision = str(key.element_type.get_type_name())
         parts = [ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision]
-        self.numerics = " ".join([*parts, "evicts"] if self._evicts else parts)
+        self.numerics = " ".join([*parts, "evicts"] if evicts else parts)
 
     def _check_layouts(self) -> None:
         """ConfigurationError unless all graphs have the same KV cache."""
