@@ -1,6 +1,7 @@
 """Throughput with LoRA adapters mixed in one batch.
 
     python -m benchmarks.models.lora MODEL_DIR [--adapters 8] [--rank 16] [--requests 64] [--prompt 32] [--output 128]
+        [--rounds 3] [--kinds base mixed ...]
 
 Each of --rounds rounds runs the same requests four times, in a changing order:
 
@@ -9,10 +10,12 @@ Each of --rounds rounds runs the same requests four times, in a changing order:
     one by one       the same, but only requests of one adapter run at a time, one adapter after another
     base one by one  the groups of `one by one` without adapters: what smaller batches cost by themselves
 
-The adapters have random weights on every linear layer. The first round is not counted. Prints each round's tokens a
-second and steps: a kind that divides its prompts among more steps has smaller ones, which has nothing to do with
-adapters. Then medians of tokens a second and of each round's ratios, what loading an adapter takes while a batch runs,
-the longest step meanwhile, and the resident memory with the second graph and without.
+The adapters have random weights on every linear layer. Steps may take as long as they need for all prompts at once, so
+that all requests are in one batch and all kinds have steps of the same sizes. Otherwise streams that have begun would
+keep steps short, and prompts would come in pieces, whose number depends on what was learned of steps. The first round
+is not counted. Prints each round's tokens a second and steps. Then medians of tokens a second and of each round's
+ratios, what loading an adapter takes while a batch runs, the longest step meanwhile, and the resident memory with the
+second graph and without.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ from headrace.worker.request.request import Request
 from headrace.worker.sampling.row_sums import reducer_for
 from headrace.worker.sampling.sampler import BatchSampler
 
+# Steps are not divided for the sake of streams.
+STEP_MS = 60_000.0
 KINDS = ("base", "mixed", "one by one", "base one by one")
 RATIOS = (("mixed", "base"), ("mixed", "one by one"), ("base", "base one by one"))
 
@@ -111,7 +116,9 @@ class Bench:
     def run(self, kind: str) -> Run:
         """Run a kind."""
         limits = step_limits(self.num_requests, 1024, 1024, exact_rows=self.runner.exact_rows)
-        engine = build_engine(self.runner, self.sampler, self.num_blocks, limits, step_costs=self.costs)
+        engine = build_engine(
+            self.runner, self.sampler, self.num_blocks, limits, target_step_ms=STEP_MS, step_costs=self.costs
+        )
         batches = self.of_kind(kind)
         num_tokens, num_steps, longest_s = 0, 0, 0.0
         start_s = time.perf_counter()
@@ -170,7 +177,9 @@ def main() -> None:
         ("rounds", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     arguments = parser.parse_args()
+    kinds = arguments.kinds
     print(describe())
     plain = OpenVINOModelRunner(
         arguments.model_dir, threads=len(usable_cpus()), kv_precision="u8", execution_mode="performance"
@@ -178,17 +187,17 @@ def main() -> None:
     without_mib = resident_mib()
     del plain
     bench = Bench(arguments)
-    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    orders = itertools.cycle(itertools.permutations(KINDS))
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    orders = itertools.cycle(itertools.permutations(kinds))
     for number in range(arguments.rounds + 1):
         runs = {kind: bench.run(kind) for kind in next(orders)}
-        for kind in KINDS if number else ():
+        for kind in kinds if number else ():
             rates[kind].append(runs[kind].rate)
-        shown = (f"{kind} {runs[kind].rate:.1f} ({runs[kind].num_steps} steps)" for kind in KINDS)
+        shown = (f"{kind} {runs[kind].rate:.1f} ({runs[kind].num_steps} steps)" for kind in kinds)
         print(f"round {number}:", *shown, flush=True)
-    for kind in KINDS:
+    for kind in kinds:
         print(f"{kind}: {statistics.median(rates[kind]):.1f} tokens/s")
-    for kind, other in RATIOS:
+    for kind, other in (pair for pair in RATIOS if set(pair) <= set(kinds)):
         ratios = [rate / peer for rate, peer in zip(rates[kind], rates[other], strict=True)]
         print(f"{kind} to {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     loading(bench)
