@@ -25,7 +25,7 @@ from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelt
 from headrace.gateway.chat.sampling import shortest
 from headrace.gateway.edge.failures import OPENAI_ERRORS, Failure
 from headrace.gateway.edge.wire import encode, padding
-from headrace.gateway.responses.items import new_id
+from headrace.gateway.responses.references import new_output_id
 from headrace.gateway.responses.types import ENCRYPTED_REASONING, ResponsesRequest, TextFields
 from headrace.gateway.text.reasoning_seal import sealed
 from headrace.protos.inference_pb2 import SamplingParams
@@ -255,7 +255,8 @@ class ResponseAnswer:
         return self._close("completed") + self._add(kind)
 
     def _add(self, kind: str, name: str = "") -> bytes:
-        item = self._open = _OpenItem(kind, new_id(_KINDS[kind][0]), len(self.response["output"]), name=name)
+        item_id = new_output_id(_KINDS[kind][0], self.response["id"])
+        item = self._open = _OpenItem(kind, item_id, len(self.response["output"]), name=name)
         if kind == "function_call":
             item.call_id = new_call_id(self._num_id_chars)
         if not self._streams:

@@ -22,6 +22,7 @@ from headrace.gateway.field_names import FieldNames
 from headrace.gateway.responses.answers import ResponseAnswer, response_head
 from headrace.gateway.responses.background import ResponseRun, ResponseRuns
 from headrace.gateway.responses.items import Turn, input_items, turns_of
+from headrace.gateway.responses.references import resolved
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
 from headrace.gateway.responses.types import MAX_ID_CHARS, ResponsesRequest, chat_of, check_response
 from headrace.gateway.services import Services
@@ -140,7 +141,7 @@ class _Responses:
         if request.previous_response_id is not None:
             previous = await self._previous(exchange, request.previous_response_id)
             earlier = [*previous.items, *previous.response["output"]]
-        items = input_items(request.input)
+        items = input_items(await resolved(request.input, lambda name: self._stored(exchange, name)))
         plan, names = await self._plan(request, turns_of(earlier, items))
         params = plan.plan.requests[0]
         head = response_head(request, f"resp_{params.request_id}", plan.model.name, params.sampling)

@@ -124,7 +124,7 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "reasoning":
         return _reasoning(where, item)
     named = kind[:_MAX_ECHO_CHARS] if isinstance(kind, str) else "of no name"
-    known = "message, function_call, function_call_output and reasoning"
+    known = "message, function_call, function_call_output, reasoning and item_reference"
     raise unsupported(f"{where}.type", f"{where}.type: items {named} are not taken, only {known}")
 
 

@@ -319,6 +319,37 @@ async def test_calls_are_answered_across_responses(ask: Any, model: Any) -> None
     ) in model.prompt
 
 
+@pytest.mark.parametrize("background", [False, True])
+async def test_stored_items_are_referred_to_by_their_ids(ask: Any, model: Any, background: bool) -> None:
+    question = {"role": "user", "content": "Rain?"}
+    events = await ask(
+        f"<think>Hm.</think>{ONE}", tools=[WEATHER], input=[question], stream=True, background=background
+    )
+    reasoning, call = events[-1]["response"]["output"]
+    second = await ask("Wet.", input="And now?")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    references = [{"type": "item_reference", "id": item["id"]} for item in (reasoning, call, second["output"][0])]
+    items = [question, *references[:2], output, references[2], {"role": "user", "content": "Sure?"}]
+    third = await ask("Yes.", input=items, tools=[WEATHER])
+    assert model.prompt.endswith(
+        'assistant\n<think>Hm.</think><tool_call>weather{"city": "Köln"}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\nWet.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text_of(third) == "Yes."
+
+
+async def test_what_is_not_stored_cannot_be_referred_to_and_nothing_twice(ask: Any, front: Any) -> None:
+    answer = await ask("Wet.")
+    kept = {"type": "item_reference", "id": answer["output"][0]["id"]}
+    forgotten = {"type": "item_reference", "id": (await ask("Wet.", store=False))["output"][0]["id"]}
+    for items, message in (([forgotten], "was its response stored?"), ([kept, kept], "is in the input already")):
+        response = await front.http.post(RESPONSES, json={"model": "tiny", "input": items})
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == f"input[{len(items) - 1}].id"
+
+
 async def test_reasoning_goes_around_without_a_store(ask: Any, model: Any) -> None:
     include = ["reasoning.encrypted_content"]
     first = await ask("<think>Hm é.</think>Yes.", store=False, include=include)
@@ -359,7 +390,10 @@ async def front_error(refused: Any, *, streams: list[Any], **fields: Any) -> Any
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
         ([{"role": "user", "content": ["x"]}], "input[0].content[0].type"),
         ([{"role": "user", "content": "x", "id": 1}], "input[0].id"),
-        ([{"type": "item_reference", "id": "x"}], "input[0].type"),
+        ([{"type": "item_reference", "id": "x"}], "input[0].id"),
+        ([{"type": "item_reference"}], "input[0].id"),
+        ([{"type": "item_reference", "id": "msg_" + 48 * "0"}], "input[0].id"),
+        (1025 * [{"type": "item_reference", "id": "x"}], "input"),
         ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
         ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments"),
         ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
