@@ -130,6 +130,14 @@ def test_commands_and_variables_are_those_of_the_real_commands(overlay: str, mon
 
 
 @overlays
+def test_an_image_of_no_registry_is_not_asked_for_at_each_start(overlay: str) -> None:
+    ours = [container for workload in rendered(overlay) for container in containers(workload)]
+    local = [container for container in ours if container["image"].startswith("headrace:")]
+    assert all(container.get("imagePullPolicy") == "IfNotPresent" for container in local)
+    assert len(local) in (0, 4)
+
+
+@overlays
 def test_selectors_find_the_pods_that_they_are_for(overlay: str) -> None:
     resources = rendered(overlay)
     pods = {identity(workload)[1]: labels_of(workload) for workload in of_kind(resources, *WORKLOADS)}
