@@ -14,6 +14,7 @@ import click
 import uvloop
 
 from headrace.common.flags import FiniteRange
+from headrace.common.model_files.cache import find_directory
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.protos.cache_eviction import OFF
@@ -42,10 +43,10 @@ _NEED_DRAFT_MODEL = {
     "model_dir",
     required=True,
     envvar="HEADRACE_WORKER_MODEL",
-    type=click.Path(path_type=Path),
-    help="Model directory.",
+    metavar="NAME_OR_DIR",
+    help="Model: its directory, or its name in the cache of `headrace pull`.",
 )
-@click.option("--name", help="Name of the model in requests. Default: the name of its directory.")
+@click.option("--name", help="Name of the model in requests. Default: its name in the cache, or that of its directory.")
 @click.option("--worker-id", help="Stable name of this worker. Default: host name and listen address.")
 @click.option("--listen", default="127.0.0.1:50061", help="host:port or unix:/path to serve gRPC on.")
 @click.option(
@@ -279,7 +280,7 @@ def command(
     configure_logging(log_level, log_format)
     kv_cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * GIB)
     try:
-        config = config_of(Path(str(options.pop("model_dir"))), kv_cache_bytes, options)
+        config = config_of(str(options.pop("model_dir")), kv_cache_bytes, options)
         # Threads inherit the memory policy, so it is set before any other thread exists.
         config = replace(config, memory_node=bind_memory(config.memory_node))
         start_tracing("worker", otlp_endpoint)
@@ -294,7 +295,7 @@ def command(
     os._exit(0)
 
 
-def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, Any]) -> WorkerConfig:
+def config_of(model: str, kv_cache_bytes: int | None, options: dict[str, Any]) -> WorkerConfig:
     """The configuration that the flags describe. ConfigurationError if flags contradict each other."""
     if options["keep_kv_memory"] and options["kv_memory"] is None:
         raise ConfigurationError("--keep-kv-memory needs a directory; give it with --kv-memory")
@@ -305,15 +306,17 @@ def config_of(model_dir: Path, kv_cache_bytes: int | None, options: dict[str, An
             f"--role {options['role']} moves cached prefixes between workers; leave out --no-kv-peers"
         )
     check_speculation(options["speculation"], options["draft_model"])
+    model_dir, name = find_directory(model)
+    name = options["name"] or name
     listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])
     found = {
-        "name": options["name"] or model_dir.resolve().name,
+        "name": name,
         "decode_graph": {"auto": None, "on": True, "off": False}[options["decode_graph"]],
         "cache_eviction": None if options["cache_eviction"] == OFF else options["cache_eviction"],
         "trims_windows": options.pop("window_cache") == "trim",
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
-        **adapters_of(options["adapters"], options["max_adapters"], options["name"] or model_dir.resolve().name),
+        **adapters_of(options["adapters"], options["max_adapters"], name),
     }
     return WorkerConfig(**{**options, **found, "model_dir": model_dir, "kv_cache_bytes": kv_cache_bytes})
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace.cli.errors import CommandError
+from headrace.common.model_files import cache
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
 
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -75,11 +76,10 @@ class Manifest:
 
 def cache_directory() -> Path:
     """The cache folder; it need not exist."""
-    own = os.environ.get("HEADRACE_CACHE")
-    if own:
-        return expanded(own).absolute()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else expanded("~/.cache")).absolute() / "headrace"
+    try:
+        return cache.cache_directory()
+    except RuntimeError:
+        raise CommandError("the cache cannot be found: there is no home directory; set HEADRACE_CACHE") from None
 
 
 def expanded(path: str) -> Path:
@@ -104,7 +104,7 @@ def model_directory(name: str) -> Path:
             "':QUANTISATION' or '@REVISION' at its end); "
             "--name gives it another"
         )
-    return cache_directory() / "models" / name.replace("/", "--")
+    return cache.directory_in(cache_directory(), name)
 
 
 def is_model_name(name: str) -> bool:

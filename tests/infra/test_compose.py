@@ -137,7 +137,7 @@ def fill_volume() -> None:
         *("--label", f"com.docker.compose.project={PROJECT}", "--label", "com.docker.compose.volume=models"),
     )
     mount = Path(json.loads(docker("volume", "inspect", f"{PROJECT}_models"))[0]["Mountpoint"])
-    target = mount / "models" / "served"
+    target = mount / "models" / model_dir.name
     target.parent.mkdir(parents=True)
     subprocess.run(["cp", "-r", str(model_dir.resolve()), str(target)], check=True)
     subprocess.run(["chown", "-R", "10001:10001", str(mount)], check=True)

@@ -86,7 +86,9 @@ def read_model_dir(path: Path) -> ModelDir:
 
 def _verified(path: Path) -> ModelDir:
     if not path.is_dir():
-        raise ConfigurationError(f"there is no model directory {path}; `headrace pull` makes one")
+        raise ConfigurationError(
+            f"there is no model directory {path}, nor a model of this name in the cache; `headrace pull` fetches one"
+        )
     wrong = [f"{name} is missing" for name in REQUIRED_FILES if not (path / name).is_file()]
     wrong += [
         f"{name} is empty" for name in REQUIRED_FILES if (path / name).is_file() and not (path / name).stat().st_size

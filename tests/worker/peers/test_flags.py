@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from headrace.worker.__main__ import config_of
@@ -14,4 +12,4 @@ from headrace.worker.config import ConfigurationError
 def test_a_role_needs_other_workers(role: str) -> None:
     flags = {"keep_kv_memory": False, "kv_memory": None, "kv_disk_key": None, "kv_disk": None}
     with pytest.raises(ConfigurationError, match=f"^--role {role} moves cached prefixes .*; leave out --no-kv-peers$"):
-        config_of(Path("model"), None, {**flags, "role": role, "kv_peers": False})
+        config_of("model", None, {**flags, "role": role, "kv_peers": False})
