@@ -1,1 +1,1 @@
-"""Benchmarks of adapters and of encoders."""
+"""Benchmarks of adapters, of encoders, and of models against llama.cpp."""
