@@ -1,6 +1,6 @@
 """Creates models with random weights in the shapes of real ones, quantised and converted like pulled models.
 
-    python -m benchmarks.random_model SHAPE DIRECTORY [--layers N] [--kind Q4_0] [--keep-file]
+    python -m benchmarks.random_model SHAPE DIRECTORY [--layers N] [--kind Q4_0] [--group 128] [--keep-file]
 
 Their output is noise, but their cost is that of the real models: a 7B model has 4 GB of 4-bit weights and a vocabulary
 of 152k. With a smaller number of layers, the cost of the layers is proportional, and the head costs the same.
@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import openvino as ov
+import openvino.opset13 as ops
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, bytes_to_unicode
 
@@ -91,6 +93,42 @@ def write_random_model(
     return directory
 
 
+def regroup(directory: Path, group: int) -> None:
+    """Give every `group` 4-bit weights one scale and one zero point, the first of those that they had: those of Q4_0
+    are for 32 weights, those that `headrace pull --weights int4` makes for 128."""
+    path, new = directory / "openvino_model.xml", directory / "regrouped.xml"
+    model = ov.Core().read_model(path)
+    for multiply in model.get_ops():
+        if multiply.get_type_name() != "Multiply":
+            continue
+        subtract, scales = (value.get_node() for value in multiply.input_values())
+        if subtract.get_type_name() != "Subtract":
+            continue
+        weights, zeros = (value.get_node() for value in subtract.input_values())
+        inner = weights.input_value(0).get_node()
+        if inner.get_output_element_type(0) != ov.Type.u4:
+            continue
+        rows, groups, size = inner.get_output_shape(0)
+        factor = group // size
+        longer = ops.constant(ov.Tensor(inner.data, [rows, groups // factor, group], ov.Type.u4))
+        weights.input(0).replace_source_output(longer.output(0))
+        packed = zeros.input_value(0).get_node().data.reshape(-1)
+        fewer = np.stack((packed & 15, packed >> 4), axis=1).reshape(rows, groups)[:, ::factor]
+        zeros.input(0).replace_source_output(_packed(fewer[:, :, None]).output(0))
+        multiply.input(1).replace_source_output(ops.constant(scales.data[:, ::factor].copy()).output(0))
+    model.validate_nodes_and_infer_types()
+    ov.save_model(model, new, compress_to_fp16=False)
+    del model
+    for suffix in (".bin", ".xml"):
+        new.with_suffix(suffix).replace(path.with_suffix(suffix))
+
+
+def _packed(numbers: npt.NDArray[np.uint8]) -> ov.Node:
+    """A constant of 4-bit numbers, two in a byte, the first in its lower half."""
+    pairs = numbers.reshape(-1, 2)
+    return ops.constant(ov.Tensor(pairs[:, 0] | pairs[:, 1] << 4, list(numbers.shape), ov.Type.u4))
+
+
 def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_name("random weights")
     writer.add_file_type(2)
@@ -150,12 +188,13 @@ def _add_quantised(
     step: float,
     kind: Kind,
 ) -> None:
-    """Random weights in blocks of equal scales."""
+    """Random weights in blocks of scales that differ, as those of real files do. A file holds equal constants once."""
     rows, columns = size
     block = _BLOCKS[kind]
     blocks: npt.NDArray[np.uint8] = rng.integers(0, 256, (rows, columns // block.weights, block.num_bytes), np.uint8)
-    halves = np.array([half * step for half in block.halves], np.float16).view(np.uint8)
-    blocks[:, :, : len(halves)] = halves
+    factors = rng.uniform(0.8, 1.2, (*blocks.shape[:2], 1))
+    halves = (factors * [half * step for half in block.halves]).astype(np.float16).view(np.uint8)
+    blocks[:, :, : halves.shape[2]] = halves
     writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=kind)
 
 
@@ -168,12 +207,15 @@ def main() -> None:
     parser.add_argument(
         "--kind", choices=[kind.name for kind in _BLOCKS], default="Q4_0", help="of the layers' weights"
     )
+    parser.add_argument("--group", type=int, help="4-bit weights that share a scale; by default as many as in the kind")
     parser.add_argument("--keep-file", action="store_true", help="leave the GGUF file, random.gguf, there")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     args.directory.mkdir(parents=True, exist_ok=True)
     shape = replace(shape, layers=args.layers or shape.layers)
     print(write_random_model(args.directory, shape, Kind[args.kind], keeps_file=args.keep_file))
+    if args.group:
+        regroup(args.directory, args.group)
 
 
 if __name__ == "__main__":
