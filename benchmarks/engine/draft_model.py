@@ -2,7 +2,7 @@
 drafts.
 
     python -m benchmarks.engine.draft_model MODEL_DIR DRAFT_DIR [--rounds 5] [--tokens 80] [--right 0.5 0.7 0.9]
-    python -m benchmarks.engine.draft_model MODEL_DIR --random-heads      EAGLE-3 heads of the model's size
+    python -m benchmarks.engine.draft_model MODEL_DIR --random-heads eagle3      heads of the model's size, or medusa
 
 Both models compute all their steps. What the draft model proposes is then replaced: at a share p of the answer's places
 by the token that the model will choose, else by another one. So any two models will do, and p is known. One greedy
@@ -22,32 +22,30 @@ machine disturb less. The measured speed-up is about the prediction times three 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import openvino as ov
 
+from benchmarks.engine.random_heads import write_eagle_heads, write_medusa_heads
 from benchmarks.machine import describe
 from headrace.common.model_files.heads import heads_kind
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
+from headrace.worker.heads.eagle_runner import EagleRunner
 from headrace.worker.heads.features import FeatureStore
-from headrace.worker.heads.states import attentions_of, embeddings_of, width_of
+from headrace.worker.heads.medusa_runner import MedusaHeads, MedusaRunner
 from headrace.worker.host.numa import usable_cpus
 from headrace.worker.model.batch import Batch
-from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
@@ -55,32 +53,24 @@ from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.acceptance_rate import AcceptanceRate
-from headrace.worker.speculation.draft_model import DraftModel
-from headrace.worker.speculation.eagle import EagleModel
+from headrace.worker.speculation.load import kind_of_drafts, read_heads
 from headrace.worker.speculation.speculation import MAX_DRAFT, Speculation
 
 NUM_BLOCKS = 64
 PROMPT = [11 * number % 1000 for number in range(100)]
 COUNTS = (1, 3, 5, 7, 11)
+WRITERS = {"eagle3": write_eagle_heads, "medusa": write_medusa_heads}
 # Tokens before the measured ones, in which costs and acceptance are learned, and those of steps with fixed drafts.
 WARM_UP_TOKENS, FIXED_WARM_UP = 32, 4
 
 
-class KnownDraftRunner:
-    """A draft model or heads whose logits are replaced. `answer` has the model's tokens after the prompt."""
+class KnownAnswer:
+    """Says what to propose at each place. `answer` has the model's tokens after the prompt."""
 
-    def __init__(self, runner: OpenVINOModelRunner | EagleRunner, vocab_size: int) -> None:
-        self.vocab_size, self.block_size = vocab_size, runner.block_size
+    def __init__(self) -> None:
         self.answer: Sequence[int] = ()
         self._is_right: list[bool] = []
-        self._runner, self._random = runner, random.Random(1)
-        self._sampled: Sequence[Request] = ()
-
-    @property
-    def store(self) -> FeatureStore:
-        """The features that heads read."""
-        assert isinstance(self._runner, EagleRunner)
-        return self._runner.store
+        self._random = random.Random(1)
 
     def set_right(self, share: float) -> None:
         """Let the proposals for this share of places be right, of any 20 places in a row about as many."""
@@ -89,6 +79,28 @@ class KnownDraftRunner:
             deck = [number < round(20 * share) for number in range(20)]
             self._random.shuffle(deck)
             self._is_right += deck
+
+    def propose(self, row: npt.NDArray[np.float32], place: int) -> None:
+        """Make the proposed token the best of these logits, which are zero."""
+        is_known = 0 <= place < len(self.answer)
+        token_id = self.answer[place] if is_known else 0
+        row[token_id if is_known and self._is_right[place] else token_id - 1] = 1.0
+
+
+class KnownDraftRunner(KnownAnswer):
+    """A draft model or heads whose logits are replaced."""
+
+    def __init__(self, runner: OpenVINOModelRunner | EagleRunner, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size, self.block_size = vocab_size, runner.block_size
+        self._runner = runner
+        self._sampled: Sequence[Request] = ()
+
+    @property
+    def store(self) -> FeatureStore:
+        """The features that heads read."""
+        assert isinstance(self._runner, EagleRunner)
+        return self._runner.store
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Compute the step with tokens that the draft model knows."""
@@ -102,10 +114,36 @@ class KnownDraftRunner:
         logits = np.zeros((len(self._sampled), self.vocab_size), np.float32)
         lag = isinstance(self._runner, EagleRunner)
         for row, request in zip(logits, self._sampled, strict=True):
-            place = request.num_tokens + lag - len(PROMPT)
-            is_known = 0 <= place < len(self.answer)
-            token_id = self.answer[place] if is_known else 0
-            row[token_id if is_known and self._is_right[place] else token_id - 1] = 1.0
+            self.propose(row, request.num_tokens + lag - len(PROMPT))
+        return Logits(logits)
+
+
+class KnownMedusaHeads(KnownAnswer):
+    """Heads in the format of Medusa whose logits are replaced. A branch is never right."""
+
+    def __init__(self, runner: MedusaRunner) -> None:
+        super().__init__()
+        self.vocab_size, self.block_size = runner.vocab_size, runner.block_size
+        self.num_heads, self.size = runner.num_heads, runner.size
+        self._runner = runner
+        self._place = 0
+
+    @property
+    def states(self) -> KnownMedusaHeads:
+        """Itself: it sees who asks for states."""
+        return self
+
+    def of(self, request: Request) -> npt.NDArray[np.float32] | None:
+        """The last hidden state before the latest token of the one stream."""
+        self._place = request.num_generated_tokens
+        return self._runner.states.of(request)
+
+    def compute(self, head: int, states: npt.NDArray[np.float32]) -> Logits:
+        """One row, whose best token is right at the places that were set."""
+        self._runner.compute(head, states)
+        logits = np.zeros((len(states), self.vocab_size), np.float32)
+        for row in logits:
+            self.propose(row, self._place + head)
         return Logits(logits)
 
 
@@ -117,7 +155,11 @@ class FixedSpeculation:
 
     def fix(self, count: int | None) -> None:
         """Draft so many tokens for each stream."""
-        chosen = self._choose if count is None else lambda _streams, drafts, *_: [count] * len(drafts)
+        chosen = (
+            self._choose
+            if count is None
+            else (lambda _streams, drafts, _line, branches: [count] * len(drafts) + [0] * len(branches))
+        )
         self._speculation._counts = chosen  # type: ignore[method-assign]
 
 
@@ -183,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("draft_dir", type=Path, nargs="?")
-    parser.add_argument("--random-heads", action="store_true")
+    parser.add_argument("--random-heads", choices=sorted(WRITERS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
     parser.add_argument("--tokens", type=int, default=80)
@@ -192,7 +234,7 @@ def main() -> None:
     print(describe(), flush=True)
     with TemporaryDirectory() as directory:
         if args.random_heads:
-            write_random_heads(args.model_dir, Path(directory))
+            WRITERS[args.random_heads](args.model_dir, Path(directory))
         measure(args, Path(directory) if args.random_heads else args.draft_dir)
 
 
@@ -216,7 +258,7 @@ def measure(args: argparse.Namespace, draft_dir: Path) -> None:
 def report_all(shares: Sequence[float], rounds: Sequence[Round]) -> None:
     """Print what the rounds so far say."""
     curve = {0: statistics.median(step_ms(each.alone) for each in rounds)}
-    curve |= {count: statistics.median(step_ms(each.fixed[count]) for each in rounds) for count in COUNTS}
+    curve |= {count: statistics.median(step_ms(each.fixed[count]) for each in rounds) for count in rounds[0].fixed}
     print("T(k) ms, and that of the best and the worst round by T(0) of the same round:")
     for count, milliseconds in curve.items():
         ratios = [step_ms(each.fixed.get(count, each.alone)) / step_ms(each.alone) for each in rounds]
@@ -228,10 +270,12 @@ def report_all(shares: Sequence[float], rounds: Sequence[Round]) -> None:
 class Runs:
     """Runs the kinds of a round. Each share of right drafts has its own knowledge of how often drafts are accepted."""
 
-    def __init__(self, off: Engine, engine: Engine, known: KnownDraftRunner, shares: Sequence[float]) -> None:
+    def __init__(self, off: Engine, engine: Engine, known: KnownAnswer, shares: Sequence[float]) -> None:
         speculation = engine.scheduler.speculation
         assert speculation is not None
         self._off, self._engine, self._known, self._speculation = off, engine, known, speculation
+        assert speculation.model_drafts is not None
+        self.counts = [count for count in COUNTS if count <= speculation.model_drafts.max_tokens]
         self._fixed = FixedSpeculation(speculation)
         self._rates: dict[float, AcceptanceRate] = {share: AcceptanceRate() for share in shares}
 
@@ -256,7 +300,7 @@ class Runs:
             if answer != self._known.answer[: len(answer)]:
                 print(f"p = {right}: the answer is another one", flush=True)
 
-        kinds = [alone, *(partial(drafted, right) for right in self._rates), *(partial(fixed, k) for k in COUNTS)]
+        kinds = [alone, *(partial(drafted, right) for right in self._rates), *(partial(fixed, k) for k in self.counts)]
         at = number % len(kinds)
         for kind in (*kinds[at:], *kinds[:at]):
             kind()
@@ -268,10 +312,11 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def engines(model_dir: Path, draft_dir: Path) -> tuple[Engine, Engine, KnownDraftRunner]:
+def engines(model_dir: Path, draft_dir: Path) -> tuple[Engine, Engine, KnownAnswer]:
     """An engine without drafts and one with, over one runner, and what replaces the drafts."""
     threads = len(usable_cpus())
-    heads = EagleHeads.read(draft_dir) if heads_kind(draft_dir) else None
+    found_kind = heads_kind(draft_dir)
+    heads = None if found_kind is None else read_heads(draft_dir, found_kind.value)
     target = OpenVINOModelRunner(
         model_dir,
         threads=threads,
@@ -281,18 +326,22 @@ def engines(model_dir: Path, draft_dir: Path) -> tuple[Engine, Engine, KnownDraf
         states=None if heads is None else heads.reader,
     )
     target.allocate(NUM_BLOCKS)
-    smaller: OpenVINOModelRunner | EagleRunner
-    if heads is None:
-        smaller = OpenVINOModelRunner(draft_dir, threads=threads, kv_precision="u8", execution_mode="performance")
-    else:
+    known: KnownDraftRunner | KnownMedusaHeads
+    if isinstance(heads, MedusaHeads):
+        known = KnownMedusaHeads(heads.compile(model_dir, threads, target))
+    elif heads is not None:
         smaller = heads.compile(model_dir, threads)
-    smaller.allocate(NUM_BLOCKS)
-    known = KnownDraftRunner(smaller, target.vocab_size)
+        smaller.allocate(NUM_BLOCKS)
+        known = KnownDraftRunner(smaller, target.vocab_size)
+    else:
+        draft = OpenVINOModelRunner(draft_dir, threads=threads, kv_precision="u8", execution_mode="performance")
+        draft.allocate(NUM_BLOCKS)
+        known = KnownDraftRunner(draft, target.vocab_size)
     limits = StepLimits(8, 256, 256, is_exact=True)
     off = build_engine(target, BatchSampler(), NUM_BLOCKS, limits)
-    draft = Draft(known, BatchSampler(), kind=DraftModel if heads is None else EagleModel)
-    speculation = "draft" if heads is None else "eagle3"
-    engine = build_engine(target, BatchSampler(), NUM_BLOCKS, limits, speculation=speculation, draft=draft)
+    kind = kind_of_drafts(heads)
+    drafts = Draft(known, BatchSampler(), kind=kind)  # type: ignore[arg-type]  # as kind wants it
+    engine = build_engine(target, BatchSampler(), NUM_BLOCKS, limits, speculation=kind.source.value, draft=drafts)
     found = engine.scheduler.speculation
     assert found is not None
     assert found.model_drafts is not None
@@ -334,59 +383,6 @@ def report(right: float, curve: dict[int, float], rounds: Sequence[Round]) -> No
     print(f"    by the medians of all steps: {typical:.3f}, predicted {hoped_for:.3f}, ratio {typical / hoped_for:.3f}")
     chosen = (f"{count}: {len(of)} of {step_ms(of):.1f} ms" for count, of in sorted(by_count.items()))
     print("    steps by k:", ", ".join(chosen), flush=True)
-
-
-def write_random_heads(model_dir: Path, directory: Path) -> None:
-    """Heads in the format of EAGLE-3 for a model, with random weights of the usual sizes."""
-    graph = read_paged(ov.Core(), model_dir).graph
-    size = width_of(embeddings_of(graph))
-    vocab_size = int(graph.get_results()[0].get_output_partial_shape(0)[-1].get_length())
-    num_draft, inner, num_heads = min(32_000, vocab_size), size * 11 // 4, size // 128
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": size,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(count for count in (1, 2, 4, 8) if num_heads % count == 0),
-        "head_dim": 128,
-        "vocab_size": vocab_size,
-        "eagle_aux_hidden_state_layer_ids": [1, len(attentions_of(graph)) // 2, len(attentions_of(graph)) - 1],
-    }
-    shapes = {
-        "fc": (size, 3 * size),
-        "midlayer.self_attn.q_proj": (num_heads * 128, 2 * size),
-        "midlayer.self_attn.k_proj": (config["num_key_value_heads"] * 128, 2 * size),
-        "midlayer.self_attn.v_proj": (config["num_key_value_heads"] * 128, 2 * size),
-        "midlayer.self_attn.o_proj": (size, num_heads * 128),
-        "midlayer.mlp.gate_proj": (inner, size),
-        "midlayer.mlp.up_proj": (inner, size),
-        "midlayer.mlp.down_proj": (size, inner),
-        "lm_head": (num_draft, size),
-    }
-    rng = np.random.default_rng(0)
-    tensors = {}
-    for name, (rows, columns) in shapes.items():
-        values = rng.integers(-127, 128, (rows, columns), np.int8) / (73 * columns**0.5)
-        tensors[f"{name}.weight"] = values.astype(np.float16)
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        tensors[f"midlayer.{name}.weight"] = np.ones(size, np.float16)
-    tensors["norm.weight"] = np.ones(size, np.float16)
-    tensors["d2t"] = np.zeros(num_draft, np.int64)
-    (directory / "config.json").write_text(json.dumps(config))
-    write_safetensors(directory / "model.safetensors", tensors)
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write arrays of float16 and int64."""
-    header, place = {}, 0
-    for name, values in tensors.items():
-        kind = "F16" if values.dtype == np.float16 else "I64"
-        header[name] = {"dtype": kind, "shape": values.shape, "data_offsets": [place, place + values.nbytes]}
-        place += values.nbytes
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for values in tensors.values():
-            file.write(values.tobytes())
 
 
 if __name__ == "__main__":
