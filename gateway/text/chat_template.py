@@ -67,11 +67,26 @@ class ChatTemplate:
     def shows_system(self) -> bool:
         """Whether the text contains a system message that precedes a user's message."""
         marker = "[system-message]"
+        messages = [{"role": "system", "content": marker}, {"role": "user", "content": "hi"}]
+        return self._shows(_in_parts(messages) if self.takes_parts else messages, marker)
+
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether the content of messages must be a list of parts. Templates of some multimodal models leave out texts
+        that are not in one."""
+        if not self.mentions("type"):
+            return False
+        marker = "[content]"
+        contents = (marker, [{"type": "text", "text": marker}])
+        shows_text, shows_part = (self._shows([{"role": "user", "content": content}], marker) for content in contents)
+        return shows_part and not shows_text
+
+    def _shows(self, messages: Sequence[Mapping[str, Any]], marker: str) -> bool:
+        """Whether the text of a conversation contains a marker."""
         try:
-            text = self.render([{"role": "system", "content": marker}, {"role": "user", "content": "hi"}])
+            return marker in self._text_of(messages, {}, (), add_generation_prompt=True)
         except StatusError:
             return False
-        return marker in text
 
     def render(
         self,
@@ -99,22 +114,34 @@ class ChatTemplate:
         marker = ""
         if continue_final_message:
             messages, marker = _marked(messages)
-        text = self._run(
-            {
-                **self._special_tokens,
-                **(variables or {}),
-                "messages": messages,
-                "tools": list(tools) or None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        if self.takes_parts:
+            messages = _in_parts(messages)
+        text = self._text_of(messages, variables or {}, tools, add_generation_prompt=add_generation_prompt)
         if continue_final_message:
             end = text.rfind(marker)
             if end < 0:
                 raise _refusal("it omits the end of the final message, which therefore cannot be continued")
             text = text[:end]
         return text
+
+    def _text_of(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        return self._run(
+            {
+                **self._special_tokens,
+                **variables,
+                "messages": messages,
+                "tools": list(tools) or None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
 
     def _run(self, variables: dict[str, Any]) -> str:
         deadline = time.monotonic() + MAX_RENDER_S
@@ -153,6 +180,16 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         )
     marker = f"[end-{secrets.token_hex(8)}]"
     return [*messages[:-1], {**messages[-1], "content": content + marker}], marker
+
+
+def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with each text as a list of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content := message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -48,6 +48,34 @@ def test_a_final_message_without_text_or_not_rendered_cannot_be_continued() -> N
     assert "cannot be continued" in refusal("{{ messages[0]['role'] }}", continue_final_message=True).message
 
 
+PARTS = (
+    "{% for message in messages %}{{ message['role'] | upper }}: "
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+def test_a_template_that_wants_parts_gets_them() -> None:
+    """Given texts, it would leave them out without a word."""
+    talk = [{"role": "system", "content": "Be brief."}, *HI]
+    assert render(PARTS, talk) == "SYSTEM: Be brief.\nUSER: Hi\nASSISTANT:"
+    assert talk[1] == HI[0]
+    template = ChatTemplate({"default": PARTS}, {})
+    assert template.shows_system
+    said = [*HI, {"role": "assistant", "content": "It"}]
+    continued = template.render(said, add_generation_prompt=False, continue_final_message=True)
+    assert continued == "USER: Hi\nASSISTANT: It"
+
+
+def test_a_template_that_takes_both_gets_texts() -> None:
+    both = (
+        "{% for message in messages %}{% if message['content'] is string %}text {{ message['content'] }}"
+        "{% else %}{% for part in message['content'] %}{% if part['type'] == 'text' %}part {{ part['text'] }}"
+        "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    assert render(both) == "text Hi"
+
+
 def test_blocks_are_trimmed_as_the_reference_trims_them() -> None:
     assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
 
