@@ -30,6 +30,8 @@ _UNSUPPORTED = {
     "use_qalora": "the inputs are pooled",
     "use_bdlora": "the weights are block-diagonal",
 }
+# Modules of multimodal models for images and audio, which a text does not pass.
+_NOT_OF_TEXT = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|multi_modal_projector)\.")
 # With these, the base model's weights were changed too before training.
 _CHANGES_BASE = ("pissa", "olora", "corda")
 
@@ -69,6 +71,8 @@ def read_peft(path: Path, linears: Sequence[Linear]) -> AdapterFiles:
                 f"{path / WEIGHTS} has {key} of shape {list(values.shape)}, which is no LoRA weight of a linear layer; "
                 "only those are supported"
             )
+        if _NOT_OF_TEXT.search(match["module"]):
+            continue
         name = name_from_layer(match["module"])
         modules[name] = match["module"]
         pairs.setdefault(name, {})[match["side"]] = values

@@ -103,6 +103,20 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, A
         read_peft(write_adapter(tmp_path / "a", tensors={**tensors_of(), **change}), LINEARS)
 
 
+@pytest.mark.parametrize("module", ["model.visual.blocks", "model.vision_tower.vision_model.encoder"])
+def test_what_an_adapter_changes_of_images_does_not_concern_text(tmp_path: Path, module: str) -> None:
+    """A layer of the tower that sees may have the name, from its layer on, of one of the language model."""
+    seen = {
+        f"base_model.model.{module}.{Q}.lora_{side}.weight": np.ones_like(
+            tensors_of()[Q_KEY.replace("lora_A", f"lora_{side}")]
+        )
+        for side in "AB"
+    }
+    files = read_peft(write_adapter(tmp_path / "a", tensors={**tensors_of(), **seen}), LINEARS)
+    assert set(files.weights) == {Q, DOWN}
+    np.testing.assert_array_equal(files.weights[Q].a, tensors_of()[Q_KEY])
+
+
 def test_a_layer_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=f"adapts {DOWN}, which is no linear layer of this model"):
         read_peft(write_adapter(tmp_path / "a"), LINEARS[:1])
