@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 _REDUCTIONS = {"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2"}
 _ALONG_AN_AXIS = {"CumSum", "Softmax", "LogSoftmax"}
 _MOVES = {"Unsqueeze", "Squeeze", "Reshape", "Convert", "Transpose"}
+# Which input of an operator that takes a part of a tensor has the axes.
+_PARTS = {"Slice": 4, "Gather": 2}
 
 
 class UnservableError(Exception):
@@ -81,7 +83,8 @@ def _takes_all_tokens(node: ov.Node, kind: _Kind) -> bool:
     they decide where a token is computed but not its result."""
     name = node.get_type_name()
     if name == "Range":
-        return kind is not _Kind.CONSTANT and node.get_output_partial_shape(0).is_dynamic
+        is_dynamic = kind is not _Kind.CONSTANT and node.get_output_partial_shape(0).is_dynamic
+        return is_dynamic and not _numbers_elements(node)
     if name not in _REDUCTIONS and name not in _ALONG_AN_AXIS:
         return False
     is_count = kind is _Kind.TOKENS and bool(node.get_output_element_type(0).is_integral())
@@ -91,6 +94,43 @@ def _takes_all_tokens(node: ov.Node, kind: _Kind) -> bool:
     if shape.rank.is_dynamic:
         return True
     return any(shape[axis].is_dynamic for axis in _axes(node, shape.rank.get_length()))
+
+
+def _numbers_elements(numbers: ov.Node) -> bool:
+    """Whether a range numbers all elements of a tensor, only to say which of each token's elements an assignment to a
+    part of the tensor replaces."""
+    end = numbers.input_value(1).get_node()
+    if end.get_type_name() != "ReduceProd":
+        return False
+    of_tensor = list(numbers.output(0).get_target_inputs())
+    shape = end.input_value(0)
+    if any(port.get_node().get_type_name() != "Reshape" or port.get_index() for port in of_tensor):
+        return False
+    if any(port.get_node().input_value(1) != shape for port in of_tensor):
+        return False
+    waiting = [port.get_node() for port in of_tensor]
+    while waiting:
+        for port in waiting.pop().output(0).get_target_inputs():
+            user = port.get_node()
+            if user.get_type_name() == "ScatterNDUpdate" and port.get_index() == 1:
+                continue
+            if port.get_index() or not _keeps_tokens(user):
+                return False
+            waiting.append(user)
+    return True
+
+
+def _keeps_tokens(node: ov.Node) -> bool:
+    """Whether a node takes a part of each token's elements, or arranges all in another way."""
+    name = node.get_type_name()
+    if name in _MOVES:
+        return True
+    if name not in {"Slice", "Gather"} or node.get_input_size() <= _PARTS[name]:
+        return False
+    axes, shape = node.input_value(_PARTS[name]).get_node(), node.get_input_partial_shape(0)
+    if axes.get_type_name() != "Constant" or shape.rank.is_dynamic:
+        return False
+    return all(shape[int(axis)].is_static for axis in np.asarray(axes.data).reshape(-1))
 
 
 def _axes(node: ov.Node, rank: int) -> list[int]:

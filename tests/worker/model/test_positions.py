@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import openvino as ov
@@ -83,3 +84,24 @@ def test_a_table_of_positions_is_as_long_as_the_context() -> None:
     settle_positions(model, 64)
     with pytest.raises(UnservableError, match="64 positions"):
         settle_positions(model, 65)
+
+
+@pytest.mark.parametrize(("axis", "is_servable"), [(1, True), (0, False)])
+def test_a_part_of_each_tokens_values_may_be_assigned_but_not_a_part_of_the_tokens(
+    axis: int, is_servable: bool
+) -> None:
+    """As Qwen3-VL puts the factors of three rows of positions together. Exporters number all elements."""
+
+    def assigned(positions: ov.Node, states: ov.Node) -> ov.Node:
+        shape = opset13.shape_of(states)
+        count = opset13.reduce_prod(shape, np.int64(0), keep_dims=False)
+        numbers = opset13.reshape(opset13.range(np.int64(0), count, np.int64(1), "i64"), shape, special_zero=False)
+        part = opset13.slice(numbers, constant(0), constant(1), constant(1), constant(axis))
+        places = opset13.reshape(part, constant(-1, 1), special_zero=False)
+        values = opset13.broadcast(np.float32(7), opset13.gather(shape, constant(0), np.int64(0)))
+        flat = opset13.reshape(states, constant(-1), special_zero=False)
+        return opset13.reshape(opset13.scatter_nd_update(flat, places, values), shape, special_zero=False)
+
+    model = model_of(assigned)
+    with nullcontext() if is_servable else pytest.raises(UnservableError, match="over all tokens of a step"):
+        settle_positions(model, 100)
