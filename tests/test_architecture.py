@@ -83,6 +83,7 @@ ONLY_IN = {
         "worker/model/fused_projections.py",
         "worker/model/exact_rows.py",
         "worker/model/paging.py",
+        "worker/multimodal/joining.py",
         "worker/model/positions.py",
         "worker/model/runner.py",
         "worker/host/numa.py",
@@ -129,7 +130,7 @@ TIERS = {
     ),
     "worker": (
         ("config", "grammar"),
-        ("eviction", "host"),
+        ("eviction", "host", "multimodal"),
         ("request",),
         ("kv", "sampling", "weights"),
         ("states", "windows"),
@@ -307,7 +308,7 @@ def test_an_upward_import_is_found_and_says_where_the_thing_belongs() -> None:
     new_wing, upward = upward_imports("worker", graph)
     assert new_wing.startswith("worker/attic has no tier")
     assert upward.startswith("worker.kv.manager imports worker.engine.scheduler")
-    assert "kv may import config, grammar, eviction, host, request" in upward
+    assert "kv may import config, grammar, eviction, host, multimodal, request" in upward
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -14,13 +14,14 @@ from pathlib import Path
 import openvino as ov
 
 from headrace.common.model_files.heads import HeadsKind, heads_kind
+from headrace.common.model_files.networks import has_network
 from headrace.common.model_files.task import task_of
 from headrace.worker.config import ConfigurationError
 from headrace.worker.encoder.files import read_encoder_files, refuse_embedder_with_cache
 from headrace.worker.encoder.runner import read_encoder
 from headrace.worker.heads.eagle_files import read_eagle
 from headrace.worker.heads.medusa_files import read_medusa
-from headrace.worker.model.directory import REQUIRED_FILES, read_model_dir
+from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import replace_head
 from headrace.worker.model.paging import read_paged
@@ -30,7 +31,7 @@ from headrace.worker.weights.file_memory import FileMemory
 def check_servable(model_dir: Path) -> None:
     """Raise ConfigurationError for a model that a worker would refuse to load, or for heads that cannot be read."""
     kind = heads_kind(model_dir)
-    if kind is not None and not (model_dir / REQUIRED_FILES[0]).is_file():
+    if kind is not None and not has_network(model_dir):
         (read_eagle if kind is HeadsKind.EAGLE3 else read_medusa)(model_dir)
         return
     read_model_dir(model_dir)

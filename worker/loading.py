@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.common.model_files.networks import weights_in
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.worker.adapters.files import AdapterError
@@ -36,7 +37,7 @@ from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
-from headrace.worker.model.directory import WEIGHTS, ModelDir, read_model_dir
+from headrace.worker.model.directory import ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
 from headrace.worker.model.step_limits import StepLimits, step_limits
 from headrace.worker.peers.handover import Handover
@@ -217,7 +218,7 @@ def check_memory(config: WorkerConfig, kept_bytes: int = 0) -> None:
 
 def _weights_of(config: WorkerConfig) -> list[Path]:
     of_draft = [] if config.draft_model is None else weights_of_draft(config.draft_model)
-    return [config.model_dir / WEIGHTS, *of_draft]
+    return [*weights_in(config.model_dir), *of_draft]
 
 
 def compile_model(

@@ -23,9 +23,9 @@ import openvino_genai
 
 from benchmarks.engine.step_cost import NUM_BLOCKS, requests_of
 from headrace.cli.models import convert
+from headrace.common.model_files.networks import TEXT_NETWORK
 from headrace.worker.model import runner as model_runner
 from headrace.worker.model.batch import Batch, build_batch
-from headrace.worker.model.directory import NETWORK
 
 WAYS = ("ours", "genai")
 CONTEXT = 160
@@ -46,10 +46,10 @@ PARAGRAPH = (
 def converted(gguf_path: Path, directory: Path) -> dict[str, Path]:
     """Both models, in directories of these names. A model that lies beside the file is taken as that of genai."""
     directories = {way: directory / way for way in WAYS}
-    if (gguf_path.parent / NETWORK).is_file():
+    if (gguf_path.parent / TEXT_NETWORK).is_file():
         directories["genai"] = gguf_path.parent
     for way, path in directories.items():
-        if (path / NETWORK).is_file():
+        if (path / TEXT_NETWORK).is_file():
             continue
         path.mkdir()
         start_s = time.perf_counter()
@@ -58,7 +58,7 @@ def converted(gguf_path: Path, directory: Path) -> dict[str, Path]:
                 convert.convert(gguf_path, path)
             except convert.ConversionError:
                 # Random models have no tokenizer.
-                if not (path / NETWORK).is_file():
+                if not (path / TEXT_NETWORK).is_file():
                     raise
         print(f"{way}: converted in {time.perf_counter() - start_s:.1f} s", flush=True)
     return directories

@@ -33,6 +33,7 @@ from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common.model_files.config import config_in
 from headrace.common.model_files.heads import HeadsKind, heads_weights
+from headrace.common.model_files.networks import weights_in
 
 _CONTEXTS = (8192, 32768)
 _CATALOGUE_TITLES = ("name", "source", "licence", "size", "context", "memory 8k", "32k", "tools", "checked")
@@ -96,7 +97,7 @@ def _size(path: Path) -> int:
 
 
 def _weights(directory: Path) -> list[Path]:
-    return [directory / "openvino_model.bin"] if heads_in(directory) is None else heads_weights(directory)
+    return weights_in(directory) if heads_in(directory) is None else heads_weights(directory)
 
 
 def _problem(directory: Path) -> str:

@@ -25,16 +25,9 @@ from pathlib import Path
 from headrace.cli.errors import CommandError
 from headrace.common.model_files import cache
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
+from headrace.common.model_files.networks import TEXT_NETWORK, empty_files, has_network, missing_files
 
 GENERATION_CONFIG_NAME = "generation_config.json"
-REQUIRED_FILES = (
-    "openvino_model.xml",
-    "openvino_model.bin",
-    "openvino_tokenizer.xml",
-    "openvino_tokenizer.bin",
-    "openvino_detokenizer.xml",
-    "openvino_detokenizer.bin",
-)
 OPTIONAL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
@@ -128,7 +121,7 @@ def _name_of(directory: Path) -> str:
 
 def heads_in(directory: Path) -> HeadsKind | None:
     """The format of the heads in a directory; None if it has a model."""
-    return None if (directory / REQUIRED_FILES[0]).is_file() else heads_kind(directory)
+    return None if has_network(directory) else heads_kind(directory)
 
 
 def check_cached_directory(directory: Path) -> None:
@@ -156,16 +149,15 @@ def check_model_directory(directory: Path) -> None:
             f"{directory} has {kind.value} heads and no model; serve the model that they were trained for, and name "
             "them with --draft-model"
         )
-    missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
-    if other := _other_form(directory) if REQUIRED_FILES[0] in missing else "":
+    missing = missing_files(directory)
+    if other := _other_form(directory) if TEXT_NETWORK in missing else "":
         raise CommandError(f"{directory} is not a model directory of OpenVINO: it has {other}")
     if missing:
         raise CommandError(
             f"{directory} is not a complete model directory: missing {', '.join(missing)}; "
             "an OpenVINO export (optimum-cli export openvino) or headrace pull makes all of them"
         )
-    empty = [name for name in REQUIRED_FILES if (directory / name).stat().st_size == 0]
-    if empty:
+    if empty := empty_files(directory):
         raise CommandError(f"{directory} is not a usable model directory: {', '.join(empty)} is empty")
     _check_sizes(directory)
 

@@ -52,6 +52,7 @@ from headrace.cli.models.selection import HubChoice, HubListing, choose_files, c
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common.model_files.heads import heads_kind_of
+from headrace.common.model_files.networks import networks_among, weight_names
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
@@ -330,7 +331,8 @@ def _requirements(
         check_exportable(str(reference), config)
         weights, scratch = sizes_of(exported, config, choice.safetensors_bytes)
         return Requirements(choice.num_bytes, present, weights, True, shape, scratch_bytes=scratch)
-    weights = sum(file.num_bytes or 0 for file in choice.files if file.path == "openvino_model.bin")
+    names = weight_names(networks_among({file.path for file in choice.files}))
+    weights = sum(file.num_bytes or 0 for file in choice.files if file.path in names)
     return Requirements(choice.num_bytes, present, weights, False, shape)
 
 

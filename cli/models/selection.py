@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from headrace.cli.errors import CommandError
 from headrace.cli.export.weights import EXPORTED
-from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES, REQUIRED_FILES
+from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES
 from headrace.cli.models.reference import HubReference
 from headrace.common.model_files.heads import HEADS_CONFIG, HeadsKind
+from headrace.common.model_files.networks import networks_among, required_files
 
 # Chosen without being asked for, best first: a good answer for few bytes, then ever more bytes.
 _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "F16", "BF16", "F32")
@@ -102,17 +103,18 @@ def choose_files(listing: HubListing, quantisation: str | None = None, *, export
     wants_export = (quantisation or "").lower() in EXPORTED and (quantisation or "").lower() not in named
     if exports or (wants_export and any(_WEIGHTS.fullmatch(path) for path in by_path)):
         return _checkpoint(listing)
-    if "openvino_model.xml" in by_path and not (quantisation and variants):
+    network = networks_among(by_path)[0]
+    if network in by_path and not (quantisation and variants):
         if quantisation:
             raise CommandError(
                 f"{listing.repository} is an OpenVINO model with weights of one kind; leave out :{quantisation}"
             )
-        missing = [name for name in REQUIRED_FILES if name not in by_path]
-        if missing:
-            raise CommandError(f"{listing.repository} has openvino_model.xml but lacks {', '.join(missing)}")
+        required = required_files(by_path)
+        if missing := [name for name in required if name not in by_path]:
+            raise CommandError(f"{listing.repository} has {network} but lacks {', '.join(missing)}")
         # Models that generate text do without tokenizer.json, which may be large.
         encoder_files = ENCODER_FILES if GENERATION_CONFIG_NAME not in by_path else ()
-        wanted = OPTIONAL_FILES + encoder_files + REQUIRED_FILES
+        wanted = (*OPTIONAL_FILES, *encoder_files, *required)
         return HubChoice(tuple(by_path[name] for name in wanted if name in by_path), False)
     if not variants and not quantisation:
         return _checkpoint(listing)
@@ -146,7 +148,8 @@ def _checkpoint(listing: HubListing) -> HubChoice:
 
 def has_model(listing: HubListing) -> bool:
     """Whether the repository has an OpenVINO model or GGUF files, whatever its config.json describes."""
-    return bool(_variants(listing)) or any(file.path == REQUIRED_FILES[0] for file in listing.files)
+    names = {file.path for file in listing.files}
+    return bool(_variants(listing)) or networks_among(names)[0] in names
 
 
 def choose_heads(listing: HubListing, kind: HeadsKind, reference: HubReference, *, exports: bool) -> HubChoice:

@@ -15,6 +15,7 @@ from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Topology
 from headrace.common.host_memory import GIB
 from headrace.common.model_files.heads import heads_kind, heads_weights
+from headrace.common.model_files.networks import weights_in
 from headrace.common.model_files.task import task_of
 
 
@@ -103,9 +104,10 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
     num_workers = len(plan.places)
     given_gb = plan.kv_cache_gb or sizing.kv_cache_gb or kv_cache_gb(budget_bytes, plan.kv_share, num_workers)
     each_gb = 0.0 if plan.is_encoder else given_gb
-    files = [directory / "openvino_model.bin" for directory in (plan.directory, sizing.draft_model) if directory]
-    if sizing.draft_model is not None and heads_kind(sizing.draft_model) is not None:
-        files[1:] = heads_weights(sizing.draft_model)
+    files = weights_in(plan.directory)
+    if sizing.draft_model is not None:
+        is_model = heads_kind(sizing.draft_model) is None
+        files += weights_in(sizing.draft_model) if is_model else heads_weights(sizing.draft_model)
     weight_bytes = sum(file.stat().st_size for file in files)
     has_adapters = bool(sizing.has_adapters or plan.adapters or plan.max_adapters)
     base_bytes = weights_in_worker(weight_bytes, has_amx=sizing.has_amx, has_adapters=has_adapters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,3 +16,9 @@ def config_in(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes how a model computes text: of a multimodal model, text_config."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config

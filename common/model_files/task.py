@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.common.model_files.config import config_in
+from headrace.common.model_files.networks import networks_in
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED, Task
 
 HIDDEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
@@ -50,7 +51,7 @@ class _Network(NamedTuple):
 
 
 def _network(model_dir: Path) -> _Network | None:
-    path = model_dir / "openvino_model.xml"
+    path = networks_in(model_dir)[0]
     try:
         if not path.is_file() or not path.stat().st_size:
             return None

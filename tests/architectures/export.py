@@ -2,7 +2,8 @@
 
 Runs in an environment of its own (`make test-architectures`), with PyTorch and optimum-intel; nothing is downloaded.
 
-OUTDIR/DIRECTORY/      the model as optimum-intel writes it, with a small tokenizer; see `directory_name`
+OUTDIR/DIRECTORY/      the model as optimum-intel writes it, with a small tokenizer; see `directory_name`. Multimodal
+                       models lack the networks that see.
 OUTDIR/DIRECTORY/reference.npz
     tokens  i64 [LONG]                   a random text
     short   f32 [SHORT, vocabulary]      log-probabilities behind each of its first tokens, of a text of that length
@@ -33,7 +34,13 @@ import transformers
 from openvino_tokenizers import convert_tokenizer
 from optimum.exporters.openvino import export_from_model
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from tests.architectures.families import FAMILIES, VOCABULARY, Family, directory_name
 from tests.architectures.packed_checkpoints import FORMATS, write_packed
@@ -51,8 +58,9 @@ _WITHOUT_SDPA = {"gpt_oss", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "mamba
 
 def model_of(family: Family) -> PreTrainedModel:
     """The model, with weights drawn so that layers, positions and tokens all show in its logits."""
-    config = AutoConfig.for_model(family.model_type, **family.whole_config)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=_attention(family)).eval()
+    config = AutoConfig.for_model(family.model_type, **family.arguments)
+    kind = AutoModelForCausalLM if family.vision is None else AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation=_attention(family)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weights in model.named_parameters():
@@ -118,9 +126,10 @@ def write_graph(model: PreTrainedModel, family: Family, directory: Path) -> None
     for weights in model.parameters():
         weights.data = weights.data.to(_UNCOMPRESSED.get(family.weights, torch.float32))
     is_16bit = model.dtype != torch.float32
-    export_from_model(
-        model, output=directory, task="text-generation-with-past", stateful=True, patch_16bit_model=is_16bit
-    )
+    task = "text-generation-with-past" if family.vision is None else "image-text-to-text"
+    export_from_model(model, output=directory, task=task, stateful=True, patch_16bit_model=is_16bit)
+    for path in directory.glob("openvino_vision_*"):
+        path.unlink()
     if family.weights in _UNCOMPRESSED:
         return
     graph = ov.Core().read_model(directory / _NETWORK)

@@ -42,7 +42,8 @@ class Family:
     the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run. `weights`
     is f32, f16 or bf16, one of nncf's modes (int4 ones in groups of 32), or the format of a packed checkpoint. Some
     layers of `is_recurrent` families keep a state instead of keys and values. `transformers` is the version that
-    exports the model, if it is not the one in requirements.txt."""
+    exports the model, if it is not the one in requirements.txt. `vision` describes the part of a multimodal model that
+    sees, and `around` what is beside both parts; `config` is of its text."""
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -51,12 +52,21 @@ class Family:
     weights: str = "f32"
     is_recurrent: bool = False
     transformers: str = ""
+    vision: Mapping[str, Any] | None = None
+    around: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def whole_config(self) -> dict[str, Any]:
-        """The complete configuration. None removes a common value."""
+        """The complete configuration, of a multimodal model that of its text. None removes a common value."""
         merged = {**_COMMON, **self.config}
         return {key: value for key, value in merged.items() if value is not None}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments for the configuration in transformers."""
+        if self.vision is None:
+            return self.whole_config
+        return {"text_config": self.whole_config, "vision_config": {**_VISION, **self.vision}, **self.around}
 
 
 def _longrope(short: float, long: float) -> dict[str, Any]:
@@ -83,6 +93,16 @@ _GPT2 = {
     "n_positions": CONTEXT,
 }
 _SLIDING = {"sliding_window": 64, "head_dim": 32, **_GROUPED}
+_GEMMA3 = {**_SLIDING, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}
+# Of multimodal models. No text has tokens of images: they lie beyond the vocabulary.
+_VISION = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+_PICTURES = {**_VISION, "image_size": 28, "patch_size": 14}
+_QWEN_VISION = {"num_heads": 2, "out_hidden_size": 128}
+_IMAGE = {"image_token_index": VOCABULARY}
+_QWEN_IMAGES = {
+    name: VOCABULARY + index
+    for index, name in enumerate(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))
+}
 
 _GATED_DELTA = {
     **_GROUPED,
@@ -137,10 +157,13 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": Family("mixtral", {**_GROUPED, **_MOE, "sliding_window": None}),
     "gemma": Family("gemma", {**_GROUPED, "head_dim": 32}),
     "gemma2": Family("gemma2", {**_SLIDING, "query_pre_attn_scalar": 32}),
-    "gemma3_text": Family(
-        "gemma3_text",
-        {**_SLIDING, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": Family("gemma3_text", _GEMMA3, is_short=True),
+    "gemma3": Family(
+        "gemma3",
+        {**_GEMMA3, "model_type": "gemma3_text"},
         is_short=True,
+        vision={**_PICTURES, "model_type": "siglip_vision_model"},
+        around={"mm_tokens_per_image": 4, **_IMAGE},
     ),
     "phi": Family("phi"),
     "phi3": Family("phi3", {"sliding_window": None}),
@@ -217,6 +240,41 @@ FAMILIES: Mapping[str, Family] = {
             "num_mem_blocks": 1,
         },
         refused="cannot page",
+    ),
+    "qwen2_vl": Family(
+        "qwen2_vl",
+        {**_GROUPED, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+        vision={"depth": 1, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2},
+        around=_QWEN_IMAGES,
+    ),
+    "qwen2_5_vl": Family(
+        "qwen2_5_vl",
+        {**_GROUPED, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+        vision={**_QWEN_VISION, "depth": 1, "fullatt_block_indexes": [0]},
+        around=_QWEN_IMAGES,
+    ),
+    "qwen3_vl": Family(
+        "qwen3_vl",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
+        },
+        is_short=True,
+        vision={**_QWEN_VISION, "depth": 2, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+        around=_QWEN_IMAGES,
+    ),
+    "llava": Family(
+        "llava",
+        {**_GROUPED, "model_type": "llama"},
+        vision={**_PICTURES, "model_type": "clip_vision_model", "projection_dim": 64},
+        around=_IMAGE,
+    ),
+    "mistral3": Family(
+        "mistral3",
+        {**_GROUPED, "model_type": "mistral", "head_dim": 32, "sliding_window": None},
+        vision={**_PICTURES, "model_type": "pixtral", "head_dim": 32},
+        around={**_IMAGE, "spatial_merge_size": 2},
     ),
     "lfm2": Family(
         "lfm2",

@@ -15,12 +15,15 @@ _TABLE = re.compile(re.escape(BEGIN) + r"\n(?:\|.*\n)+")
 def table() -> str:
     """The table, from its first comment to its last line."""
     refused = {name: family for name, family in FAMILIES.items() if family.refused}
-    served = sorted({family.model_type for name, family in FAMILIES.items() if name not in refused})
+    families = [family for name, family in FAMILIES.items() if name not in refused]
+    served = sorted({family.model_type for family in families if family.vision is None})
+    multimodal = sorted({family.model_type for family in families if family.vision is not None})
     names = ", ".join(f"{name} ({family.refused})" for name, family in sorted(refused.items()))
     head = ["| | `model_type` in `config.json` |", "|---|---|"]
     formats = sorted({family.weights for family in FAMILIES.values()})
     rows = [
         f"| served | {', '.join(served)} |",
+        f"| multimodal, served for text | {', '.join(multimodal)} |",
         f"| refused | {names} |",
         f"| formats of weights | {', '.join(formats)} |",
     ]

@@ -125,6 +125,37 @@ def test_serve_fetches_a_name_that_is_missing_and_not_again(hub: Hub, model_file
     assert len(hub.seen) == num_seen
 
 
+DIVIDED = {
+    name.replace("openvino_model", network)
+    for name in ("openvino_model.xml", "openvino_model.bin")
+    for network in ("openvino_language_model", "openvino_text_embeddings_model")
+}
+
+
+def test_of_a_multimodal_model_what_its_text_needs_is_fetched(hub: Hub, model_files: dict[str, bytes]) -> None:
+    tokenizers = {name: content for name, content in model_files.items() if "token" in name}
+    config = json.dumps({"model_type": "sees", "text_config": CONFIG, "vision_config": {"num_hidden_layers": 2}})
+    needed = {
+        **tokenizers,
+        **{name: f"{index:05}".encode() for index, name in enumerate(sorted(DIVIDED))},
+        "config.json": config.encode(),
+    }
+    hub.add("owner/sees", {**needed, "openvino_vision_embeddings_model.bin": b"0" * 999, "README.md": b"#"})
+    directory, _ = find_model("owner/sees")
+    assert sorted(set(hub.fetched("owner/sees"))) == sorted(needed)
+    row = json.loads(run("models", "show", "owner/sees", "--json").stdout)
+    assert (row["weight_bytes"], row["architecture"], row["problem"]) == (10, "sees", None)
+    assert row["kv_bytes_per_token"] == 2 * 32 * 8 * (128 + 8)
+    (directory / "openvino_text_embeddings_model.bin").unlink()
+    assert "missing openvino_text_embeddings_model.bin" in run("models", "show", "owner/sees").stdout
+
+
+def test_a_multimodal_model_without_embeddings_is_refused() -> None:
+    paths = ["openvino_language_model.xml", "openvino_language_model.bin"]
+    with pytest.raises(CommandError, match="has openvino_language_model.xml but lacks openvino_text_embeddings_model"):
+        choose_files(listing(*paths))
+
+
 EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "num_attention_heads": 32}
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 1}
 

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
+from headrace.common.model_files.networks import TEXT_NETWORK
 from headrace.common.model_files.task import HIDDEN_OUTPUTS, SCORES_OUTPUT
 from headrace.protos.inference_pb2 import TASK_RANK
 from headrace.worker.config import ConfigurationError
 from headrace.worker.encoder.files import EncoderFiles
 from headrace.worker.encoder.pooling import Floats, activated, normalized, pooled
-from headrace.worker.model.directory import NETWORK
 from headrace.worker.model.paging import reason_of
 from headrace.worker.request.request import Request
 
@@ -109,11 +109,12 @@ class EncoderRunner:
 def read_encoder(core: ov.Core, model_dir: Path, files: EncoderFiles) -> ov.Model:
     """Read the network and check its inputs and outputs, without compiling it. Raises ConfigurationError if it cannot
     be served."""
+    path = model_dir / TEXT_NETWORK
     try:
-        model = core.read_model(model_dir / NETWORK)
+        model = core.read_model(path)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{model_dir / NETWORK} (or its .bin) is corrupt or incomplete: {reason_of(error)}; pull the model again"
+            f"{path} (or its .bin) is corrupt or incomplete: {reason_of(error)}; pull the model again"
         ) from error
     names = [_name_of(port) for port in model.inputs]
     unknown = [name for name in names if name not in _KNOWN_INPUTS]

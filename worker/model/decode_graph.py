@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.common.model_files.networks import weights_in
 from headrace.worker.config import ConfigurationError
 
 # The most sequences for which it pays: with 24 it takes 0.92 of the time, with 32 0.96.
@@ -51,4 +52,4 @@ def has_amx(root: Path = Path("/")) -> bool:
 
 
 def _weight_bytes(model_dir: Path) -> int:
-    return (model_dir / "openvino_model.bin").stat().st_size
+    return sum(path.stat().st_size for path in weights_in(model_dir))

@@ -1,6 +1,7 @@
 """Reads a model directory: checks that it is complete, and finds the length of the context and the stop tokens.
 
-openvino_model.xml/.bin           the network, stateful, as optimum-intel and openvino-genai write it
+openvino_model.xml/.bin           the network, stateful, as optimum-intel and openvino-genai write it; that of a
+                                  multimodal model is in parts (headrace.common.model_files.networks)
 openvino_tokenizer.xml/.bin       text to ids, for the gateway
 openvino_detokenizer.xml/.bin     ids to text, for the gateway
 config.json                       length of the context, rotary factors, eos_token_id  (if there)
@@ -21,20 +22,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from headrace.common.model_files.config import text_part
 from headrace.common.model_files.names import BUNDLE_FILES
+from headrace.common.model_files.networks import empty_files, missing_files, weights_in
 from headrace.worker.config import ConfigurationError
 
 log = logging.getLogger(__name__)
 
-NETWORK, WEIGHTS, CONFIG = "openvino_model.xml", "openvino_model.bin", "config.json"
-REQUIRED_FILES = (
-    NETWORK,
-    WEIGHTS,
-    "openvino_tokenizer.xml",
-    "openvino_tokenizer.bin",
-    "openvino_detokenizer.xml",
-    "openvino_detokenizer.bin",
-)
+CONFIG = "config.json"
 UNKNOWN_CONTEXT_TOKENS = 2048
 # Names of the length of the context: in most models, GPT-2, MPT, BLOOM and ChatGLM, others.
 _CONTEXT_NAMES = (
@@ -89,10 +84,8 @@ def _verified(path: Path) -> ModelDir:
         raise ConfigurationError(
             f"there is no model directory {path}, nor a model of this name in the cache; `headrace pull` fetches one"
         )
-    wrong = [f"{name} is missing" for name in REQUIRED_FILES if not (path / name).is_file()]
-    wrong += [
-        f"{name} is empty" for name in REQUIRED_FILES if (path / name).is_file() and not (path / name).stat().st_size
-    ]
+    wrong = [f"{name} is missing" for name in missing_files(path)]
+    wrong += [f"{name} is empty" for name in empty_files(path)]
     configs = {}
     for name in (CONFIG, "generation_config.json", "tokenizer_config.json"):
         try:
@@ -111,9 +104,11 @@ def _verified(path: Path) -> ModelDir:
         tokenizer_bundle=bundle,
         tokenizer_sha256=hashlib.sha256(bundle).hexdigest(),
         max_context_tokens=context_of(configs[CONFIG], path),
-        eos_token_ids=_eos_token_ids([configs["generation_config.json"], configs[CONFIG], rt_info]),
+        eos_token_ids=_eos_token_ids(
+            [configs["generation_config.json"], configs[CONFIG], text_part(configs[CONFIG]), rt_info]
+        ),
         sampling=_recommended_sampling(configs["generation_config.json"]),
-        created_s=int((path / WEIGHTS).stat().st_mtime),
+        created_s=int(weights_in(path)[0].stat().st_mtime),
     )
 
 
@@ -164,8 +159,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def context_of(config: Mapping[str, Any], path: Path) -> int:
     """The longest context: that of the model, or the part for which the first set of its rotary factors is made."""
-    text_config = config.get("text_config")
-    for source in (config, text_config if isinstance(text_config, dict) else {}):
+    for source in (config, text_part(config)):
         longest = next((value for name in _CONTEXT_NAMES if _is_length(value := source.get(name))), 0)
         if longest:
             original = _original_context(source)
@@ -190,6 +184,7 @@ def context_of(config: Mapping[str, Any], path: Path) -> int:
 
 def uses_alibi(config: Mapping[str, Any]) -> bool:
     """Whether attention tells positions by ALiBi."""
+    config = text_part(config)
     kind, attention = config.get("model_type"), config.get("attn_config")
     is_in_attention = isinstance(attention, dict) and attention.get("alibi", kind == "mpt") is True
     named = config.get("position_embedding_type") == "alibi"
@@ -198,7 +193,7 @@ def uses_alibi(config: Mapping[str, Any]) -> bool:
 
 def has_windows(config: Mapping[str, Any]) -> bool:
     """Whether some layers see only a window of the context."""
-    layers = [config.get(name) for name in ("layer_types", "attention_layers")]
+    layers = [text_part(config).get(name) for name in ("layer_types", "attention_layers")]
     return any(isinstance(kinds, list) and not {"sliding_attention", "local"}.isdisjoint(kinds) for kinds in layers)
 
 
@@ -216,7 +211,7 @@ def _original_context(config: Mapping[str, Any]) -> int:
     return 0
 
 
-def _eos_token_ids(sources: Iterable[dict[str, Any]]) -> tuple[int, ...]:
+def _eos_token_ids(sources: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
     """The first answer found: one id or a list of them. Some files have -1 for none."""
     for source in sources:
         value = source.get("eos_token_id")

@@ -1,6 +1,6 @@
-"""The fingerprint of a model: SHA-256 over its network and all of its weights.
+"""The fingerprint of a model: SHA-256 over its networks and all of their weights.
 
-    SHA-256( network || size of the weights || SHA-256(piece 0) || SHA-256(piece 1) || ... )
+    SHA-256( network || size of its weights || SHA-256(piece 0) || SHA-256(piece 1) || ... || next network || ... )
 
 Every byte counts, because two fine-tunes of a model have the same sizes and may differ in a single layer. Several
 threads hash the pieces while the model is compiled. So nothing needs to be cached between starts, which could be
@@ -9,12 +9,13 @@ outdated. Reading also brings the file into the page cache, from which it is loa
 
 from __future__ import annotations
 
+import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
-from headrace.worker.model.directory import NETWORK, WEIGHTS
+from headrace.common.model_files.networks import networks_in
 
 PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
@@ -22,14 +23,16 @@ _READ_BYTES = 1 << 20
 
 def fingerprint_of(model_dir: Path, threads: int) -> str:
     """The fingerprint of the model in a directory, in hex, computed by `threads` threads. Raises OSError."""
-    digest = sha256((model_dir / NETWORK).read_bytes())
-    with (model_dir / WEIGHTS).open("rb") as file:
-        descriptor = file.fileno()
-        size = os.fstat(descriptor).st_size
-        digest.update(size.to_bytes(8, "little"))
-        with ThreadPoolExecutor(threads, thread_name_prefix="fingerprint") as executor:
-            for piece in executor.map(lambda start: _hash_piece(descriptor, start), range(0, size, PIECE_BYTES)):
-                digest.update(piece)
+    digest = sha256()
+    for network in networks_in(model_dir):
+        digest.update(network.read_bytes())
+        with network.with_suffix(".bin").open("rb") as file:
+            descriptor = file.fileno()
+            size = os.fstat(descriptor).st_size
+            digest.update(size.to_bytes(8, "little"))
+            with ThreadPoolExecutor(threads, thread_name_prefix="fingerprint") as executor:
+                for piece in executor.map(functools.partial(_hash_piece, descriptor), range(0, size, PIECE_BYTES)):
+                    digest.update(piece)
     return digest.hexdigest()
 
 

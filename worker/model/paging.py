@@ -15,11 +15,13 @@ import numpy as np
 import openvino as ov
 from openvino._offline_transformations import paged_attention_transformation
 
+from headrace.common.model_files.networks import networks_in
 from headrace.worker.config import ConfigurationError
 from headrace.worker.eviction.graph import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.batch import StateInputs
-from headrace.worker.model.directory import NETWORK, context_of, has_windows, read_config, uses_alibi
+from headrace.worker.model.directory import context_of, has_windows, read_config, uses_alibi
 from headrace.worker.model.positions import UnservableError, settle_positions
+from headrace.worker.multimodal.joining import JoiningError, join, settle_types
 from headrace.worker.states.tables import STATE_TABLES, set_table_types
 
 # Inputs of the operators that replace recurrent layers, and the beginnings of the names of their tables of states.
@@ -38,8 +40,7 @@ STEP_INPUTS = (
 # Indices of the inputs of PagedAttention.
 _SLIDING_WINDOW, _ALIBI_SLOPES = 10, 11
 _FOREIGN_INPUTS = {
-    "inputs_embeds": "it takes embeddings instead of tokens, so it is the language part of a multimodal model",
-    "token_type_ids": "it distinguishes images from text, so it is the language part of a multimodal model",
+    "inputs_embeds": "it takes embeddings instead of tokens, and the network that gives them is not beside it",
     "encoder_hidden_states": "it is the decoder of an encoder-decoder model",
 }
 _SUPPORTED = "only decoder-only text models with attention can be served"
@@ -65,11 +66,13 @@ def read_paged(
     config.json says. With `evicts`, its sequences may give up KV blocks (see `eviction.graph`). Compiles nothing.
     Raises ConfigurationError if the model cannot be served."""
     config = read_config(model_dir)
-    model = _read(core, model_dir / NETWORK)
+    model, *embeddings = [_read(core, path) for path in networks_in(model_dir)]
     try:
+        if embeddings:
+            join(model, embeddings)
         _make_paged(model, config, evicts=evicts)
         depends_on_context = settle_positions(model, max_context_tokens or context_of(config, model_dir))
-    except UnservableError as error:
+    except (UnservableError, JoiningError) as error:
         raise ConfigurationError(f"the model in {model_dir} cannot be served: {error}") from error
     return PagedModel(model, depends_on_context)
 
@@ -112,6 +115,7 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any], *, evicts: bool) -> 
         )
     if evicts:
         merge_layers(model)
+    settle_types(model)
     set_table_types(model)
     attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
     unknown = [port.any_name for port in model.inputs if not _is_own(port)]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
+from headrace.common.model_files.networks import weights_in
 from headrace.worker.config import ConfigurationError, WorkerConfig
-from headrace.worker.model.directory import WEIGHTS, read_model_dir
+from headrace.worker.model.directory import read_model_dir
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
 from headrace.worker.speculation.medusa import MedusaModel
@@ -65,7 +66,7 @@ def kind_of_drafts(heads: Heads | None) -> type[DraftModel]:
 
 def weights_of_draft(draft_dir: Path) -> list[Path]:
     """The files with the weights of a smaller model or of heads."""
-    return heads_weights(draft_dir) or [draft_dir / WEIGHTS]
+    return heads_weights(draft_dir) or weights_in(draft_dir)
 
 
 def load_draft(

@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 
 from headrace.common.model_files.config import config_in
+from headrace.common.model_files.networks import required_files
 from headrace.common.model_files.task import task_of
 from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
 from headrace.worker.config import ConfigurationError
 from headrace.worker.loading import known_tokens
-from headrace.worker.model.directory import REQUIRED_FILES, UNKNOWN_CONTEXT_TOKENS, read_model_dir
+from headrace.worker.model.directory import UNKNOWN_CONTEXT_TOKENS, has_windows, read_model_dir
 
 TOKENIZER_XML = '<net><rt_info><eos_token_id value="7" /><chat_template value="hello" /></rt_info></net>'
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    for name in REQUIRED_FILES:
+    for name in required_files(()):
         (tmp_path / name).write_text(TOKENIZER_XML if name.endswith(".xml") else "weights")
     return tmp_path
 
@@ -44,6 +45,29 @@ def test_the_end_tokens_come_from_the_first_file_that_names_them(model: Path) ->
     assert read_model_dir(model).eos_token_ids == (7,)
     (model / "config.json").write_text('{"eos_token_id": 3}')
     assert read_model_dir(model).eos_token_ids == (3,)
+
+
+def test_of_a_multimodal_model_the_part_for_text_counts(model: Path) -> None:
+    (model / "config.json").write_text(
+        '{"model_type": "sees", "text_config": {"max_position_embeddings": 99, "eos_token_id": [5, 6],'
+        ' "layer_types": ["sliding_attention"]}, "vision_config": {"layer_types": []}}'
+    )
+    read = read_model_dir(model)
+    assert (read.max_context_tokens, read.eos_token_ids) == (99, (5, 6))
+    assert has_windows(config_in(model / "config.json"))
+
+
+def test_a_multimodal_model_has_two_networks(model: Path) -> None:
+    for suffix in ("xml", "bin"):
+        (model / f"openvino_model.{suffix}").rename(model / f"openvino_language_model.{suffix}")
+    with pytest.raises(
+        ConfigurationError, match=r"openvino_text_embeddings_model\.xml is missing.*_model\.bin is missing"
+    ):
+        read_model_dir(model)
+    for suffix in ("xml", "bin"):
+        (model / f"openvino_text_embeddings_model.{suffix}").write_text("<net/>")
+    assert read_model_dir(model).created_s == int((model / "openvino_language_model.bin").stat().st_mtime)
+    assert task_of(model) == TASK_UNSPECIFIED
 
 
 def test_a_model_that_recommends_greedy_gets_temperature_zero(model: Path) -> None:

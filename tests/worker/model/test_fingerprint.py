@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.common.model_files.networks import TEXT_NETWORK
 from headrace.worker.model import fingerprint
-from headrace.worker.model.directory import NETWORK, WEIGHTS
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
 
 PIECE_BYTES = 4096
@@ -19,7 +19,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A network and weights of several pieces, the last one short."""
     monkeypatch.setattr(fingerprint, "PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(fingerprint, "_READ_BYTES", 1000)
-    network, weights = tmp_path / NETWORK, tmp_path / WEIGHTS
+    network, weights = tmp_path / TEXT_NETWORK, tmp_path / "openvino_model.bin"
     network.write_text("<net/>")
     weights.write_bytes(os.urandom(5 * PIECE_BYTES + 7))
     return network, weights
@@ -42,6 +42,19 @@ def test_one_flipped_bit_anywhere_is_another_model(files: tuple[Path, Path]) -> 
         seen.add(fingerprint_of(weights.parent, 2))
         content[place] ^= 1
     assert len(seen) == 1 + len(places)
+
+
+def test_every_network_of_a_multimodal_model_counts(tmp_path: Path) -> None:
+    names = ("openvino_language_model", "openvino_text_embeddings_model", "openvino_text_embeddings_per_layer_model")
+    files = [tmp_path / f"{name}.{suffix}" for name in names for suffix in ("xml", "bin")]
+    seen = []
+    for file in files:
+        file.write_bytes(b"0")
+    for file in (*files, None):
+        seen.append(fingerprint_of(tmp_path, 2))
+        if file is not None:
+            file.write_bytes(b"1")
+    assert len(set(seen)) == len(files) + 1
 
 
 def test_order_size_and_network_count_and_threads_do_not(files: tuple[Path, Path]) -> None:

@@ -1,0 +1,158 @@
+"""Puts the embeddings of text in front of the language model of a multimodal model, so that it takes tokens.
+
+    input_ids -> text embeddings -> inputs_embeds -> language model -> logits
+
+Only text is served. So what the language model takes besides follows from that:
+
+    position_ids [rows, batch, tokens]   equal rows: time, height and width of a text's token are its position
+    visual_pos_masks                     no token belongs to an image
+    deepstack_visual_embeds              nothing is added to states, because no token belongs to an image
+    token_type_ids                       all tokens are text; OpenVINO must page the attention before (`settle_types`)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import openvino as ov
+from openvino import opset13
+
+log = logging.getLogger(__name__)
+
+TOKENS, POSITIONS, TYPES = "input_ids", "position_ids", "token_type_ids"
+_EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
+_IS_OF_IMAGE, _IMAGE_STATES = "visual_pos_masks", "deepstack_visual_embeds"
+_RANK_OF_ROWS = 3
+_MOVES = {"Convert", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Broadcast"}
+
+
+class JoiningError(Exception):
+    """Why the networks do not fit together, as the end of a sentence that begins with the model."""
+
+
+def join(language: ov.Model, embeddings: Sequence[ov.Model]) -> None:
+    """Make a language model take tokens. `embeddings` are graphs of tokens to embeddings: of the text, and in some
+    models of each layer. Raises JoiningError."""
+    try:
+        _join(language, embeddings)
+    except RuntimeError as error:
+        log.info("OpenVINO says: %s", error)
+        raise JoiningError("its language model and its embeddings of tokens are not of one model") from error
+
+
+def _join(language: ov.Model, embeddings: Sequence[ov.Model]) -> None:
+    tokens = _new_input(language, TOKENS)
+    for graph, name in zip(embeddings, _EMBEDDINGS, strict=False):
+        parameter = _input(language, name)
+        if parameter is None:
+            raise JoiningError(f"its language model does not take {name}")
+        _replace(language, parameter, _embedded(graph, tokens, name))
+    # Names of replaced outputs are added to those of what replaces them, and OpenVINO goes by both.
+    tokens.set_friendly_name(TOKENS)
+    tokens.output(0).get_tensor().set_names({TOKENS})
+    _settle_positions(language)
+    _settle_images(language, tokens)
+    language.validate_nodes_and_infer_types()
+
+
+def settle_types(model: ov.Model) -> None:
+    """Let a paged model take all tokens for text. Does nothing if it does not ask which are, or takes no tokens."""
+    types, tokens = _input(model, TYPES), _input(model, TOKENS)
+    if types is None or tokens is None:
+        return
+    for attention in model.get_ordered_ops():
+        if attention.get_type_name() == "PagedAttentionExtension":
+            for port in attention.inputs():
+                if _source(port.get_source_output()) == types.get_friendly_name():
+                    # As in models that have no such input.
+                    nothing = opset13.constant(np.zeros(0, port.get_element_type().to_dtype()))
+                    port.replace_source_output(nothing.output(0))
+    (of_batch,) = tokens.output(0).get_target_inputs()
+    _replace(model, types, _zeros_like(of_batch.get_node().output(0), types.output(0)))
+    model.validate_nodes_and_infer_types()
+
+
+def _new_input(model: ov.Model, name: str) -> ov.Node:
+    parameter: ov.Node = opset13.parameter([-1, -1], np.int64)
+    parameter.set_friendly_name(name)
+    parameter.output(0).get_tensor().set_names({name})
+    model.add_parameters([parameter])
+    return parameter
+
+
+def _input(model: ov.Model, name: str) -> ov.Node | None:
+    return next((node for node in model.get_parameters() if name in node.output(0).get_names()), None)
+
+
+def _replace(model: ov.Model, parameter: ov.Node, value: ov.Output) -> None:
+    """Replace an input by a value. It is not among the model's inputs then."""
+    kind = parameter.get_element_type()
+    if kind != value.get_element_type():
+        value = opset13.convert(value, kind.get_type_name()).output(0)
+    parameter.output(0).get_tensor().set_names(set())
+    parameter.output(0).replace(value)
+    model.remove_parameter(parameter)
+
+
+def _embedded(graph: ov.Model, tokens: ov.Node, name: str) -> ov.Output:
+    """What a graph computes of the tokens."""
+    if len(graph.inputs) != 1 or len(graph.outputs) != 1:
+        raise JoiningError(f"the network that gives its {name} does not turn tokens into embeddings")
+    _replace(graph, graph.get_parameters()[0], tokens.output(0))
+    found: ov.Output = graph.get_results()[0].input_value(0)
+    return found
+
+
+def _settle_positions(model: ov.Model) -> None:
+    """Let one row of positions stand for all."""
+    rows = _input(model, POSITIONS)
+    if rows is None or rows.get_partial_shape().rank != ov.Dimension(_RANK_OF_ROWS):
+        return
+    num_rows = rows.get_partial_shape()[0]
+    if num_rows.is_dynamic:
+        raise JoiningError("its language model takes an unknown number of positions for each token")
+    row = _new_input(model, POSITIONS)
+    of_one = opset13.unsqueeze(row, opset13.constant(np.int64(0)))
+    _replace(model, rows, opset13.concat([of_one] * num_rows.get_length(), 0).output(0))
+
+
+def _settle_images(model: ov.Model, tokens: ov.Node) -> None:
+    """Leave out what is added to the states of images' tokens."""
+    is_of_image, states = _input(model, _IS_OF_IMAGE), _input(model, _IMAGE_STATES)
+    if is_of_image is None:
+        return
+    zero = {is_of_image.get_friendly_name()}
+    for node in model.get_ordered_ops():
+        values = node.input_values()
+        is_zero = [value.get_node().get_friendly_name() in zero for value in values]
+        kind = node.get_type_name()
+        if (kind in _MOVES and is_zero[0]) or (kind == "Multiply" and any(is_zero)):
+            zero.add(node.get_friendly_name())
+        elif kind == "Add" and sum(is_zero) == 1:
+            other = values[is_zero.index(False)]
+            if other.get_partial_shape() == node.get_output_partial_shape(0):
+                node.output(0).replace(other)
+    _replace(model, is_of_image, _zeros_like(tokens.output(0), is_of_image.output(0)))
+    if states is not None:
+        if any(node.get_friendly_name() in _users(states) for node in model.get_ordered_ops()):
+            raise JoiningError("its language model adds something of images to its states in an unknown way")
+        model.remove_parameter(states)
+
+
+def _users(node: ov.Node) -> set[str]:
+    return {port.get_node().get_friendly_name() for port in node.output(0).get_target_inputs()}
+
+
+def _zeros_like(shaped: ov.Output, typed: ov.Output) -> ov.Output:
+    zero = opset13.constant(np.zeros((), typed.get_element_type().to_dtype()))
+    return opset13.broadcast(zero, opset13.shape_of(shaped)).output(0)
+
+
+def _source(value: ov.Output) -> str:
+    """The name of the node that gives a value, in another type perhaps."""
+    node = value.get_node()
+    while node.get_type_name() == "Convert":
+        node = node.input_value(0).get_node()
+    return str(node.get_friendly_name())
