@@ -4,6 +4,8 @@ need not have headrace:
     exporter.py check DIRECTORY                                  can a model with this config.json be exported?
     exporter.py export DIRECTORY OUTDIR MODE GROUP_SIZE RATIO MEMORY_BYTES
 
+Of a multimodal model, only what its text needs is kept: the language model, and the embeddings of tokens.
+
 MODE is bf16, or one of nncf's modes. The process takes at most MEMORY_BYTES of private memory. Standard output gets one
 line for each stage. If something cannot be done, the exit status is 2 with one `error:` line on standard error; 3 says
 that packages are missing.
@@ -23,9 +25,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_TASK = "text-generation-with-past"
+_TASK, _MULTIMODAL_TASK = "text-generation-with-past", "image-text-to-text"
 _LIBRARY = "transformers"
 _NETWORK = "openvino_model.xml"
+_MULTIMODAL_NETWORKS = (
+    "openvino_language_model.xml",
+    "openvino_text_embeddings_model.xml",
+    "openvino_text_embeddings_per_layer_model.xml",
+)
+# Which optimum-intel does not write if only the processor of texts and images has it.
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZERS = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 _PACKAGES = ("torch", "transformers", "openvino", "openvino_tokenizers", "nncf", "optimum.exporters.openvino")
 _UNCOMPRESSED = "bf16"
@@ -42,9 +51,11 @@ def check(directory: Path) -> None:
     """Raise ExportError if no model of this configuration can be exported. Reads config.json alone."""
     from transformers import AutoConfig
 
-    model_type = json.loads((directory / "config.json").read_bytes()).get("model_type")
-    if model_type:
-        check_type(model_type)
+    raw = _config_of(directory)
+    model_type = raw.get("model_type")
+    task = check_type(model_type) if model_type else _TASK
+    if task == _MULTIMODAL_TASK and _packing(raw) in _PACKED_BY:
+        raise ExportError(f"it is multimodal, and its weights are packed ({_packing(raw)}), which is not supported")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
@@ -53,8 +64,9 @@ def check(directory: Path) -> None:
         check_type(config.model_type)
 
 
-def check_type(model_type: str) -> None:
-    """Raise ExportError if optimum-intel cannot export the architecture, or not with this version of transformers."""
+def check_type(model_type: str) -> str:
+    """The task that the architecture is exported for. Raises ExportError if optimum-intel cannot export it, or not with
+    this version of transformers."""
     import transformers
     from optimum.exporters.tasks import TasksManager
     from packaging.version import Version
@@ -63,9 +75,10 @@ def check_type(model_type: str) -> None:
         tasks = TasksManager.get_supported_tasks_for_model_type(model_type, "openvino", library_name=_LIBRARY)
     except KeyError:
         tasks = {}
-    if _TASK not in tasks:
+    task = next((name for name in (_TASK, _MULTIMODAL_TASK) if name in tasks), None)
+    if task is None:
         raise ExportError(f"optimum-intel exports no text-generating models of its architecture ({model_type})")
-    kind = tasks[_TASK].func
+    kind = tasks[task].func
     least, most = (Version(str(limit)) if limit else None for limit in _limits(kind))
     installed = Version(transformers.__version__)
     if (least and installed < least) or (most and installed > most):
@@ -74,6 +87,7 @@ def check_type(model_type: str) -> None:
             f"optimum-intel exports its architecture ({model_type}) with transformers of {wanted}, and this Python has "
             f"{installed}; set HEADRACE_EXPORT_PYTHON to a Python with such a version"
         )
+    return task
 
 
 def _limits(kind: Any) -> tuple[Any, Any]:
@@ -86,6 +100,7 @@ def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float)
     from optimum.intel import OVConfig
 
     whole, plain = out / ".uncompressed", out / ".plain"
+    task = check_type(str(_config_of(directory).get("model_type")))
     packed = _packed_checkpoint(directory)
     if packed is not None:
         _stage("unpacking the weights")
@@ -94,7 +109,7 @@ def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float)
     main_export(
         directory if packed is None else plain,
         output=whole,
-        task=_TASK,
+        task=task,
         ov_config=OVConfig(),
         convert_tokenizer=True,
         local_files_only=True,
@@ -105,21 +120,52 @@ def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float)
     missing = [name for name in _TOKENIZERS if not (whole / name).is_file()]
     if missing:
         raise ExportError("its tokenizer cannot be converted")
+    networks = _keep_text(directory, whole, task)
     if mode != _UNCOMPRESSED or packed is not None:
         _stage(f"compressing the weights to {mode}" if packed is None else f"packing the weights, the others to {mode}")
-        _compress(whole / _NETWORK, out / _NETWORK, mode, group_size, ratio, packed)
-        for path in whole.glob(f"{Path(_NETWORK).stem}.*"):
-            path.unlink()
+        for network in networks:
+            _compress(network, out / network.name, mode, group_size, ratio, packed)
+            network.unlink()
+            network.with_suffix(".bin").unlink()
     for path in whole.iterdir():
         path.replace(out / path.name)
     shutil.rmtree(whole)
 
 
+def _keep_text(directory: Path, exported: Path, task: str) -> list[Path]:
+    """Remove what the text of a multimodal model does not need, and add its template. Returns the networks."""
+    names = (_NETWORK,) if task == _TASK else _MULTIMODAL_NETWORKS
+    networks = [exported / name for name in names if (exported / name).is_file()]
+    if not networks:
+        raise ExportError("its export has no language model of its own")
+    if task == _TASK:
+        return networks
+    kept = {Path(name).stem for name in (*_TOKENIZERS, *(path.name for path in networks))}
+    for path in exported.glob("openvino_*"):
+        if path.stem not in kept:
+            path.unlink()
+    if not any((exported / name).is_file() for name in _TEMPLATES):
+        for name in _TEMPLATES:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, exported / name)
+    return networks
+
+
+def _config_of(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
+    return config
+
+
+def _packing(config: dict[str, Any]) -> str | None:
+    """What packed the weights of a checkpoint; None if they are not packed, or not named."""
+    method: str | None = (config.get("quantization_config") or {}).get("quant_method")
+    return method
+
+
 def _packed_checkpoint(directory: Path) -> Any:
     """The checkpoint if its weights are packed, by AWQ or GPTQ."""
-    config = json.loads((directory / "config.json").read_bytes())
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    return _packed_module().Checkpoint(directory) if method in _PACKED_BY else None
+    is_packed = _packing(_config_of(directory)) in _PACKED_BY
+    return _packed_module().Checkpoint(directory) if is_packed else None
 
 
 @functools.cache

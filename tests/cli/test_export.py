@@ -209,6 +209,7 @@ def test_failures_of_the_exporter_are_sentences(
     ("model_type", "problem"),
     [
         ("fits", ""),
+        ("sees", ""),
         (
             "newer",
             r"\(newer\) with transformers of at least 5.5.0, and this Python has 4.57.6; set HEADRACE_EXPORT_PYTHON",
@@ -232,6 +233,8 @@ def test_an_architecture_that_needs_another_transformers_is_refused(
     def supported(model_type: str, _exporter: str, library_name: str) -> dict[str, object]:
         if model_type == "pictures":
             return {"image-to-text": partial(object)}
+        if model_type == "sees":
+            return {"image-text-to-text": partial(object)}
         least, most = limits[model_type]
         made = type("Config", (), {"MIN_TRANSFORMERS_VERSION": least, "MAX_TRANSFORMERS_VERSION": most})
         return {"text-generation-with-past": partial(made)}
@@ -241,6 +244,25 @@ def test_an_architecture_that_needs_another_transformers_is_refused(
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="4.57.6"))  # type: ignore[arg-type]
     with pytest.raises(exporter_file.ExportError, match=problem) if problem else nullcontext():
         exporter_file.check_type(model_type)
+
+
+def test_of_a_multimodal_export_what_text_needs_is_kept(tmp_path: Path) -> None:
+    checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
+    names = ("language_model", "text_embeddings_model", "tokenizer", "detokenizer", "vision_embeddings_model")
+    for folder, files in (
+        (checkpoint, ["config.json", "chat_template.json"]),
+        (exported, ["config.json", *(f"openvino_{name}.{suffix}" for name in names for suffix in ("xml", "bin"))]),
+    ):
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text(name)
+    networks = exporter_file._keep_text(checkpoint, exported, "image-text-to-text")
+    assert [path.name for path in networks] == ["openvino_language_model.xml", "openvino_text_embeddings_model.xml"]
+    kept = {path.name for path in exported.iterdir()}
+    assert {"config.json", "chat_template.json", "openvino_detokenizer.bin"} <= kept
+    assert not [name for name in kept if "vision" in name]
+    with pytest.raises(exporter_file.ExportError, match="no language model of its own"):
+        exporter_file._keep_text(checkpoint, checkpoint, "image-text-to-text")
 
 
 def test_sizes_follow_bits_and_groups() -> None:
