@@ -20,7 +20,7 @@ _LOGITS_AT_ONCE = 1 << 17
 class Runs:
     """n rows to sample from; `rows` `[n]` are their numbers in `logits`.
 
-    `maxima` `[n, runs]` are the largest logits of the runs, see `made_of`, and `best` `[n]` those of the rows.
+    `maxima` `[n, runs]` are the largest logits of the runs, and `best` `[n]` those of the rows.
     `sums` `[n, runs]` are the sums of weights exp((logit - best) / temperature), or `[n, 0]` if nothing is drawn;
     `totals` `[n]` add them up. Run r has tokens `[r * length, (r + 1) * length)`; the last may be shorter. The total of
     a row that holds a NaN, or no finite number, is not finite.
@@ -35,17 +35,9 @@ class Runs:
     length: int
 
     @classmethod
-    def made_of(
-        cls, logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray, *, all_maxima: bool = True
-    ) -> Runs:
-        """All rows of `logits`. `reduction` is that of the model's values, at `inverse_temperatures` `[n]`.
-
-        With `all_maxima`, every maximum is exact. Without, the maximum of a run whose largest logit was lowered may be
-        too large; that of a row is exact.
-        """
-        maxima, sums = reduction
-        if logits.changes is not None:
-            maxima, sums = _corrected(logits, reduction, inverse_temperatures, all_maxima=all_maxima)
+    def made_of(cls, logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray) -> Runs:
+        """All rows of `logits`. `reduction` is that of the model's values, at `inverse_temperatures` `[n]`."""
+        maxima, sums = _corrected(logits, reduction, inverse_temperatures)
         best = maxima.max(axis=1)
         if sums.shape[1]:
             sums = weights_of(maxima, best, inverse_temperatures) * sums
@@ -103,36 +95,30 @@ class Runs:
         return padded, token_ids
 
 
-def _corrected(
-    logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray, *, all_maxima: bool
-) -> Reduction:
+def _corrected(logits: Logits, reduction: Reduction, inverse_temperatures: FloatArray) -> Reduction:
     """The reduction after the changes of `logits`.
 
     The weights of old values are subtracted and those of new ones added. A run is read again if too few digits would be
-    left, or if it may hold the row's largest logit.
+    left, or if its largest logit is another one.
     """
     changes = logits.changes
-    assert changes is not None
+    if changes is None:
+        return reduction
     maxima, sums = reduction.maxima.copy(), reduction.sums.copy()
     row, run, firsts = changes.places.rows_of_runs, changes.places.runs, changes.places.firsts
     highest = maxima[row, run]
-    must_read = np.maximum.reduceat(changes.values, firsts) > highest
+    is_stale = np.maximum.reduceat(changes.before, firsts) >= highest
+    is_stale |= np.maximum.reduceat(changes.values, firsts) > highest
     if sums.shape[1]:
         group = changes.places.group
         exponents = np.stack([changes.before, changes.values])
         exponents -= highest[group]
         exponents *= inverse_temperatures[row][group]
         lost, gained = np.add.reduceat(np.exp(exponents, out=exponents), firsts, axis=1)
-        must_read |= lost > _MOST_LOST * sums[row, run]
+        is_stale |= lost > _MOST_LOST * sums[row, run]
         sums[row, run] += gained - lost
-    is_lowered = np.maximum.reduceat(changes.before, firsts) >= highest
-    if not all_maxima:
-        certain = maxima.copy()
-        certain[row[is_lowered], run[is_lowered]] = -np.inf
-        is_lowered &= highest >= certain.max(axis=1)[row]
-    stale = np.flatnonzero(must_read | is_lowered)
-    if len(stale):
-        row, run = row[stale], run[stale]
+    row, run = row[is_stale], run[is_stale]
+    if len(row):
         values = logits.gather(row, run)
         highest = maxima[row, run] = values.max(axis=1)
         if sums.shape[1]:

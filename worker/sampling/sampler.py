@@ -142,30 +142,19 @@ class BatchSampler:
         rows = np.array([row for row in range(num_rows) if row not in few and row not in whole], np.intp)
         if len(rows):
             part = params.part(rows)
-            runs = self._runs(
-                processed.logits,
-                rows,
-                params.inverse_temperatures,
-                is_drawn=not part.is_greedy.all(),
-                all_maxima=bool((part.top_k > 0).any()),
-            )
+            is_drawn = not part.is_greedy.all()
+            runs = self._runs(processed.logits, rows, params.inverse_temperatures, is_drawn=is_drawn)
             chosen[rows] = _choose(runs, part)
         return chosen
 
     def _runs(
-        self,
-        logits: Logits,
-        rows: IndexArray,
-        inverse_temperatures: FloatArray,
-        *,
-        is_drawn: bool = True,
-        all_maxima: bool = True,
+        self, logits: Logits, rows: IndexArray, inverse_temperatures: FloatArray, *, is_drawn: bool = True
     ) -> Runs:
         """Some rows with their changes, at the `inverse_temperatures` of all rows; sums only if `is_drawn`."""
         reduction = logits.reduction
         if reduction is None or (is_drawn and not reduction.sums.shape[1]):
             return self._read(logits.whole(rows), inverse_temperatures[rows])
-        return Runs.made_of(logits, reduction, inverse_temperatures, all_maxima=all_maxima).part(rows)
+        return Runs.made_of(logits, reduction, inverse_temperatures).part(rows)
 
     def _read(self, values: FloatArray, inverse_temperatures: FloatArray) -> Runs:
         """Rows `[n, vocab]` that are summarised here."""

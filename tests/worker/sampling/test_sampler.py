@@ -480,11 +480,8 @@ def test_bfloat16_logits_and_their_reduction_give_what_float32_ones_give(
     seed=st.integers(0, 10_000),
     size=st.sampled_from([300, 2048]),
     reach=st.sampled_from([0.5, 10.0, 80.0]),
-    all_maxima=st.booleans(),
 )
-def test_runs_of_changed_logits_are_those_of_the_changed_rows(
-    seed: int, size: int, reach: float, *, all_maxima: bool
-) -> None:
+def test_runs_of_changed_logits_are_those_of_the_changed_rows(seed: int, size: int, reach: float) -> None:
     rng = np.random.default_rng(seed)
     rows = (rng.normal(size=(3, size)) * 4).astype(np.float32)
     which, token_ids = np.divmod(rng.choice(3 * size, 40, replace=False), size)
@@ -499,15 +496,12 @@ def test_runs_of_changed_logits_are_those_of_the_changed_rows(
     inverse_temperatures = np.array([0.5, 1.0, 5.0], np.float32)
     with np.errstate(all="ignore"):
         before_changes = reduce_with_numpy(rows, inverse_temperatures)
-        after = Runs.made_of(logits, before_changes, inverse_temperatures, all_maxima=all_maxima)
+        after = Runs.made_of(logits, before_changes, inverse_temperatures)
         changed_rows = rows.copy()
         for row, token_id, value in zip(which, token_ids, values, strict=True):
             changed_rows[row, token_id] = value
         wanted = runs_of(changed_rows, inverse_temperatures)
     assert np.array_equal(logits.whole(np.arange(3)), changed_rows)
-    if all_maxima:
-        assert np.array_equal(after.maxima, wanted.maxima)
-    assert (after.maxima >= wanted.maxima).all()
-    assert after.maxima.argmax(axis=1).tolist() == wanted.maxima.argmax(axis=1).tolist()
+    assert np.array_equal(after.maxima, wanted.maxima)
     assert np.array_equal(after.best, wanted.best)
     np.testing.assert_allclose(after.sums, wanted.sums, rtol=3e-6, atol=1e-30)
