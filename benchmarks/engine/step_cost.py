@@ -99,9 +99,8 @@ def measured(model_dir: Path, rounds: int, threads: int) -> list[Sample]:
             for _ in range(2):
                 began = time.perf_counter()
                 batch = build_batch(scheduled, runner.block_size)
-                plan = sampler.plan(batch.sampled, runner.vocab_size)
                 runner.bind(batch, keeps_logits=False)
-                sampler.sample(batch.sampled, runner.run(), plan)
+                sampler.sample(batch.sampled, runner.run())
                 took_ms = 1000 * (time.perf_counter() - began)
                 changed = len(batch.input_ids) != num_tokens
                 num_tokens = len(batch.input_ids)

@@ -22,6 +22,6 @@ class Taken(NamedTuple):
 
 def sample(sampler: BatchSampler, requests: Sequence[Request], logits: Logits) -> list[Taken]:
     """The next token of each request, with log-probabilities if requested."""
-    sampled = sampler.sample(requests, logits, sampler.plan(requests, logits.shape[1]))
+    sampled = sampler.sample(requests, logits)
     logprobs = sampler.logprobs(requests, logits, sampled)
     return [Taken(one.token_id, one.error, entry) for one, entry in zip(sampled, logprobs, strict=True)]

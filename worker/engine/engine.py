@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.isolation import IsolatedSampler, Planned, Sampler
+from headrace.worker.engine.isolation import IsolatedSampler, Sampler
 from headrace.worker.engine.overlap import Deliver, Overlap
 from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.engine.step_meter import StepMeter, StepSize
@@ -136,12 +136,12 @@ class Engine:
             return False
         try:
             step = self._build(output)
-            logits, planned = self._forward(step, deliver)
+            logits = self._forward(step, deliver)
         except _StepFailedError as error:
             self._overlap.deliver(deliver)
             outputs = self._fail(output, error)
         else:
-            sampled, errors = self._sample(step.batch, logits, planned)
+            sampled, errors = self._sample(step.batch, logits)
             outputs = self._account(step, sampled, errors)
             self._observe(step, sampled, time.perf_counter() - start_s, is_traced=is_traced)
         self._overlap.hold(self._end_failed(outputs))
@@ -177,30 +177,27 @@ class Engine:
             raise _StepFailedError from error
         return _Step(output, size, batch)
 
-    def _forward(self, step: _Step, deliver: Deliver) -> tuple[Logits, Planned]:
+    def _forward(self, step: _Step, deliver: Deliver) -> Logits:
         """Run the kernels, and what overlaps with them."""
-        self._overlap.begin(step.batch, self.runner.vocab_size, deliver)
+        self._overlap.begin(deliver)
         try:
-            logits = self.runner.run()
+            return self.runner.run()
         except Exception as error:
             raise _StepFailedError from error
         finally:
-            planned = self._overlap.finish()
-        return logits, planned
+            self._overlap.finish()
 
-    def _sample(
-        self, batch: Batch, logits: Logits, planned: Planned
-    ) -> tuple[Sequence[Sampled], dict[Request, StatusError]]:
+    def _sample(self, batch: Batch, logits: Logits) -> tuple[Sequence[Sampled], dict[Request, StatusError]]:
         """Read log-probabilities of prompts, then sample. Returns a token for each request that is sampled, and the
         errors of requests whose prompt's log-probabilities could not be read."""
         requests = batch.sampled
         errors: dict[Request, StatusError] = {}
         if batch.ahead is not None:
-            return self._verify(batch, logits, planned), errors
+            return self._verify(batch, logits), errors
         if batch.prompts:
             errors = self._isolated.read_prompts(batch.prompts, logits.part(slice(len(requests), None)))
             logits = logits.part(slice(len(requests)))
-        sampled = self._isolated.sample(requests, logits, planned)
+        sampled = self._isolated.sample(requests, logits)
         if errors:
             sampled = [
                 Sampled(-1, errors[request]) if request in errors else entry
@@ -209,14 +206,13 @@ class Engine:
         self._overlap.read_later(requests, logits, sampled)
         return sampled, errors
 
-    def _verify(self, batch: Batch, logits: Logits, planned: Planned) -> Sequence[Sampled]:
+    def _verify(self, batch: Batch, logits: Logits) -> Sequence[Sampled]:
         """Sample the rows of a step with drafts. Returns the tokens of each request that is sampled."""
         first = logits.part(slice(len(batch.sampled))) if batch.later else logits
-        sampled = self._isolated.sample(batch.sampled, first, planned, batch.ahead)
+        sampled = self._isolated.sample(batch.sampled, first, batch.ahead)
 
         def sample_later(requests: Sequence[Request], rows: Sequence[int]) -> Sequence[Sampled]:
-            of_rows = logits.part(np.asarray(rows, np.intp))
-            return self._isolated.sample(requests, of_rows, self._isolated.plan(requests, logits.shape[1]))
+            return self._isolated.sample(requests, logits.part(np.asarray(rows, np.intp)))
 
         verified = verify(batch, sampled, sample_later)
         self._overlap.read_later((*batch.sampled, *batch.later), logits, verified.rows)

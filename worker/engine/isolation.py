@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import Constraint
@@ -17,7 +17,6 @@ from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.sampling.sampler import Plan
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +24,9 @@ log = logging.getLogger(__name__)
 class Sampler(Protocol):
     """Samples tokens; see `headrace.worker.sampling.sampler.BatchSampler`."""
 
-    def plan(self, requests: Sequence[Request], vocab_size: int, ahead: Ahead | None = None) -> Plan | None:
-        """Prepare what can be known before there are logits. `ahead` `[n]` is the number of draft tokens before each
-        row."""
-        ...
-
-    def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
-        """The next token of each request, from its row of `logits`."""
+    def sample(self, requests: Sequence[Request], logits: Logits, ahead: Ahead | None = None) -> list[Sampled]:
+        """The next token of each request, from its row of `logits`. `ahead` `[n]` is the number of draft tokens before
+        each row."""
         ...
 
     def forced_tokens(self, request: Request) -> Sequence[int]:
@@ -57,39 +52,18 @@ class Sampler(Protocol):
         ...
 
 
-class Planned(NamedTuple):
-    """A plan for a step. `has_failed` if making it raised; then each row is planned alone."""
-
-    plan: Plan | None
-    has_failed: bool = False
-
-
-NOT_PLANNED = Planned(None)
-
-
 class IsolatedSampler:
     """Wraps a sampler that may raise."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def plan(self, requests: Sequence[Request], vocab_size: int, ahead: Ahead | None = None) -> Planned:
-        """See `Sampler.plan`. Does not raise."""
-        try:
-            return Planned(self._sampler.plan(requests, vocab_size, ahead))
-        except Exception as error:
-            _note_retry("planned", requests, error)
-            return Planned(None, has_failed=True)
-
-    def sample(
-        self, requests: Sequence[Request], logits: Logits, planned: Planned, ahead: Ahead | None = None
-    ) -> list[Sampled]:
+    def sample(self, requests: Sequence[Request], logits: Logits, ahead: Ahead | None = None) -> list[Sampled]:
         """The next token of each request, or the error that ends it. Does not raise."""
-        if not planned.has_failed:
-            try:
-                return self._sampler.sample(requests, logits, planned.plan)
-            except Exception as error:
-                _note_retry("sampled", requests, error)
+        try:
+            return self._sampler.sample(requests, logits, ahead)
+        except Exception as error:
+            _note_retry("sampled", requests, error)
         return [
             self._sample_one(request, _row(logits, row), None if ahead is None else ahead[row : row + 1])
             for row, request in enumerate(requests)
@@ -123,8 +97,7 @@ class IsolatedSampler:
 
     def _sample_one(self, request: Request, logits: Logits, ahead: Ahead | None) -> Sampled:
         try:
-            plan = self._sampler.plan([request], logits.shape[1], ahead)
-            return self._sampler.sample([request], logits, plan)[0]
+            return self._sampler.sample([request], logits, ahead)[0]
         except Exception as error:
             return Sampled(-1, _error_of(request, "the choice of its next token", error))
 

@@ -2,8 +2,7 @@
 
     engine thread   schedule, build | kernels                           | sample, account
     second thread                   | read log-probabilities of the last
-                                    | step and deliver its outputs; plan
-                                    | the sampling of this step; record
+                                    | step and deliver its outputs; record
                                     | what is in new blocks
 
 The kernels release the GIL, so this costs no time as long as it is shorter than they are.
@@ -18,9 +17,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from headrace.protos.status import StatusError
-from headrace.worker.engine.isolation import NOT_PLANNED, IsolatedSampler, Planned
+from headrace.worker.engine.isolation import IsolatedSampler
 from headrace.worker.kv.block_pool import Journal
-from headrace.worker.model.batch import Batch
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.request.step import RequestOutput, Sampled
@@ -51,7 +49,7 @@ class Overlap:
         self._unread: _Unread | None = None
         self._failed: set[Request] = set()
         self._executor = ThreadPoolExecutor(1, "overlap")
-        self._work: Future[Planned] | None = None
+        self._work: Future[None] | None = None
 
     @property
     def has_outputs(self) -> bool:
@@ -72,18 +70,18 @@ class Overlap:
         if any(request.sampling.num_logprobs is not None for request in requests):
             self._unread = _Unread(requests, logits, sampled)
 
-    def begin(self, batch: Batch, vocab_size: int, deliver: Deliver) -> None:
+    def begin(self, deliver: Deliver) -> None:
         """Start the work of a step."""
-        is_little = self._unread is None and all(request.sampling.is_plain for request in batch.sampled)
-        if is_little and (self._journal is None or not self._journal.has_unsealed):
+        if self._unread is None and (self._journal is None or not self._journal.has_unsealed):
             self.deliver(deliver)  # too little to wake a thread for
         else:
-            self._work = self._executor.submit(self._run, batch, vocab_size, deliver)
+            self._work = self._executor.submit(self._run, deliver)
 
-    def finish(self) -> Planned:
-        """Wait for the work. Returns the plan for sampling. Raises what `deliver` raised."""
+    def finish(self) -> None:
+        """Wait for the work. Raises what `deliver` raised."""
         work, self._work = self._work, None
-        return NOT_PLANNED if work is None else work.result()
+        if work is not None:
+            work.result()
 
     def deliver(self, deliver: Deliver) -> None:
         """Deliver the kept outputs at once."""
@@ -95,11 +93,9 @@ class Overlap:
         failed, self._failed = self._failed, set()
         return failed
 
-    def _run(self, batch: Batch, vocab_size: int, deliver: Deliver) -> Planned:
+    def _run(self, deliver: Deliver) -> None:
         self.deliver(deliver)
-        planned = self._sampler.plan(batch.sampled, vocab_size, batch.ahead)
         self.seal()
-        return planned
 
     def seal(self) -> None:
         """Record the content of new blocks. No block may be taken meanwhile."""

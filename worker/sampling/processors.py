@@ -57,12 +57,6 @@ class LogitsProcessors:
         self._edits: WeakKeyDictionary[Request, Edits] = WeakKeyDictionary()
         self._look_ahead = LookAhead()
 
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Make what is made once for each request."""
-        for request in requests:
-            if request.sampling.has_edits:
-                self._edits_of(request)
-
     def process(self, requests: Sequence[Request], logits: Logits, penalties: Penalties | None) -> Processed:
         """Change the rows of `logits` `[len(requests), vocab]`; `penalties` are those of the requests."""
         if penalties is not None:

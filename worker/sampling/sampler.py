@@ -7,17 +7,14 @@
          |             (processors.py)  the processors changed
          +--> log-probabilities (logprobs.py): of the model's own distribution, read while the next step computes
 
-`plan` prepares what can be known before there are logits: the arrays of parameters and random numbers (rows.py) and the
-penalties (penalties.py). It runs while the kernels compute. `sample` does the rest. All rows go through it together,
-except those where a grammar allows few tokens, and those that were copied as a whole. If every request is plainly
-greedy, a step is one argmax.
+All rows are sampled together (rows.py has their parameters and random numbers), except those where a grammar allows few
+tokens, and those that were copied as a whole. If every request is plainly greedy, a step is one argmax.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +26,7 @@ from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.draw import draw, draw_among
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.logprobs import row_logprobs
-from headrace.worker.sampling.penalties import Penalties, PenaltyCounter
+from headrace.worker.sampling.penalties import PenaltyCounter
 from headrace.worker.sampling.processors import LogitsProcessors, Processed
 from headrace.worker.sampling.reduction import FloatArray, IndexArray, Reducer, Reduction, reduce_with_numpy, weights_of
 from headrace.worker.sampling.rows import RowParams
@@ -48,13 +45,6 @@ _NOTHING, _NO_NUMBER = -1, -2
 _ROWS_AT_ONCE = 16
 
 
-class Plan(NamedTuple):
-    """The part of a step's sampling that is prepared before there are logits."""
-
-    params: RowParams
-    penalties: Penalties | None
-
-
 class BatchSampler:
     """Samples all rows of a step together."""
 
@@ -64,24 +54,18 @@ class BatchSampler:
         self._penalties = PenaltyCounter()
         self._processors = LogitsProcessors()
 
-    def plan(self, requests: Sequence[Request], vocab_size: int, ahead: IndexArray | None = None) -> Plan | None:
-        """Prepare the sampling of each request's next token, or of the one after `ahead` `[n]` draft tokens, which only
-        rows have that do not depend on earlier tokens. None if all are plainly greedy."""
-        if all(request.sampling.is_plain for request in requests):
-            return None
-        self._processors.prepare(requests)
-        return Plan(RowParams.of(requests, ahead), self._penalties.penalties(requests, vocab_size))
-
-    def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
-        """The next token of each request, or -1 with an error. `logits` has a row for each; `plan` is theirs."""
+    def sample(self, requests: Sequence[Request], logits: Logits, ahead: IndexArray | None = None) -> list[Sampled]:
+        """The next token of each request, or -1 with an error. `logits` has a row for each. With `ahead` `[n]`, it is
+        the token after so many draft tokens; only rows have these that do not depend on earlier tokens."""
         if not requests:
             return []
         # Rows without numbers, and rows without an allowed token, are found afterwards.
         with np.errstate(all="ignore"):
-            if plan is None:
+            if all(request.sampling.is_plain for request in requests):
                 return [_sampled(token_id) for token_id in _argmax(logits).tolist()]
-            processed = self._processors.process(requests, logits, plan.penalties)
-            token_ids = self._choose(processed, plan.params).tolist()
+            penalties = self._penalties.penalties(requests, logits.shape[1])
+            processed = self._processors.process(requests, logits, penalties)
+            token_ids = self._choose(processed, RowParams.of(requests, ahead)).tolist()
         sampled = [_sampled(token_id) for token_id in token_ids]
         self._processors.begin_look_ahead(requests, [entry.token_id for entry in sampled])
         return sampled

@@ -29,7 +29,6 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled, Scheduled
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.sampling.sampler import Plan
 from headrace.worker.speculation.controller import StepLine, rounded_size
 from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT, Source
 
@@ -55,11 +54,7 @@ class DraftRunner(Protocol):
 class DraftSampler(Protocol):
     """Samples from the smaller model; see `headrace.worker.sampling.sampler.BatchSampler`."""
 
-    def plan(self, requests: Sequence[Request], vocab_size: int) -> Plan | None:
-        """Prepare what can be known before there are logits."""
-        ...
-
-    def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> Sequence[Sampled]:
+    def sample(self, requests: Sequence[Request], logits: Logits) -> Sequence[Sampled]:
         """The next token of each request."""
         ...
 
@@ -219,9 +214,8 @@ class DraftModel:
         if not num_tokens <= self._size <= max(2, 2 * num_tokens):
             self._size = rounded_size(max(2, num_tokens))
         batch = one_by_one(scheduled, self._runner.block_size)
-        plan = self._sampler.plan(shadows, self._runner.vocab_size)
         logits = self._run(batch, padding=self._size - num_tokens)
-        sampled = self._sampler.sample(shadows, logits, plan)
+        sampled = self._sampler.sample(shadows, logits)
         for shadow in shadows:
             shadow.num_computed_tokens = shadow.num_tokens
         return sampled

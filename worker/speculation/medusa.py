@@ -92,10 +92,9 @@ class MedusaModel(DraftModel):
             if not active:
                 break
             requests = [shadows[place] for place in active]
-            plan = self._sampler.plan(requests, self._heads.vocab_size)
             rows = np.stack([state for place in active if (state := states[place]) is not None])
             logits = self._compute(head, rows)
-            sampled = self._sampler.sample(requests, logits, plan)
+            sampled = self._sampler.sample(requests, logits)
             if head == 0:
                 branching = [row for row, place in enumerate(active) if asked[place].has_branch]
                 found_others = self._others(requests, logits, sampled, branching)
@@ -117,8 +116,7 @@ class MedusaModel(DraftModel):
         values = logits.values[np.asarray(rows)]
         values[np.arange(len(rows)), firsts] = _LOWEST
         branching = [requests[row] for row in rows]
-        plan = self._sampler.plan(branching, self._heads.vocab_size)
-        entries = self._sampler.sample(branching, Logits(values), plan)
+        entries = self._sampler.sample(branching, Logits(values))
         return [
             entry.token_id if 0 <= entry.token_id < self._vocab_size and entry.token_id != first else None
             for entry, first in zip(entries, firsts, strict=True)

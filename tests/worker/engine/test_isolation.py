@@ -18,12 +18,12 @@ from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.sampling.sampler import BatchSampler, Plan
+from headrace.worker.sampling.sampler import BatchSampler
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
 from tests.worker.vocabulary import EOS, grammars
 
-STAGES = ("plan", "sample", "logprobs", "prompt_logprobs")
+STAGES = ("sample", "logprobs", "prompt_logprobs")
 
 
 @dataclass
@@ -42,19 +42,15 @@ class RaisingSampler:
                 self.num_raised += 1
                 raise RuntimeError("spoiled")
 
-    def plan(self, requests: Sequence[Request], vocab_size: int, ahead: Ahead | None = None) -> Plan | None:
-        self._look("plan", requests)
-        return self.inner.plan(requests, vocab_size, ahead)
-
     def forced_tokens(self, request: Request) -> Sequence[int]:
         return self.inner.forced_tokens(request)
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
         return self.inner.num_valid(request, token_ids)
 
-    def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
+    def sample(self, requests: Sequence[Request], logits: Logits, ahead: Ahead | None = None) -> list[Sampled]:
         self._look("sample", requests)
-        return self.inner.sample(requests, logits, plan)
+        return self.inner.sample(requests, logits, ahead)
 
     def logprobs(
         self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
@@ -202,10 +198,10 @@ def test_a_prompt_whose_log_probabilities_cannot_be_read_ends_in_the_step_that_c
 
 def test_what_runs_out_of_memory_for_the_batch_and_not_by_rows_ends_nobody() -> None:
     class Short(RaisingSampler):
-        def sample(self, requests: Sequence[Request], logits: Logits, plan: Plan | None) -> list[Sampled]:
+        def sample(self, requests: Sequence[Request], logits: Logits, ahead: Ahead | None = None) -> list[Sampled]:
             if len(requests) > 1:
                 raise MemoryError
-            return super().sample(requests, logits, plan)
+            return super().sample(requests, logits, ahead)
 
     engine = engine_with(Short())
     requests = [engine.request([i] * 5, max_tokens=6, temperature=0.5 * (i % 2)) for i in range(4)]

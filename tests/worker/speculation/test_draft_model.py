@@ -207,7 +207,7 @@ def test_whatever_fails_in_a_random_load_every_request_ends_once_and_no_block_is
         return logits
 
     monkeypatch.setattr(engine.runner, "run", spoiled)
-    for name in ("plan", "sample", "logprobs", "prompt_logprobs"):
+    for name in ("sample", "logprobs", "prompt_logprobs"):
         method = getattr(BatchSampler, name)
 
         def raising(*args: Any, method: Any = method) -> Any:
