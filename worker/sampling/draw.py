@@ -128,17 +128,16 @@ def _weight_before(
     runs: Runs, params: RowParams, token_ids: IndexArray, values: FloatArray, which: IndexArray, run: IndexArray
 ) -> FloatArray:
     """For pairs of a row (`which`) and one of its runs: weight of the run's tokens that come before the row's token."""
-    before = np.empty(len(which), np.float32)
     own_run, own_offset = (part[which] for part in np.divmod(token_ids, runs.length))
     # Of equal logits, those with a lower id come before.
     limits = np.where(run < own_run, np.nextafter(values, np.float32(-np.inf))[which], values[which])
-    for part, gathered in runs.gather_parts(which, run):
-        precedes = gathered > limits[part, None]
-        own = np.flatnonzero(run[part] == own_run[part])
-        lower = np.arange(runs.length) < own_offset[part][own, None]
-        precedes[own] |= (gathered[own] == limits[part][own, None]) & lower
-        weights = weights_of(gathered, runs.best[which[part]], params.inverse_temperatures[which[part]])
-        before[part] = np.einsum("ij,ij->i", weights, precedes)
+    gathered = runs.gather(which, run)
+    precedes = gathered > limits[:, None]
+    own = np.flatnonzero(run == own_run)
+    lower = np.arange(runs.length) < own_offset[own, None]
+    precedes[own] |= (gathered[own] == limits[own, None]) & lower
+    weights = weights_of(gathered, runs.best[which], params.inverse_temperatures[which])
+    before: FloatArray = np.einsum("ij,ij->i", weights, precedes)
     return before
 
 

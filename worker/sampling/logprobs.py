@@ -17,9 +17,7 @@ def row_logprobs(runs: Runs, token_ids: IndexArray, num_top: Sequence[int]) -> l
     normalisers = runs.best + np.log(runs.totals)
     values = runs.at(token_ids)
     row, run = np.nonzero(runs.maxima > values[:, None])
-    num_greater = np.zeros(len(row), np.intp)
-    for part, gathered in runs.gather_parts(row, run):
-        num_greater[part] = np.count_nonzero(gathered > values[row[part], None], axis=1)
+    num_greater = np.count_nonzero(runs.gather(row, run) > values[row, None], axis=1)
     ranks = 1 + np.bincount(row, num_greater, minlength=len(values)).astype(np.int64)
     logprobs = (values - normalisers).tolist()
     top_ids: list[list[int]] = [[]] * len(values)

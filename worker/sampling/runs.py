@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,8 +11,6 @@ from headrace.worker.sampling.reduction import DoubleArray, FloatArray, IndexArr
 
 # If a change takes more than this part off a run's sum, too few digits are left, so the run is read again.
 _MOST_LOST = 0.9
-# So many logits fit the second-level cache, with what is computed from them.
-_LOGITS_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +62,6 @@ class Runs:
     def gather(self, which: IndexArray, runs: IndexArray) -> FloatArray:
         """`[len(which), length]`: a run of each of some rows; see `Logits.gather`."""
         return self.logits.gather(self.rows[which], runs)
-
-    def gather_parts(self, which: IndexArray, runs: IndexArray) -> Iterator[tuple[slice, FloatArray]]:
-        """As `gather`, in parts that fit into the second-level cache. Each slice applies to `which`."""
-        at_once = _LOGITS_AT_ONCE // self.length
-        for first in range(0, len(which), at_once):
-            part = slice(first, first + at_once)
-            yield part, self.gather(which[part], runs[part])
 
     def argmax(self) -> IndexArray:
         """`[n]`: the token with the largest logit, the lowest id among equals."""
