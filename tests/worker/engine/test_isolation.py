@@ -122,7 +122,7 @@ def test_others_get_the_tokens_and_log_probabilities_that_they_get_without_it(se
         request_of = engine.request
 
         def request(prompt: list[int], **options: Any) -> Request:
-            is_spoiled, stage, behind = choices.random() < 0.25, choices.choice(STAGES), choices.randint(0, 6)
+            is_spoiled, stage, behind = choices.random() < 0.35, choices.choice(STAGES), choices.randint(0, 6)
             if is_spoiled and spoiled and stage == "prompt_logprobs" and "num_prompt_logprobs" in options:
                 prompt = [*prompt[:-1], VOCAB_SIZE - 1]
             made = request_of(prompt, **options)
