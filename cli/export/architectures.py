@@ -17,8 +17,6 @@ _REFUSED = {
     "mamba": _RECURRENT,
     "mpt": _ALIBI,
     "phimoe": _OVER_A_STEP,
-    "qwen3_5": _OVER_A_STEP,
-    "qwen3_5_text": _OVER_A_STEP,
     "zamba2": "has recurrent layers that OpenVINO cannot page",
 }
 

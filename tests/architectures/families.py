@@ -114,6 +114,13 @@ _GATED_DELTA = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+_INTERLEAVED = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", _GROUPED, is_short=True),
@@ -285,8 +292,23 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": Family(
         "qwen3_next", {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 64}, is_recurrent=True
     ),
-    # The positions of a step's tokens are counted from one past length.
-    "qwen3_5_text": Family("qwen3_5_text", _GATED_DELTA, refused="over all tokens", transformers="5.2.0"),
+    "qwen3_5_text": Family("qwen3_5_text", _GATED_DELTA, is_recurrent=True, transformers="5.2.0"),
+    "qwen3_5": Family(
+        "qwen3_5",
+        {**_GATED_DELTA, "rope_parameters": _INTERLEAVED},
+        is_recurrent=True,
+        transformers="5.2.0",
+        vision={**_QWEN_VISION, "depth": 1, "num_position_embeddings": 16},
+        around=_QWEN_IMAGES,
+    ),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe",
+        {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 64, "rope_parameters": _INTERLEAVED},
+        is_recurrent=True,
+        transformers="5.2.0",
+        vision={**_QWEN_VISION, "depth": 1, "num_position_embeddings": 16},
+        around=_QWEN_IMAGES,
+    ),
     "granitemoehybrid": Family(
         "granitemoehybrid",
         {

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import openvino as ov
 import pytest
 
+from headrace.common.model_files.networks import networks_in
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
@@ -22,6 +23,7 @@ from headrace.worker.model.fused_projections import fuse_projections, is_constan
 from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import step_limits
+from headrace.worker.multimodal.joining import join
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
@@ -281,16 +283,25 @@ def unpaged(name: str, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
     """Log-probabilities after each token, computed by the exported model as it is: [tokens, vocabulary]."""
     core = ov.Core()
     properties = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_PRECISION_HINT": "f32"}
-    compiled = core.compile_model(core.read_model(exported(NAMES)[name] / "openvino_model.xml"), "CPU", properties)
+    model, *embeddings = [core.read_model(path) for path in networks_in(exported(NAMES)[name])]
+    if embeddings:
+        join(model, embeddings)
+    compiled = core.compile_model(model, "CPU", properties)
     inputs = {
         "input_ids": np.array([tokens], np.int64),
         "attention_mask": np.ones((1, len(tokens)), np.int64),
+        "position_ids": np.arange(len(tokens), dtype=np.int64)[None],
         "beam_idx": np.zeros(1, np.int32),
     }
+    inputs = {input_name: value for input_name, value in inputs.items() if input_name in names_of_inputs(model)}
     logits = compiled.create_infer_request().infer(inputs)["logits"][0].astype(np.float64)
     logits -= logits.max(1, keepdims=True)
     logprobs: npt.NDArray[np.float64] = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     return logprobs
+
+
+def names_of_inputs(model: ov.Model) -> set[str]:
+    return {name for port in model.inputs for name in port.get_names()}
 
 
 def num_weights(model: ov.Model) -> int:

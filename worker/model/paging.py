@@ -20,7 +20,7 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.eviction.graph import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.batch import StateInputs
 from headrace.worker.model.directory import context_of, has_windows, read_config, uses_alibi
-from headrace.worker.model.positions import UnservableError, settle_positions
+from headrace.worker.model.positions import UnservableError, settle_positions, take_positions
 from headrace.worker.multimodal.joining import JoiningError, join, settle_types
 from headrace.worker.states.tables import STATE_TABLES, set_table_types
 
@@ -102,6 +102,7 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any], *, evicts: bool) -> 
     num_attentions = sum(node.get_type_name() == "ScaledDotProductAttention" for node in model.get_ops())
     if not num_attentions:
         raise UnservableError(f"its architecture ({kind}) has only recurrent layers, or unknown ones; {_SUPPORTED}")
+    take_positions(model)
     try:
         paged_attention_transformation(model, **(TRANSFORMATION if evicts else {}))
     except RuntimeError as error:

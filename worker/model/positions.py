@@ -4,6 +4,7 @@ A step holds tokens of many sequences. An operation over all of them would let o
 
 - Rotary factors that depend on the largest position (LongRoPE, dynamic NTK). That position is replaced by a
   constant, the last position of the longest context. So every token of every step has the same factors.
+- Positions that the graph counts itself, from one past length for all sequences: the position input takes their place.
 - Other sums, maxima and the like over the tokens of a step: the model is refused.
 
 Positions beyond a table of learned positions would read its last row, so the context must not exceed the table.
@@ -26,6 +27,10 @@ _MOVES = {"Unsqueeze", "Squeeze", "Reshape", "Convert", "Transpose"}
 # Which input of an operator that takes a part of a tensor has the axes.
 _PARTS = {"Slice": 4, "Gather": 2}
 
+_POSITIONS = "position_ids"
+# Which dimensions of positions in rows are dynamic: [rows, batch, tokens].
+_ROWS = [False, True, True]
+
 
 class UnservableError(Exception):
     """Why a graph cannot be served, as the end of a sentence that begins with the model."""
@@ -38,6 +43,40 @@ class _Kind(enum.IntEnum):
     SHAPE = 1
     POSITION = 2
     TOKENS = 3
+
+
+def take_positions(model: ov.Model) -> None:
+    """Let a model read positions from an input if it counts one row for all its tokens itself, as Qwen3.5's text models
+    do: 1-D -> [rows, batch, tokens], for time, height and width. Must come before paging."""
+    parameter = next((node for node in model.get_parameters() if _POSITIONS in node.output(0).get_names()), None)
+    if parameter is not None and parameter.output(0).get_target_inputs():
+        return
+    counted = [node for node in model.get_ordered_ops() if _is_counted(node)]
+    if not counted:
+        return
+    if parameter is None:
+        parameter = opset13.parameter([-1, -1], np.int64, _POSITIONS)
+        parameter.output(0).get_tensor().set_names({_POSITIONS})
+        model.add_parameters([parameter])
+    of_one = opset13.unsqueeze(parameter, opset13.constant(np.int64(0)))
+    for node in counted:
+        rows = opset13.concat([of_one] * int(node.get_output_partial_shape(0)[0].get_length()), 0)
+        kind = node.get_output_element_type(0).get_type_name()
+        node.output(0).replace(opset13.convert(rows, kind).output(0))
+    model.validate_nodes_and_infer_types()
+
+
+def _is_counted(node: ov.Node) -> bool:
+    """Whether the node repeats a range for each row and each sequence."""
+    shape = node.get_output_partial_shape(0) if node.get_output_size() else None
+    if node.get_type_name() != "Broadcast" or shape is None or shape.rank.is_dynamic or len(shape) != len(_ROWS):
+        return False
+    if [dimension.is_dynamic for dimension in shape] != _ROWS or shape[0].get_length() == 1:
+        return False
+    source = node.input_value(0).get_node()
+    while source.get_type_name() in _MOVES:
+        source = source.input_value(0).get_node()
+    return bool(source.get_type_name() == "Range")
 
 
 def settle_positions(model: ov.Model, max_context_tokens: int) -> bool:
@@ -72,7 +111,7 @@ def settle_positions(model: ov.Model, max_context_tokens: int) -> bool:
 def _kind_of(node: ov.Node, kinds: dict[str, _Kind]) -> _Kind:
     name = node.get_type_name()
     if name == "Parameter":
-        return _Kind.POSITION if "position_ids" in node.output(0).get_names() else _Kind.TOKENS
+        return _Kind.POSITION if _POSITIONS in node.output(0).get_names() else _Kind.TOKENS
     if name == "ShapeOf":
         return _Kind.SHAPE
     return max((kinds[value.get_node().get_name()] for value in node.input_values()), default=_Kind.CONSTANT)

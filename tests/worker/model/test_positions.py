@@ -10,7 +10,7 @@ import openvino as ov
 import pytest
 from openvino import opset13
 
-from headrace.worker.model.positions import UnservableError, settle_positions
+from headrace.worker.model.positions import UnservableError, settle_positions, take_positions
 
 CORE = ov.Core()
 
@@ -33,6 +33,44 @@ def larger_of_two(positions: ov.Node, states: ov.Node) -> ov.Node:
     is_long = opset13.greater(opset13.add(largest, constant(1)), constant(100))
     factor = opset13.select(is_long, opset13.constant(np.float32(10)), opset13.constant(np.float32(1)))
     return opset13.multiply(states, factor)
+
+
+def counting(rows: int, *, has_unused: bool) -> ov.Model:
+    """A model of tokens `[batch, tokens]` that counts their positions from a past length, like Qwen3.5. It may have an
+    input of positions that nothing reads."""
+    tokens = opset13.parameter([-1, -1], np.int64, "input_ids")
+    past = opset13.parameter([], np.int64, "past")
+    for node, name in ((tokens, "input_ids"), (past, "past")):
+        node.output(0).get_tensor().set_names({name})
+    shape = opset13.shape_of(tokens)
+    length = opset13.gather(shape, opset13.constant(np.int64(1)), opset13.constant(np.int64(0)))
+    counted = opset13.range(past, opset13.add(past, length), opset13.constant(np.int64(1)), "i64")
+    row = opset13.reshape(counted, constant(1, 1, -1), special_zero=False)
+    repeated = opset13.broadcast(row, opset13.concat([constant(rows), shape], 0))
+    values = opset13.add(opset13.convert(repeated, "f32"), opset13.convert(tokens, "f32"))
+    unused = opset13.parameter([-1, -1], np.int64, "position_ids")
+    unused.output(0).get_tensor().set_names({"position_ids"})
+    return ov.Model([opset13.result(values)], [tokens, past, *([unused] if has_unused else [])], "counting")
+
+
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_a_model_that_counts_positions_reads_them_from_an_input(has_unused: bool) -> None:
+    model = counting(4, has_unused=has_unused)
+    take_positions(model)
+    assert {port.any_name for port in model.inputs} == {"input_ids", "past", "position_ids"}
+    tokens, positions = np.array([[1, 2], [3, 4]]), np.array([[7, 8], [100, 101]])
+    compiled = CORE.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1})
+    found = compiled({"input_ids": tokens, "past": np.int64(5), "position_ids": positions})[0]
+    np.testing.assert_array_equal(found, np.broadcast_to(tokens + positions, (4, 2, 2)))
+    take_positions(model)
+    assert len(model.inputs) == 3
+
+
+def test_a_model_that_counts_nothing_is_left_alone() -> None:
+    model = model_of(lambda positions, states: opset13.multiply(states, states))
+    model.inputs[0].get_tensor().set_names({"others"})
+    take_positions(model)
+    assert len(model.inputs) == 2
 
 
 @pytest.mark.parametrize(("context", "factor"), [(100, 1.0), (101, 10.0)])
