@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openvino as ov
 import pytest
 
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.paging import read_paged
 from tests.e2e.serving import Serve, headrace
 from tests.e2e.small_model import small_model
 from tests.hub import Hub, running_hub
@@ -63,3 +66,10 @@ def test_its_text_is_that_of_the_model_and_images_are_refused(hub: Hub, divided:
     assert shown["weight_bytes"] == sum((divided / f"{name}.bin").stat().st_size for name in NEEDED[:2])
     assert (shown["architecture"], shown["problem"]) == ("divided", None)
     assert shown["kv_bytes_per_token"] > 0
+
+
+def test_a_language_model_alone_is_refused(divided: Path) -> None:
+    for suffix in ("xml", "bin"):
+        (divided / f"openvino_language_model.{suffix}").rename(divided / f"openvino_model.{suffix}")
+    with pytest.raises(ConfigurationError, match="takes embeddings instead of tokens, and the network that gives them"):
+        read_paged(ov.Core(), divided)
