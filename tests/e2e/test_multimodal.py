@@ -12,6 +12,7 @@ import pytest
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.paging import read_paged
+from tests.architectures.exports import PYTHON, written_checkpoints
 from tests.e2e.serving import Serve, headrace
 from tests.e2e.small_model import small_model
 from tests.hub import Hub, running_hub
@@ -66,6 +67,17 @@ def test_its_text_is_that_of_the_model_and_images_are_refused(hub: Hub, divided:
     assert shown["weight_bytes"] == sum((divided / f"{name}.bin").stat().st_size for name in NEEDED[:2])
     assert (shown["architecture"], shown["problem"]) == ("divided", None)
     assert shown["kv_bytes_per_token"] > 0
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models")
+def test_a_checkpoint_is_exported_for_its_text(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add_directory("owner/checkpoint", written_checkpoints(["qwen3_vl"])["qwen3_vl"])
+    monkeypatch.setenv("HEADRACE_EXPORT_PYTHON", str(PYTHON))
+    answered = headrace("run", "owner/checkpoint:int8", "w1", "w2", "--max-tokens", "6", timeout_s=240)
+    assert answered.returncode == 0, answered.stderr
+    assert answered.stdout.strip()
+    directory = tmp_path / "cache" / "models" / "owner--checkpoint:int8"
+    assert {path.stem for path in directory.glob("openvino_*")} == set(NEEDED)
 
 
 def test_a_language_model_alone_is_refused(divided: Path) -> None:
