@@ -208,7 +208,7 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_and_pro
         for name in imported(path):
             top = name.split(".")[0]
             allowed = {"grpc", "grpc_health", "grpc_reflection", "google", "headrace"}
-            # Imported only where tracing is on, where there is a Redis, by commands, and where model files are read.
+            # Imported only where tracing or metrics are on, with Redis, by commands, and where model files are read.
             allowed |= {
                 "otel.py": {"opentelemetry"},
                 "redis_link.py": {"redis"},
@@ -216,6 +216,7 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_and_pro
                 "flags.py": {"click"},
                 "gguf_files.py": {"numpy", "gguf"},
                 "safetensors.py": {"numpy"},
+                "scrapes.py": {"prometheus_client"},
             }.get(path.name, set())
             assert top in sys.stdlib_module_names or top in allowed, f"{path.name} imports {name}"
 

@@ -16,6 +16,7 @@ from grpc_health.v1 import health
 from headrace.common.model_files.task import task_of
 from headrace.common.stores.redis_link import connect
 from headrace.common.telemetry.logs import without_secrets
+from headrace.common.telemetry.scrapes import serve_scrapes
 from headrace.common.threads import in_thread
 from headrace.common.transport.channels import SERVER_OPTIONS, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
@@ -248,8 +249,6 @@ def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
     """Serve Prometheus metrics at host:port in a thread of their own. Returns the recorder of requests.
     ConfigurationError if the address cannot be used."""
     # Imported late: this takes a while.
-    from prometheus_client import start_http_server
-
     from headrace.worker.server.metrics import LoadCollector, RequestMetrics, new_registry
 
     registry = new_registry()
@@ -257,7 +256,7 @@ def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
     metrics = RequestMetrics(registry)
     host, _, port = address.rpartition(":")
     try:
-        start_http_server(int(port), host or "0.0.0.0", registry=registry)
+        serve_scrapes(host or "0.0.0.0", int(port), registry)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot serve metrics on {address}: {error}; choose another --metrics") from error
     return RequestObserver(metrics)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
+from headrace.common.telemetry.scrapes import serve_scrapes
 from headrace.common.transport.session_server import MAX_SESSIONS, SessionServer
 from headrace.common.transport.sessions import MAX_UNSENT_BYTES
 from headrace.protos.status import Reason
@@ -143,4 +144,4 @@ class RouterMetrics:
 
     def serve(self, host: str, port: int) -> None:
         """Answer scrapes on this address, from a thread of its own. Raises OSError if it cannot be bound."""
-        start_http_server(port, host, registry=self.registry)
+        serve_scrapes(host, port, self.registry)
