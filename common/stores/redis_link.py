@@ -26,6 +26,8 @@ RedisClient: TypeAlias = "Redis"
 PASSWORD_FILE = "HEADRACE_REDIS_PASSWORD_FILE"
 TLS_DIR = "HEADRACE_REDIS_TLS_DIR"
 MAX_CONNECTIONS = 32
+# What the client raises for bytes that it cannot parse, or for values that do not fit the command.
+_NO_ANSWER = (ValueError, TypeError, LookupError, RecursionError)
 _PORT, _SENTINEL_PORT = 6379, 26379
 
 
@@ -134,7 +136,7 @@ def word_for(state: RedisState) -> str:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """The exceptions of a command if Redis is unreachable, slow, or refuses it."""
+    """The exceptions of a command if Redis is unreachable, slow, refuses it, or if the answer is none of Redis."""
     from redis.exceptions import RedisError
 
-    return (RedisError, OSError, TimeoutError)
+    return (RedisError, OSError, TimeoutError, *_NO_ANSWER)

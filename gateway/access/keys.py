@@ -89,7 +89,7 @@ class KeyTable:
             raise KeysError(f"Redis cannot be read: {error or type(error).__name__}") from None
         try:
             keys = checked(map(load_key, table.values()))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise KeysError(f"Redis has no valid list of keys: {error}") from None
         self._version, self._was_read = version, True
         return keys

@@ -126,6 +126,7 @@ redis.call('PEXPIRE', KEYS[1], string.format('%.0f', math.ceil(tonumber(ARGV[2])
 )
 
 _LEASE_US = round(LEASE_S * 1e6)
+_NUM_NUMBERS = {ENTER: 4, TAKE: 3}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,6 +273,9 @@ class SharedLimits:
                 for script in batch:
                     pipeline.eval(script.text, len(script.keys), *script.keys, *script.arguments)
                 answers = await self._in_time(asyncio.ensure_future(pipeline.execute()))
+            if answers is not None and not all(map(_fits, batch, answers)):
+                _LOG.warning("Redis gave no answer of ours: each gateway applies the limits of keys by itself")
+                answers = None
         except failures():
             _LOG.debug("a broken connection to Redis could not be given back")
         finally:
@@ -342,6 +346,14 @@ class SharedLimits:
             for start in range(0, len(names), _BATCH):
                 batch = names[start : start + _BATCH]
                 self._note(_Script(RENEW, [_name(key, "inside")], ["", _LEASE_US, *batch]))
+
+
+def _fits(script: _Script, answer: Any) -> bool:
+    """Whether the answer is one of this script."""
+    if script.answer is None:
+        return True
+    is_list = isinstance(answer, list) and len(answer) == _NUM_NUMBERS[script.text]
+    return is_list and all(isinstance(number, int) for number in answer)
 
 
 def _name(key: KeyLimits, kind: str) -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from headrace.router.fleet import leases
 from headrace.router.fleet.fleet import Fleet, FleetConfig
 from headrace.router.fleet.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, parse_lease
 from headrace.router.fleet.registry import Registry, SharedLeases
+from tests.odd_redis import ODD_ANSWERS, odd_redis
 from tests.redis_server import RedisServer, RedisWithSentinel
 from tests.router.conftest import StartWorker
 from tests.router.fake_worker import until
@@ -56,6 +58,24 @@ async def test_workers_beyond_the_bound_are_left_out_and_the_log_says_so(
         lambda: len(reading.leases) == 3 and any("--max-workers" in record.message for record in caplog.records)
     )
     assert "Redis has 5 workers, but this router accepts 3: 2 get no requests from it" in caplog.text
+
+
+async def test_leases_beside_a_redis_that_is_none_are_read_when_it_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(leases, "READ_INTERVAL_S", 0.05)
+    server = RedisServer(tmp_path)
+    async with odd_redis(server.port) as odd:
+        made = Reading(server.url)
+        for odd.answer in (b"", *ODD_ANSWERS):
+            seen = odd.num_commands
+            await until(lambda seen=seen: odd.num_commands >= seen + 3)  # type: ignore[misc]
+    server.start()
+    publish(server, "a", "10.0.0.1:1")
+    await until(lambda: made.leases == {"a": "10.0.0.1:1"})
+    await made.reader.close()
+    server.kill()
 
 
 async def test_leases_are_seen_as_they_come_and_go(redis_server: RedisServer, reading: Reading) -> None:
