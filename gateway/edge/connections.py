@@ -3,22 +3,25 @@
     connected --head_timeout_s--> head complete --> answered --75 s--> closed
                                   413, 408 by the exchange; then closed
 
-There are limits for open connections, the time until a request's head is complete, the size of the head and of
-trailers, the framing of a body, and the time for the rest of a body whose request is already answered. Refusals are
-JSON in OpenAI's error format.
+There are limits for open connections and for those that are not open yet (TLS handshakes), the time until a request's
+head is complete, the size of the head and of trailers, the framing of a body, the time for the rest of a body whose
+request is already answered, the requests that wait for the answers of earlier ones, and the time in which a client
+takes nothing of an answer. Refusals are JSON in OpenAI's error format.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.gateway.edge.failures import OPENAI_ERRORS, HttpError, failure_of
 
@@ -26,6 +29,8 @@ from headrace.gateway.edge.failures import OPENAI_ERRORS, HttpError, failure_of
 _READ_BYTES = 256 * 1024
 # Chunks of one byte are sent in six.
 _MAX_FRAMING = 8
+# Requests that wait for the answers of earlier ones on their connection.
+_MAX_PIPELINED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +41,19 @@ class ConnectionBounds:
     head_timeout_s: float = 15.0
     max_head_bytes: int = 64 * 1024
     body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
 
 
 class BoundedConnection(HttpToolsProtocol):
     """A connection with limits on its size, time and number of requests."""
 
-    def __init__(self, *args: Any, bounds: ConnectionBounds, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, bounds: ConnectionBounds, opening: dict[BoundedConnection, float], **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self._bounds = bounds
+        self._opening = opening
+        opening[self] = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: HttpError | None = None
         self._is_open_message = False
@@ -53,16 +63,22 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_new_bytes = 0
         self._in_head = False
         self._certificates: list[str] = []
+        self._answering: RequestResponseCycle | None = None
+        self._plain_head = b""
 
     # --- life of the connection -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection if there is room for another one."""
         super().connection_made(transport)
+        self._opening.pop(self, None)
         connection = transport.get_extra_info("ssl_object")
         if isinstance(connection, (ssl.SSLObject, ssl.SSLSocket)):
             shown = connection.getpeercert(binary_form=True)
             self._certificates = [ssl.DER_cert_to_PEM_cert(shown)] if shown else []
+        # The system ends a connection whose client takes nothing for so long, also while it is being closed.
+        unread_ms = round(self._bounds.send_timeout_s * 1000)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
         if len(self.connections) > self._bounds.max_connections:
             problem = f"the gateway has {self._bounds.max_connections} connections, its maximum"
             self._refuse(HttpError(503, "too_many_connections", problem, [(b"retry-after", b"1")]))
@@ -70,9 +86,11 @@ class BoundedConnection(HttpToolsProtocol):
             self._arm(self._bounds.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Forget the connection, and tell the request that is being answered."""
         self._disarm()
         super().connection_lost(exc)
+        self._leave_answer()
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, and check the limits."""
@@ -80,14 +98,25 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._num_new_bytes = len(data)
         self._num_fed_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         around = self._num_fed_bytes - _MAX_FRAMING * self._num_body_bytes
         if self._is_open_message and around > self._bounds.max_head_bytes + _READ_BYTES:
             self._refuse(self._head_too_large())
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse data that is no request or exceeds a limit."""
-        self._refuse(self._refusal or HttpError(400, "invalid_request", "this is not an HTTP request"))
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as end:
+                # The parser takes the rest for another protocol. Parse the request again, without its offer.
+                data, self._plain_head = self._plain_head + data[end.args[0] :], b""
+                self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError:
+                self._refuse(self._refusal or HttpError(400, "invalid_request", "this is not an HTTP request"))
+                return
+            else:
+                return
 
     # --- callbacks of the parser ------------------------------------------------------------------------------------
 
@@ -114,6 +143,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete. From now on the exchange has its own time limits."""
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._plain_head = self._head_without_upgrade()
+            return
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            problem = f"more than {_MAX_PIPELINED} requests wait on this connection; use several connections"
+            self._refusal = HttpError(400, "invalid_request", problem)
+            raise self._refusal
         super().on_headers_complete()
         self._in_head = False
         self._disarm()
@@ -125,6 +161,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
+        if self._plain_head:
+            return
         self._is_open_message = False
         self._disarm()
         super().on_message_complete()
@@ -135,6 +173,22 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_open_message and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._arm(self._bounds.body_timeout_s)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _leave_answer(self) -> None:
+        """End the request that is being answered as if its client had left. `cycle` is the newest one."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head of the request without its offer to upgrade, which a server may ignore."""
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        headers = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([line, *headers, b"", b""])
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
@@ -169,16 +223,31 @@ class BoundedConnection(HttpToolsProtocol):
         """Answer instead of the application, and close. If an answer has begun, only close."""
         if self.transport.is_closing():
             return
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and (self._in_head or not self._is_open_message):
+        if self._answering is None or self._answering.response_complete:
+            may_answer = self._in_head or not self._is_open_message
+        else:
+            may_answer = not self._answering.response_started
+        if may_answer:
             self.transport.write(_response(error))
+            self._leave_answer()
         self._disarm()
         self.transport.close()
 
 
 def connections_within(bounds: ConnectionBounds) -> Callable[..., BoundedConnection]:
-    """The factory of connections for uvicorn."""
-    return partial(BoundedConnection, bounds=bounds)
+    """The factory of connections for uvicorn. It refuses more than the maximum that are not open yet: TLS handshakes
+    take memory too."""
+    # Since when. A handshake that fails tells nobody, but it has the time limit of a head.
+    opening: dict[BoundedConnection, float] = {}
+
+    def make(*args: Any, **options: Any) -> BoundedConnection:
+        while opening and next(iter(opening.values())) + bounds.head_timeout_s < time.monotonic():
+            opening.pop(next(iter(opening)))
+        if len(opening) >= bounds.max_connections:
+            raise ConnectionRefusedError  # asyncio closes the socket
+        return BoundedConnection(*args, bounds=bounds, opening=opening, **options)
+
+    return make
 
 
 def _response(error: HttpError) -> bytes:

@@ -11,8 +11,9 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import uvicorn
@@ -215,10 +216,11 @@ class HttpServer(uvicorn.Server):
         bounds: ConnectionBounds | None = None,
         tls: EdgeTls | None = None,
     ) -> None:
+        self._bounds = bounds or ConnectionBounds()
         config = uvicorn.Config(
             application,
             # uvicorn calls this to make a connection.
-            http=cast("type[asyncio.Protocol]", connections_within(bounds or ConnectionBounds())),
+            http=cast("type[asyncio.Protocol]", connections_within(self._bounds)),
             ssl_context_factory=None if tls is None else lambda config, default: tls.context,
             ws="none",
             loop="none",
@@ -230,6 +232,25 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=stop_timeout_s,
         )
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. As in uvicorn, with a time limit for TLS handshakes."""
+        config = self.config
+        make = partial(
+            cast("Callable[..., asyncio.Protocol]", config.http_protocol_class),
+            config=config,
+            server_state=self.server_state,
+            app_state={},
+        )
+        timeout_s = None if config.ssl is None else self._bounds.head_timeout_s
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                make, sock=one, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=timeout_s
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -54,6 +54,7 @@ class SecuritySettings:
     body_timeout: float = 60.0
     max_body_mb: int = 16
     max_bodies_mb: int = 1024
+    send_timeout: float = 60.0
 
 
 class Security:
@@ -65,7 +66,11 @@ class Security:
         self.cors_origins = settings.cors_origins
         self.bodies = Bodies(settings.max_body_mb * _MIB, settings.body_timeout, settings.max_bodies_mb * _MIB)
         self.connections = ConnectionBounds(
-            settings.max_connections, settings.head_timeout, settings.max_head_kb * 1024, settings.body_timeout
+            settings.max_connections,
+            settings.head_timeout,
+            settings.max_head_kb * 1024,
+            settings.body_timeout,
+            settings.send_timeout,
         )
         self.max_requests = settings.max_requests
         self._shared: SharedLimits | None = None
@@ -242,5 +247,11 @@ _OPTIONS = (
     ),
     click.option(
         "--max-bodies-mb", default=1024, type=click.IntRange(min=1), help="Maximum size of all bodies together, in MiB."
+    ),
+    click.option(
+        "--send-timeout",
+        default=60.0,
+        type=FiniteRange(min=0.001, max=2_000_000),
+        help="Maximum seconds in which a client takes nothing of an answer; then its connection ends.",
     ),
 )
