@@ -10,10 +10,13 @@ from collections.abc import Mapping
 
 _RECURRENT = "has only recurrent layers, which OpenVINO cannot page"
 _ALIBI = "uses ALiBi for positions, which OpenVINO loses when it pages its attention"
+_WINDOW = "has layers that see a window of the context only, which OpenVINO loses when it pages their attention"
 _OVER_A_STEP = "computes positions over all tokens of a step, so one request would change the answers of others"
 _REFUSED = {
     "falcon_mamba": _RECURRENT,
-    "gpt_neo": "has layers that see a window of the context only, which OpenVINO loses when it pages their attention",
+    "gpt_neo": _WINDOW,
+    "llama4": _WINDOW,
+    "llama4_text": _WINDOW,
     "mamba": _RECURRENT,
     "mpt": _ALIBI,
     "phimoe": _OVER_A_STEP,

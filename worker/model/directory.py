@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 UNKNOWN_CONTEXT_TOKENS = 2048
+# Names of the layers that see a part of the context. Llama 4's see chunks of it.
+_IN_WINDOWS = {"sliding_attention", "local", "chunked_attention"}
 # Names of the length of the context: in most models, GPT-2, MPT, BLOOM and ChatGLM, others.
 _CONTEXT_NAMES = (
     "max_position_embeddings",
@@ -192,9 +194,11 @@ def uses_alibi(config: Mapping[str, Any]) -> bool:
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:
-    """Whether some layers see only a window of the context."""
+    """Whether some layers see only a window or a chunk of the context."""
     layers = [text_part(config).get(name) for name in ("layer_types", "attention_layers")]
-    return any(isinstance(kinds, list) and not {"sliding_attention", "local"}.isdisjoint(kinds) for kinds in layers)
+    return any(isinstance(kinds, list) and not _IN_WINDOWS.isdisjoint(kinds) for kinds in layers) or bool(
+        text_part(config).get("attention_chunk_size")
+    )
 
 
 def _is_length(value: object) -> bool:
