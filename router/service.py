@@ -23,7 +23,7 @@ from headrace.common.transport.channels import PLAIN, SERVER_OPTIONS, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
 from headrace.common.transport.session_server import SessionServer
 from headrace.common.transport.sessions import CallContext
-from headrace.common.transport.wire_request import WireRequest
+from headrace.common.transport.wire_request import HeldBytes, WireRequest
 from headrace.protos import router_pb2
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.router.adapter_calls import AdapterCalls
@@ -113,7 +113,7 @@ class InferenceService:
         self.bounds = bounds
         self.sessions = SessionServer(self.serve)
         self.num_in_flight = 0
-        self.num_bytes = 0
+        self.held = HeldBytes()
 
     async def generate(self, raw: bytes, context: _GenerateContext) -> None:
         """Serve one call of Generate."""
@@ -126,7 +126,7 @@ class InferenceService:
         span = serving_span(GENERATE_SPAN, traceparent_of(metadata))
         code = grpc.StatusCode.CANCELLED
         self.num_in_flight += 1
-        self.num_bytes += wire.num_own_bytes
+        self.held.hold(wire)
         try:
             await self._forward(wire, context)
             code = grpc.StatusCode.OK
@@ -146,7 +146,7 @@ class InferenceService:
             await abort(context, StatusError(Reason.INTERNAL, "the router failed; its log has the reason"))
         finally:
             self.num_in_flight -= 1
-            self.num_bytes -= wire.num_own_bytes
+            self.held.release(wire)
             self._metrics.requests.labels(code.name).inc()
             _end(span, code)
 
@@ -156,7 +156,7 @@ class InferenceService:
         if self.num_in_flight > self.bounds.max_in_flight:
             problem = f"this router has {self.bounds.max_in_flight} requests in flight, its maximum"
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
-        if self.num_bytes > self.bounds.max_request_bytes:
+        if self.held.total > self.bounds.max_request_bytes:
             problem = (
                 f"the requests in flight here have {self.bounds.max_request_bytes} bytes, the maximum of this router"
             )
@@ -353,7 +353,8 @@ class RouterServer:
         """What Generate holds now, and its bounds."""
         inference = self.inference
         bounds = inference.bounds
-        return RequestLoad(inference.num_in_flight, bounds.max_in_flight, inference.num_bytes, bounds.max_request_bytes)
+        num_bytes = inference.held.total
+        return RequestLoad(inference.num_in_flight, bounds.max_in_flight, num_bytes, bounds.max_request_bytes)
 
     def bind(self, address: str) -> int:
         """Bind the address. Returns its port (1 for a unix socket). Raises OSError if it is in use or invalid."""

@@ -19,7 +19,7 @@ from headrace.common.tasks import end_tasks
 from headrace.common.transport import channels as transport
 from headrace.common.transport import sessions
 from headrace.common.transport.sessions import CallContext, Metadata, Turns
-from headrace.common.transport.wire_request import SharedPart, WireRequest
+from headrace.common.transport.wire_request import HeldBytes, SharedPart, WireRequest
 from headrace.protos.inference_pb2 import (
     BeginCall,
     CallEnd,
@@ -46,7 +46,6 @@ BEGUN_AT_ONCE = 16
 MAX_RESPONSE_BYTES = transport.MAX_MESSAGE_BYTES - 4096
 
 _Request = TypeVar("_Request")
-_Key = TypeVar("_Key", str, SharedPart)
 Handler: TypeAlias = Callable[[WireRequest, CallContext], Awaitable[None]]
 _LOG = logging.getLogger(__name__)
 
@@ -58,13 +57,12 @@ class SessionServer:
         self.handler = handler
         self.is_ending = False
         self.server_id = secrets.token_hex(8)
-        self.num_request_bytes = 0
-        """Of open calls. A part that several of them share counts once, until the last of these ends."""
+        self.held = HeldBytes()
+        """Of open calls."""
         self.num_open_calls = 0
         self._sessions: set[_ServerSession] = set()
         self._num_sessions_of: Counter[str] = Counter()
         self._num_calls_of: Counter[str] = Counter()
-        self._num_holders: Counter[SharedPart] = Counter()
         self._shared: WeakValueDictionary[bytes, SharedPart] = WeakValueDictionary()
 
     def method(self) -> grpc.RpcMethodHandler[Any, Any]:
@@ -103,21 +101,18 @@ class SessionServer:
 
     def begin(self, host: str, num_on_session: int, request: WireRequest) -> StatusError | None:
         """Count a call that begins on a session of `host`. Returns the reason of a refusal if there are too many."""
-        parts = set(request.shared)
-        num_bytes = len(request.own) + sum(len(part.raw) for part in parts if part not in self._num_holders)
         if num_on_session >= MAX_OPEN_CALLS:
             problem = f"there are {MAX_OPEN_CALLS} calls on one session, its maximum"
         elif self._num_calls_of[host] >= MAX_OPEN_CALLS_OF_HOST:
             problem = f"{MAX_OPEN_CALLS_OF_HOST} calls come from one host, the maximum of this server"
         elif self.num_open_calls >= MAX_OPEN_CALLS_OF_SERVER:
             problem = f"there are {MAX_OPEN_CALLS_OF_SERVER} calls, the maximum of this server"
-        elif self.num_request_bytes and self.num_request_bytes + num_bytes > MAX_REQUEST_BYTES:
+        elif self.held.total and self.held.total + self.held.added_by(request) > MAX_REQUEST_BYTES:
             problem = f"the requests in flight have {MAX_REQUEST_BYTES} bytes, the maximum of this server"
         else:
             self._num_calls_of[host] += 1
             self.num_open_calls += 1
-            self.num_request_bytes += num_bytes
-            self._num_holders.update(parts)
+            self.held.hold(request)
             return None
         return StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
 
@@ -133,11 +128,7 @@ class SessionServer:
         """A call that was counted has ended."""
         _subtract(self._num_calls_of, host)
         self.num_open_calls -= 1
-        self.num_request_bytes -= len(request.own)
-        for part in set(request.shared):
-            _subtract(self._num_holders, part)
-            if part not in self._num_holders:
-                self.num_request_bytes -= len(part.raw)
+        self.held.release(request)
 
     def end_when_idle(self) -> None:
         """End each session when no call is open on it, so that a server that stops waits for calls alone."""
@@ -176,7 +167,7 @@ def _host_of(peer: str) -> str:
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
-def _subtract(counter: Counter[_Key], key: _Key) -> None:
+def _subtract(counter: Counter[str], key: str) -> None:
     counter[key] -= 1
     if not counter[key]:
         del counter[key]
@@ -235,25 +226,19 @@ class _ServerSession:
     async def _begin_all(self, message: SessionRequest) -> None:
         """Begin the calls of a message, a few in each turn of the event loop."""
         shared = [self._server.shared_part(raw) for raw in message.shared]
-        borne: set[int] = set()
         for number, begin in enumerate(message.begins):
             if number and number % BEGUN_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            self._begin(begin, shared, borne)
+            self._begin(begin, shared)
 
-    def _begin(self, begin: BeginCall, shared: Sequence[SharedPart], borne: set[int]) -> None:
-        """Begin a call. `borne` are the numbers of the message's shared parts whose bytes already count for an earlier
-        call."""
+    def _begin(self, begin: BeginCall, shared: Sequence[SharedPart]) -> None:
         if begin.call_id in self._tasks:
             raise ValueError(f"the call id {begin.call_id} is in use")
         if any(position >= len(shared) for position in begin.shared):
             raise ValueError(f"the call {begin.call_id} names a shared part that its message does not have")
-        num_bytes = len(begin.request) + sum(len(shared[i].raw) for i in begin.shared if i not in borne)
-        wire = WireRequest(begin.request, tuple(shared[i] for i in begin.shared), num_bytes)
+        wire = WireRequest(begin.request, tuple(shared[i] for i in begin.shared))
         refusal = self._server.begin(self._host, len(self._tasks), wire)
-        if refusal is None:
-            borne.update(begin.shared)
-        else:
+        if refusal is not None:
             self.put(CallPart(call_id=begin.call_id, end=_end_of(refusal)), 0)
             return
         if self._timer is None:

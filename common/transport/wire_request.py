@@ -11,6 +11,7 @@ the parts cannot be kept apart, `WireRequest.joined` is the whole request.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -41,12 +42,6 @@ class WireRequest:
 
     own: bytes
     shared: tuple[SharedPart, ...] = ()
-    num_own_bytes: int = -1
-    """What it counts for where memory is bounded: its own bytes, and the shared ones for the first that has them."""
-
-    def __post_init__(self) -> None:
-        if self.num_own_bytes < 0:
-            object.__setattr__(self, "num_own_bytes", len(self.own))
 
     @property
     def num_bytes(self) -> int:
@@ -56,3 +51,31 @@ class WireRequest:
     def joined(self) -> bytes:
         """The whole request, as Generate takes it."""
         return b"".join((*(part.raw for part in self.shared), self.own)) if self.shared else self.own
+
+
+class HeldBytes:
+    """The bytes of the requests that are held. A part that several share counts once, until the last one is
+    released."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._num_holders: Counter[SharedPart] = Counter()
+
+    def added_by(self, request: WireRequest) -> int:
+        """How many bytes this request would add."""
+        fresh = (part for part in set(request.shared) if part not in self._num_holders)
+        return len(request.own) + sum(len(part.raw) for part in fresh)
+
+    def hold(self, request: WireRequest) -> None:
+        """Count a request until it is released."""
+        self.total += self.added_by(request)
+        self._num_holders.update(set(request.shared))
+
+    def release(self, request: WireRequest) -> None:
+        """Stop counting a request that was held. Must be called exactly once for each."""
+        self.total -= len(request.own)
+        for part in set(request.shared):
+            self._num_holders[part] -= 1
+            if not self._num_holders[part]:
+                del self._num_holders[part]
+                self.total -= len(part.raw)

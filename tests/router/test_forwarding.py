@@ -9,6 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace.common.transport.session_client import SessionClient
+from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.router.placement.beliefs import MAX_GIVEN_BACK
@@ -631,6 +633,29 @@ async def test_more_bytes_of_requests_than_the_bound_are_refused(
     assert 300 < (sample("headrace_router_request_bytes") or 0) <= 400
     assert sample("headrace_router_request_bytes_max") == 400
     held.cancel()
+    await until(lambda: router.server.inference.num_in_flight == 0)
+    assert sample("headrace_router_request_bytes") == 0
+
+
+async def test_bytes_that_requests_share_count_until_the_last_of_them_ends(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.budget = 1
+    part = SharedPart(inference_pb2.GenerateRequest(token_ids=PROMPT * 200).SerializeToString())
+    client = SessionClient(router.channel)
+    calls = [
+        client.generate(WireRequest(inference_pb2.GenerateRequest(request_id=name).SerializeToString(), (part,)))
+        for name in ("a", "b")
+    ]
+    await until(lambda: len(worker.requests) == 2)
+    sample = router.metrics.registry.get_sample_value
+    assert len(part.raw) < (sample("headrace_router_request_bytes") or 0) < len(part.raw) + 100
+    calls[0].cancel()
+    await until(lambda: router.server.inference.num_in_flight == 1)
+    assert len(part.raw) < (sample("headrace_router_request_bytes") or 0)
+    calls[1].cancel()
     await until(lambda: router.server.inference.num_in_flight == 0)
     assert sample("headrace_router_request_bytes") == 0
 

@@ -384,7 +384,7 @@ async def test_what_requests_share_is_sent_once_and_is_one_object(size: int) -> 
         assert len({id(shared) for shared in server.shared}) == 2
         assert [shared.raw for shared in server.shared[:2]] == [part.raw, other.raw]
         assert server.num_sessions == (1 if size <= session_client.LARGE_BYTES else 2)
-        await until(lambda: server.sessions.num_request_bytes == 0)
+        await until(lambda: server.sessions.held.total == 0)
 
 
 async def test_what_requests_share_counts_once_until_the_last_of_them_ends() -> None:
@@ -397,10 +397,10 @@ async def test_what_requests_share_counts_once_until_the_last_of_them_ends() -> 
         calls.append(client.generate(WireRequest(b"2", (part,))))
         for left, call in zip((2, 1, 0), calls, strict=True):
             assert await call.read() == b"begun"
-            assert server.sessions.num_request_bytes == (left + 1) + 1005 or left == 2
+            assert server.sessions.held.total == (left + 1) + 1005 or left == 2
             call.cancel()
             await until(lambda: server.sessions.num_open_calls == left)  # noqa: B023
-            assert server.sessions.num_request_bytes == (left + 1005 if left else 0)
+            assert server.sessions.held.total == (left + 1005 if left else 0)
 
 
 async def test_what_requests_share_is_one_object_though_it_is_sent_several_times() -> None:
@@ -509,7 +509,7 @@ async def test_calls_of_a_host_and_of_all_are_bounded_over_sessions(
         await until(lambda: server.cancelled)
         assert await all_of(client.generate(b"count:1")) == [b"0"]
         calls[1].cancel()
-        await until(lambda: (server.sessions.num_open_calls, server.sessions.num_request_bytes) == (0, 0))
+        await until(lambda: (server.sessions.num_open_calls, server.sessions.held.total) == (0, 0))
 
 
 async def test_writers_wait_while_too_much_is_unsent_and_messages_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
