@@ -99,7 +99,7 @@ class SimulatedDisk(_Fetches):
     def __init__(self, slots: DiskSlots, block_s: float, bytes_per_s: float, timer: Timer) -> None:
         super().__init__(timer)
         self.bytes_per_s = bytes_per_s
-        self.num_written = self.num_read = 0
+        self.num_written = self.num_not_written = self.num_read = 0
         self.has_news = False
         self._slots = slots
         self._block_s = block_s
@@ -138,6 +138,7 @@ class SimulatedDisk(_Fetches):
             return
         write_s = self._block_s / _WRITE_SHARE
         if self._written_s - now_s > _MAX_QUEUED * write_s:
+            self.num_not_written += 1
             return
         self._written_s = max(self._written_s, now_s) + write_s
         if block_hash not in self._slots.blocks:

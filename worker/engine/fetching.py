@@ -146,6 +146,7 @@ class Fetching:
         found = {"prompt_tokens_from_disk": self.num_disk_tokens, "prompt_tokens_from_peers": self.num_peer_tokens}
         if self.disk is not None:
             found |= {"blocks_written": self.disk.num_written, "blocks_read": self.disk.num_read}
+            found["blocks_not_written"] = self.disk.num_not_written
         if self.peers is not None:
             found |= {"blocks_received": self.peers.num_received}
         if self._source is not None:

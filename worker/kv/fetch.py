@@ -107,9 +107,10 @@ class Tier(Protocol):
 
 
 class DiskOfBlocks(Tier, Protocol):
-    """A tier that knows which blocks it has. `num_written` and `num_read` count blocks."""
+    """A tier that knows which blocks it has. `num_written`, `num_not_written` and `num_read` count blocks."""
 
     num_written: int
+    num_not_written: int
     num_read: int
     has_news: bool
 
