@@ -388,6 +388,16 @@ def test_pythonic_literals_become_json() -> None:
     assert args_of(parse(text, "pythonic")) == [("get_weather", {"city": 'a "quoted" text'})]
 
 
+def test_pythonic_literals_are_bounded_apart_from_their_texts() -> None:
+    most = 32 * 1024
+    longest = [1] * (most // 3)
+    city = "x" * (4 * most)
+    answer = parse(f"[get_weather(city={city!r}, options={longest})]", "pythonic")
+    assert args_of(answer) == [("get_weather", {"city": city, "options": longest})]
+    for huge in (str([1] * most), str(["a"] * (most // 4)), "-" * 2 * most + "1"):
+        assert parse(f"[get_weather(city={huge})]", "pythonic").calls == []
+
+
 def test_phi4_reads_calls_within_tags() -> None:
     one = '{"name": "now", "arguments": {}}'
     assert parse(f"<|tool_call|>{one}<|/tool_call|>", "phi4").calls == [("now", "{}")]
