@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
+from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller, authorization_var, deadline_var
 from headrace.gateway.edge.bodies import Bodies
@@ -90,6 +91,18 @@ class Exchange:
         """Whether the client has disconnected, which cancels the task."""
         self.interrupted = False
         """Whether the server stops, which cancels the task."""
+
+    def name_request(self, request_id: str | None) -> None:
+        """Take the request's id from its body, if it is there and the header x-request-id has none. Raises
+        `StatusError`."""
+        if request_id is None:
+            return
+        if not (request_id.isascii() and _REQUEST_ID.fullmatch(request_id.encode())):
+            problem = "request_id must have 1 to 128 printable ASCII characters without spaces"
+            raise StatusError(Reason.INVALID_FIELD, problem, field="request_id")
+        if not _REQUEST_ID.fullmatch(self._headers.get(b"x-request-id", b"")):
+            self.caller = replace(self.caller, request_id=request_id)
+            request_id_var.set(request_id)
 
     def header(self, name: str) -> str:
         """A header of the request, by its name in lower case; empty if there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from headrace.gateway.chat.choice import WholeChoice, best_of
 from headrace.gateway.chat.generation import Plan
@@ -12,11 +13,15 @@ from headrace.gateway.chat.output import WholeChat
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body
+from headrace.gateway.field_names import FieldNames
 from headrace.gateway.openai.answers import Shown, identity, whole_chat, whole_completion
 from headrace.gateway.openai.foreign_fields import check_foreign_fields
 from headrace.gateway.openai.streams import ChatStream, CompletionStream
 from headrace.gateway.openai.types import ChatRequest, CompletionRequest, check_chat_body, check_completion_body
 from headrace.gateway.services import Services
+
+_OF_THINKING = FieldNames([("reasoning_effort", "thinking")])
+"""Disabled thinking is planned as an effort of none."""
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
@@ -37,7 +42,9 @@ class _Completions:
         request = decode_body(body, ChatRequest)
         check_foreign_fields(body)
         check_chat_body(request)
-        chat = await self._services.chats.plan(request)
+        exchange.name_request(request.request_id)
+        with _OF_THINKING.in_callers_terms() if request.thinking is not None else nullcontext():
+            chat = await self._services.chats.plan(request)
         model, plan, reading = chat.model, chat.plan, chat.reading
         token_bytes = model.text.tokenizer.token_bytes
         who = identity("chatcmpl", plan.requests[0].request_id, int(time.time()), model.card)
@@ -57,6 +64,7 @@ class _Completions:
         request = decode_body(body, CompletionRequest)
         check_foreign_fields(body)
         check_completion_body(request)
+        exchange.name_request(request.request_id)
         completion = await self._services.chats.plan_completion(request)
         model, plans = completion.model, completion.plans
         token_bytes = model.text.tokenizer.token_bytes

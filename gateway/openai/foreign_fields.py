@@ -15,10 +15,12 @@ from headrace.gateway.checks import unsupported
 
 _KV_CACHE = "the prefix cache needs no such parameters"
 _SAMPLING = "use temperature, top_p, top_k or min_p"
+# The order of llama.cpp's names in which this server filters.
+_ORDER = ["penalties", "temperature", "top_k", "top_p", "min_p"]
+DISABLED = {"type": "disabled"}
 # field -> values besides null that change nothing, and what to use instead
 FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     # vLLM
-    "request_id": ((), "send the header x-request-id"),
     "truncation_side": (("left",), "truncate_prompt_tokens keeps the end of the prompt"),
     "thinking_token_budget": ((-1,), "use reasoning_effort"),
     "logprob_token_ids": (([],), "use top_logprobs"),
@@ -44,7 +46,7 @@ FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "dynatemp_range": ((0,), _SAMPLING),
     "xtc_probability": ((0,), _SAMPLING),
     "dry_multiplier": ((0,), "use repetition_penalty"),
-    "samplers": ((), "the order of the filters is fixed"),
+    "samplers": ((_ORDER, _ORDER[1:]), "the order of the filters is fixed"),
     "n_probs": ((0,), "use logprobs"),
     "lora": (([],), "name the adapter as the model"),
     "reasoning_format": (("auto", "deepseek", "parsed"), "reasoning is in reasoning_content"),
@@ -53,7 +55,7 @@ FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tfs_z": ((1,), _SAMPLING),
     "top_a": ((0,), _SAMPLING),
     "reasoning": (({},), "use reasoning_effort"),
-    "thinking": ((), "use reasoning_effort"),
+    "thinking": ((DISABLED,), "use reasoning_effort"),
 }
 _Foreign = msgspec.defstruct("_Foreign", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in FOREIGN_FIELDS])
 

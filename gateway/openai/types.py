@@ -22,10 +22,11 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-# The two bodies list eight fields each on their own: a msgspec struct has a single base, and theirs is the neutral one.
+# The two bodies list nine fields each on their own: a msgspec struct has a single base, and theirs is the neutral one.
 class ChatRequest(Chat, kw_only=True):
     """Body of POST /v1/chat/completions. Fields of type Any are known but accepted only with their neutral value."""
 
+    request_id: str | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -36,6 +37,8 @@ class ChatRequest(Chat, kw_only=True):
     logits_processors: Any = None
 
     enable_thinking: bool | None = None
+    thinking: Any = None
+    """In a checked body, null or disabled."""
     include_reasoning: bool | None = None
     functions: Any = None
     function_call: Any = None
@@ -53,6 +56,7 @@ class ChatRequest(Chat, kw_only=True):
 class CompletionRequest(Completion, kw_only=True):
     """Body of POST /v1/completions. A list of prompts is one of texts, of tokens, or of lists of tokens."""
 
+    request_id: str | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -120,6 +124,11 @@ def check_chat_body(request: ChatRequest) -> None:
     becomes one of its variables."""
     _check_body(request)
     refuse_unless_neutral(request, NEUTRAL_CHAT)
+    if request.thinking is not None:
+        if request.enable_thinking or request.reasoning_effort not in (None, "none"):
+            other = "enable_thinking" if request.enable_thinking else "reasoning_effort"
+            raise invalid("thinking", f"thinking is disabled, but {other} asks for it; leave out one of them")
+        request.reasoning_effort = "none"
     if request.enable_thinking is not None:
         request.chat_template_kwargs = {"enable_thinking": request.enable_thinking} | (
             request.chat_template_kwargs or {}
