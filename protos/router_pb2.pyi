@@ -22,6 +22,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
+    WORKER_STATE_NOT_ANSWERING: _ClassVar[WorkerState]
 
 class PlacementReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -39,6 +40,7 @@ WORKER_STATE_UNREACHABLE: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_SUSPECT: WorkerState
+WORKER_STATE_NOT_ANSWERING: WorkerState
 PLACEMENT_REASON_UNSPECIFIED: PlacementReason
 PLACEMENT_REASON_ONLY: PlacementReason
 PLACEMENT_REASON_PREFIX: PlacementReason

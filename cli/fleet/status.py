@@ -30,8 +30,12 @@ _WORKER_STATES = {
     router_pb2.WORKER_STATE_DRAINING: "draining",
     router_pb2.WORKER_STATE_SUSPECT: "suspect",
 }
+_LOST_STATES = {
+    router_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
+    router_pb2.WORKER_STATE_NOT_ANSWERING: "not answering",
+}
 _PROPOSERS = ("ngram", "prediction", "grammar", "draft", "eagle3", "medusa")
-_COLOURS = {"ready": "green"} | dict.fromkeys(("failed", "suspect", "stopped", "unreachable"), "red")
+_COLOURS = {"ready": "green"} | dict.fromkeys(("failed", "suspect", "stopped", "unreachable", "not answering"), "red")
 
 
 async def collect(record: ServeRecord) -> list[dict[str, Any]]:
@@ -69,12 +73,12 @@ def row_of(
 
     `workers` are the router's, by worker id, or None if the router does not respond; `is_router_silent` if it listens
     nevertheless. `is_stopped` is whether a signal or a debugger has stopped the process. Every row has role, name, pid,
-    address, state, restarts, uptime_s, serve_pid and port. A worker also has model, serves (prefill, decode or both),
-    kv_blocks, kv_blocks_free, kv_blocks_cached, state_slots, states_saved, window_slots, window_slots_held,
-    kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored, kv_blocks_read, kv_blocks_received, kv_blocks_taken_over,
-    kv_disk_blocks, kv_disk_slots, cached_tokens (by tier), requests_running, requests_waiting, draft_tokens,
-    draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown, and the columns of
-    `_binding_columns`. A gateway also has grpc_address.
+    address, state, restarts, uptime_s, serve_pid and port. A worker also has silent_s (while it does not answer),
+    model, serves (prefill, decode or both), kv_blocks, kv_blocks_free, kv_blocks_cached, state_slots, states_saved,
+    window_slots, window_slots_held, kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored, kv_blocks_read,
+    kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by tier), requests_running,
+    requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown,
+    and the columns of `_binding_columns`. A gateway also has grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -93,7 +97,10 @@ def row_of(
         row |= _worker_columns(info)
         if answers and info is not None:
             has_reported = info.report_age_ms > 0 and now_s - info.report_age_ms / 1000 > process.started_s
-            row["state"] = _WORKER_STATES.get(info.state, "unreachable" if has_reported else "starting")
+            lost = _LOST_STATES.get(info.state, "unreachable") if has_reported else "starting"
+            row["state"] = _WORKER_STATES.get(info.state, lost)
+            if row["state"] == "not answering":
+                row["silent_s"] = round(info.report_age_ms / 1000, 1)
         elif answers and is_router_silent:
             row["state"] = "unknown"
     elif process.role == "router":
@@ -110,6 +117,7 @@ def row_of(
 def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
     load = info.load if info is not None and info.HasField("load") else None
     return {
+        "silent_s": None,
         "model": info.model or None if info is not None else None,
         "serves": _ROLES.get(info.role, "both") if info is not None else None,
         "kv_blocks": load.num_blocks if load is not None else None,
@@ -248,7 +256,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     from rich.markup import escape
 
     colour = _COLOURS.get(row["state"], "yellow")
-    state = f"[{colour}]{row['state']}[/{colour}]"
+    since = f" for {_duration(row['silent_s'])}" if row.get("silent_s") is not None else ""
+    state = f"[{colour}]{row['state']}{since}[/{colour}]"
     requests = drafts = blocks = ""
     if row.get("kv_blocks") is not None:
         requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"

@@ -185,7 +185,7 @@ def worker_value(worker: WorkerInfo, router_host: str) -> dict[str, Any]:
         "address": worker.address,
         "host": host_of(worker.address, router_host),
         "numa_node": load.numa_node if load.HasField("numa_node") else None,
-        "state": WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower(),
+        "state": WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower().replace("_", " "),
         "detail": worker.detail,
         "model": worker.model,
         "role": Role.Name(worker.role).removeprefix("ROLE_").lower() if worker.role else "both",

@@ -106,6 +106,16 @@ class RouterMetrics:
         index = fleet.index
         self._gauge("requests_in_flight", "Requests booked on workers", lambda: fleet.num_in_flight)
         self._gauge("workers_ready", "Workers that take requests", lambda: fleet.num_ready)
+        self._gauge(
+            "workers_not_answering",
+            "Lost workers whose processes may run, but do not answer",
+            lambda: sum(link.silent_s > 0 for link in fleet.links()),
+        )
+        self._gauge(
+            "longest_silence_seconds",
+            "Time since the last report of the worker that has not answered for longest; 0 if there is none",
+            lambda: max((link.silent_s for link in fleet.links()), default=0.0),
+        )
         self._gauge("index_entries", "Pairs of block hash and worker", lambda: len(index))
         self._gauge("index_entries_max", "Maximum of the entries", lambda: index.max_entries)
         self._gauge("index_entries_dropped", "Entries given up for lack of room", lambda: index.num_dropped)

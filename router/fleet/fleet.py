@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _MAX_DEPARTED = 4096
+_SHOW_SILENT_S = 3600.0  # a worker without a lease that hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +148,12 @@ class Fleet:
             self._retiring.add(link)
 
     def _is_given_up(self, link: WorkerLink, *, is_elsewhere: bool) -> bool:
-        """Whether to drop a worker without a lease. It must be silent, and either have registered at another address or
-        have been silent for the duration of a lease."""
+        """Whether to drop an unreachable worker without a lease: it has registered at another address, or was away for
+        the duration of a lease. One that hangs is shown for longer."""
         if link.state is not LinkState.UNREACHABLE:
             return False
-        return is_elsewhere or self._clock() - link.away_since_s >= self._registry.lease_s
+        away_s = self._clock() - link.away_since_s
+        return is_elsewhere or away_s >= (_SHOW_SILENT_S if link.silent_s else self._registry.lease_s)
 
     def _link(self, address: str) -> None:
         link = self._links[address] = WorkerLink(

@@ -1,11 +1,41 @@
-"""The states of a worker, and what its link does to the calls that run there."""
+"""The states of a worker, why it is lost, and what its link does to the calls that run there."""
 
 from __future__ import annotations
 
 import enum
+import logging
 from typing import Protocol
 
+import grpc
+
 from headrace.protos import router_pb2
+
+log = logging.getLogger(__name__)
+
+
+class OutOfStepError(Exception):
+    """The worker's reports are out of sequence, so the watch must start again."""
+
+
+class SilentError(OutOfStepError):
+    """The worker has been silent for too long."""
+
+
+def is_silence(error: Exception) -> bool:
+    """Whether a watch ended because nothing came, and not because a connection was refused or closed."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return isinstance(error, SilentError)
+
+
+def reason_of(error: Exception, worker_id: str) -> str:
+    """Why a watch ended, in words. Other exceptions than expected ones are logged."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    if isinstance(error, OutOfStepError):
+        return str(error)
+    log.exception("the link to worker %s failed; reconnecting", worker_id)
+    return f"the link to it failed: {type(error).__name__}"
 
 
 class LinkState(enum.Enum):

@@ -27,7 +27,7 @@ from headrace.common.transport.channels import PLAIN, Transport, channel_options
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.silence import Peer, Silences
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
-from headrace.router.fleet.link_state import Abandonable, LinkState
+from headrace.router.fleet.link_state import Abandonable, LinkState, OutOfStepError, SilentError, is_silence, reason_of
 from headrace.router.fleet.reported_load import ReportedLoad, ReportPace
 from headrace.router.fleet.silence_timer import SilenceTimer
 from headrace.router.fleet.worker_adapters import WorkerAdapters
@@ -54,10 +54,6 @@ _OLD_CHANNEL_S = 3600.0
 
 # Quoted, because the class is not generic at run time.
 _Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]"
-
-
-class _OutOfStepError(Exception):
-    """The worker's reports are out of sequence, so the watch must start again."""
 
 
 class WorkerLink:
@@ -104,7 +100,7 @@ class WorkerLink:
         self.detail = "not reached yet"
         self.incarnation = 0  # how often the worker has become ready
         self.created_at_s = self.away_since_s = clock()
-        self._own_id = ""
+        self._own_id, self._is_silent = "", False
         self._heartbeat_ms = heartbeat_ms
         self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
         self._index = index
@@ -147,18 +143,26 @@ class WorkerLink:
         """Whether the worker takes requests."""
         return self.state is LinkState.READY
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last report of a worker that is lost, though its process may run: it does not answer. Else
+        0."""
+        is_silent = self._is_silent and self.state is LinkState.UNREACHABLE
+        return self.reported.age_ms(self._clock()) / 1000 if is_silent else 0.0
+
     def info(self) -> router_pb2.WorkerInfo:
         """This worker's entry in ListWorkers."""
+        silent_s = self.silent_s
         return router_pb2.WorkerInfo(
             worker_id=self.worker_id,
             address=self.address,
-            state=self.state.value,
+            state=router_pb2.WORKER_STATE_NOT_ANSWERING if silent_s else self.state.value,
             model=self.card.name if self.card else "",
             role=self.card.role if self.card else worker_pb2.ROLE_UNSPECIFIED,
             load=self.reported.message,
             report_age_ms=self.reported.age_ms(self._clock()),
             num_in_flight=self.num_in_flight,
-            detail=self.detail,
+            detail=f"it has not answered for {silent_s:.0f} s" if silent_s else self.detail,
             num_indexed_blocks=self._index.num_entries_of(self.address),
             indexed_digest=self._index.digest_of(self.address),
             adapters=self.adapters.message(),
@@ -263,14 +267,10 @@ class WorkerLink:
         while True:
             try:
                 await self._session()
-            except grpc.aio.AioRpcError as error:
-                self._enter(LinkState.UNREACHABLE, f"{error.code().name}: {error.details()}")
-            except _OutOfStepError as error:
-                self._enter(LinkState.UNREACHABLE, str(error))
             except Exception as error:
                 # Without this change of state, the worker would count as ready although nobody watches it.
-                log.exception("the link to worker %s failed; reconnecting", self.worker_id)
-                self._enter(LinkState.UNREACHABLE, f"the link to it failed: {type(error).__name__}")
+                self._is_silent = is_silence(error)
+                self._enter(LinkState.UNREACHABLE, reason_of(error, self.worker_id))
             pause_s = min(max((self._clock() - self.away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -287,7 +287,7 @@ class WorkerLink:
             self._open_channel()
         answer = await self._stub.GetModelCard(worker_pb2.GetModelCardRequest(), timeout=_CARD_TIMEOUT_S)
         if not (answer.card.name and answer.card.block_size and answer.card.max_context_tokens):
-            raise _OutOfStepError("its model card lacks a name, a block size or a context length")
+            raise OutOfStepError("its model card lacks a name, a block size or a context length")
         self.card, self._own_id, self.epoch = answer.card, answer.worker_id, answer.epoch
         self.reported.begin_epoch()
         while True:
@@ -316,21 +316,21 @@ class WorkerLink:
                 message = await watch.read()
             except asyncio.CancelledError:
                 if silence.gave_up:
-                    raise _OutOfStepError(f"silent for {silence.peer.silent_s:.1f} s") from None
+                    raise SilentError(f"silent for {silence.peer.silent_s:.1f} s") from None
                 raise
             if message is grpc.aio.EOF:
-                raise _OutOfStepError("it ended the watch")
+                raise OutOfStepError("it ended the watch")
             assert isinstance(message, worker_pb2.WatchResponse)
             silence.peer.heard()
             if message.epoch != self.epoch:
-                raise _OutOfStepError("it restarted")
+                raise OutOfStepError("it restarted")
             if message.sequence != expected:
                 log.warning("worker %s sent report %d instead of %d", self.worker_id, message.sequence, expected)
                 if expected == 0:
-                    raise _OutOfStepError("its watch does not start with report 0")
+                    raise OutOfStepError("its watch does not start with report 0")
                 return
             if expected == 0 and not message.kv_events.reset:
-                raise _OutOfStepError("its watch does not start with a snapshot")
+                raise OutOfStepError("its watch does not start with a snapshot")
             expected += 1
             await self._apply(message)
             self._keep_pace()

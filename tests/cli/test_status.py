@@ -104,6 +104,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "uptime_s": 7.5,
         "serve_pid": os.getpid(),
         "port": 9,
+        "silent_s": None,
         "model": "m",
         "serves": "both",
         "kv_blocks": 100,
@@ -154,6 +155,17 @@ def test_a_lost_worker_is_unreachable_if_this_process_of_it_has_reported(report_
     lost = info(router_pb2.WORKER_STATE_UNREACHABLE)
     lost.report_age_ms = report_age_ms
     assert row_of(record(), WORKER, {"worker-0": lost}, True, WORKER.started_s + 5)["state"] == state
+
+
+@pytest.mark.parametrize(("report_age_ms", "state"), [(3_000, "not answering"), (9_000, "starting")])
+def test_a_worker_that_hangs_is_not_answering_since_its_last_report(report_age_ms: int, state: str) -> None:
+    hung = info(5)  # WORKER_STATE_NOT_ANSWERING
+    hung.report_age_ms = report_age_ms
+    row = row_of(record(), WORKER, {"worker-0": hung}, True, WORKER.started_s + 5)
+    assert row["state"] == state
+    if state == "not answering":
+        assert row["silent_s"] == 3.0
+        assert "not answering for 3 s" in _cells(row)[2]
 
 
 def test_a_router_that_is_silent_is_unreachable_and_its_workers_are_unknown() -> None:

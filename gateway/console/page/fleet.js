@@ -131,7 +131,8 @@ class WorkerCard {
     say(this.detail, worker.detail);
     this.detail.hidden = !worker.detail;
     this.body.hidden = !load;
-    this.#rate(load && !stale && state !== "unreachable" ? load.counters.tokens_generated : null, nowMs);
+    const counts = load && !stale && state !== "unreachable" && state !== "not answering";
+    this.#rate(counts ? load.counters.tokens_generated : null, nowMs);
     if (!load) return;
     const { total, used, reusable, empty } = blocksOf(load);
     this.used.style.width = `${(used / total) * 100}%`;
