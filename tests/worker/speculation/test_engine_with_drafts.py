@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,16 +47,24 @@ def answers(engine: EngineUnderTest, requests: list[Request]) -> list[tuple[Any,
     ]
 
 
+@cache
+def plain_answers(num_streams: int, prompt_length: int) -> list[tuple[list[list[int]], list[tuple[Any, ...]]]]:
+    """For each sampling, random prompts and their answers without drafts."""
+    rng = random.Random(num_streams)
+    found = []
+    for sampling in SAMPLINGS:
+        prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(prompt_length)] for _ in range(num_streams)]
+        engine = make_engine(max_num_batched_tokens=80, num_blocks=128)
+        found.append((prompts, answers(engine, [engine.request(prompt, 30, seed=7, **sampling) for prompt in prompts])))
+    return found
+
+
 def answered_alike(
     with_drafts: Callable[[], EngineUnderTest], num_streams: int, is_pipelined: bool
 ) -> Iterator[list[Request]]:
     """Compare the answers of an engine with drafts with those of one without, for each sampling. Yields the requests of
     the former."""
-    rng = random.Random(num_streams)
-    for sampling in SAMPLINGS:
-        prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(29)] for _ in range(num_streams)]
-        plain = make_engine(max_num_batched_tokens=80, num_blocks=128)
-        wanted = answers(plain, [plain.request(prompt, 30, seed=7, **sampling) for prompt in prompts])
+    for (prompts, wanted), sampling in zip(plain_answers(num_streams, 29), SAMPLINGS, strict=True):
         engine = with_drafts()
         engine.is_pipelined = is_pipelined
         requests = [engine.request(prompt, 30, seed=7, **sampling) for prompt in prompts]
@@ -72,10 +81,7 @@ def prediction_of(rng: random.Random, tokens: list[int], share_wrong: float) -> 
 @pytest.mark.parametrize("share_wrong", [0.0, 0.15, 1.0])
 def test_answers_are_those_without_drafts(num_streams: int, share_wrong: float, is_pipelined: bool) -> None:
     rng = random.Random(num_streams)
-    for sampling in SAMPLINGS:
-        prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(9)] for _ in range(num_streams)]
-        plain = make_engine(max_num_batched_tokens=80)
-        wanted = answers(plain, [plain.request(prompt, 30, seed=7, **sampling) for prompt in prompts])
+    for (prompts, wanted), sampling in zip(plain_answers(num_streams, 9), SAMPLINGS, strict=True):
         engine = make_engine(max_num_batched_tokens=80, num_blocks=128, speculation="ngram")
         engine.is_pipelined = is_pipelined
         requests = [
