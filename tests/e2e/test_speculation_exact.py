@@ -43,7 +43,7 @@ from headrace.worker.speculation.medusa import MedusaModel
 from headrace.worker.speculation.proposer import Source
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
-from tests.worker.conftest import CHEAP_STEPS, KnownCosts
+from tests.worker.conftest import KnownCosts
 from tests.worker.heads.files import (
     TARGET_SIZE,
     VOCAB_SIZE,
@@ -65,8 +65,8 @@ SCHEMA = (
 )
 KINDS = ("plain", "schema", "penalties")
 PROPOSERS = ("ngram", "draft", "eagle3", "medusa")
-# The controller then asks the smaller model for drafts in every step.
-FREE_STEPS = KnownCosts(1e-6, 1e-8)
+# The controller then asks for drafts in every step. Those of 64 streams pay only if their tokens cost less.
+STEPS, FREE_STEPS = KnownCosts(0.001, 1e-7 if SOAK else 1e-5), KnownCosts(1e-6, 1e-10 if SOAK else 1e-8)
 
 
 @pytest.fixture(scope="module")
@@ -235,9 +235,7 @@ def answers(
     most = min(1024, runner.exact_rows)
     limits = StepLimits(batch, most, most, is_exact=True)
     sampler = BatchSampler()
-    engine = build_engine(
-        runner, sampler, NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, speculation=speculation, draft=draft
-    )
+    engine = build_engine(runner, sampler, NUM_BLOCKS, limits, step_costs=STEPS, speculation=speculation, draft=draft)
     given: dict[Request, list[RequestOutput]] = {}
     for number, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": number, **sampling})
@@ -328,10 +326,10 @@ def test_answers_are_bit_for_bit_those_without(
     assert num_drafted > 0
     if proposer == "draft" and not SOAK:
         assert num_accepted > 0.5 * num_drafted, "the same model in another precision is nearly always right"
-    elif proposer in ("eagle3", "medusa"):
+    elif proposer in ("eagle3", "medusa") and not SOAK:
         share = 0.3 if proposer == "eagle3" else 0.2
         assert num_accepted > share * num_drafted, "the right token is proposed in most rows"
-    elif proposer == "draft" or kind != "penalties":
+    elif proposer != "ngram" or kind != "penalties":
         assert num_accepted > 0
 
 
