@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.fleet import leases
 from headrace.router.fleet.fleet import Fleet, FleetConfig
 from headrace.router.fleet.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, parse_lease
@@ -214,6 +215,33 @@ async def test_workers_that_alone_lose_redis_stay(start_worker: StartWorker, red
         publish(redis_server, "w", worker.address)
         await until(lambda: fleet.is_leased(worker.address))
         assert [link.incarnation for link in fleet.links()] == [1]
+    finally:
+        await reader.close()
+        await fleet.close()
+
+
+async def test_a_worker_that_hangs_is_shown_longer_than_its_lease_and_one_that_is_dead_is_not(
+    start_worker: StartWorker, redis_server: RedisServer
+) -> None:
+    worker = await start_worker("w")
+    fleet = Fleet(Registry(lease_s=0.2), FleetConfig(heartbeat_ms=100))
+    reader = LeaseReader(redis_server.url, fleet.leases_seen, fleet.leases_lost)
+    try:
+        publish(redis_server, "w", worker.address)
+        await fleet.start()
+        reader.start()
+        await until(lambda: fleet.num_ready == 1)
+        worker.is_silent = True
+        redis_server.client().delete(WORKER_KEY + "w")
+        await until(lambda: [link.silent_s > 1.0 for link in fleet.links()] == [True])
+        assert not fleet.is_leased(worker.address)
+        metrics = RouterMetrics()
+        metrics.observe(fleet)
+        found = metrics.registry.get_sample_value
+        assert found("headrace_router_workers_not_answering") == 1
+        assert (found("headrace_router_longest_silence_seconds") or 0) > 1.0
+        await worker.kill()
+        await until(lambda: not list(fleet.links()))
     finally:
         await reader.close()
         await fleet.close()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
+from headrace.protos import router_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.links import WorkerLink
@@ -129,6 +130,7 @@ async def test_a_restart_on_the_same_address_is_seen_and_voids_the_index(
     await worker.kill()
     await until(lambda: link.state is LinkState.UNREACHABLE)
     assert link.detail
+    assert (link.silent_s, link.info().state) == (0.0, router_pb2.WORKER_STATE_UNREACHABLE)
     await worker.restart()
     await until(lambda: link.is_ready)
     assert (link.epoch, link.incarnation, num_matched(index, link)) == (worker.epoch, 2, 0)
@@ -153,8 +155,12 @@ async def test_silence_makes_a_worker_suspect_then_lost_and_its_voice_makes_it_r
         assert (call.why, link.is_ready) == ("", False)
         await until(lambda: link.state is LinkState.UNREACHABLE)
         assert "silent" in call.why
+    await until(lambda: link.silent_s > 0)
+    assert link.info().state == router_pb2.WORKER_STATE_NOT_ANSWERING
+    assert "it has not answered for" in link.info().detail
     worker.is_silent = False
     await until(lambda: link.is_ready)
+    assert (link.silent_s, link.info().state) == (0.0, router_pb2.WORKER_STATE_READY)
 
 
 async def test_a_suspect_worker_is_ready_when_it_is_heard_again(start_worker: StartWorker, linked: Linked) -> None:
