@@ -55,10 +55,13 @@ async def serve(config: WorkerConfig) -> None:
     task = task_of(config.model_dir)
     has_memory = config.kv_memory is not None and not task
     memory = open_memory(config.kv_memory or "", config.worker_id) if has_memory else None
+    # A mistake in the flags of this start must not cost what the process before left.
+    was_kept = config.keep_kv_memory and memory is not None and memory.size_bytes > 0
     try:
         await _serve_until(stop, config, task, memory)
     except ConfigurationError:
-        _give_up(memory)
+        if not was_kept:
+            _give_up(memory)
         raise
     if not config.keep_kv_memory:
         _give_up(memory)
