@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -87,3 +88,12 @@ def _may_be_several(address: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def best_of(in_turn: Sequence[Address]) -> Address:
+    """The first of these addresses that is connected and not avoided, or else the next best. At least one is given."""
+    now_s = time.monotonic()
+    # Reading the state of each address reconnects those that are not connected.
+    connected = [address for address in in_turn if address.is_connected]
+    unsuspected = [address for address in connected or in_turn if address.avoided_until_s <= now_s]
+    return unsuspected[0] if unsuspected else min(in_turn, key=lambda address: address.avoided_until_s)

@@ -18,7 +18,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from headrace.gateway.upstream.adapters import (
     served_by_worker,
     unload_adapter,
 )
-from headrace.gateway.upstream.address import Address, connect
+from headrace.gateway.upstream.address import Address, best_of, connect
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
 from headrace.gateway.upstream.retries import Retries
 from headrace.protos.answer_bounds import closing_message
@@ -171,10 +171,7 @@ class Upstream:
         async def ask(endpoint: Address) -> list[ModelCard]:
             return await endpoint.call(lambda: by_router(endpoint), lambda: by_worker(endpoint))
 
-        for _ in self._endpoints:
-            if cards := await self._first_that_works(ask):
-                return cards
-        return []
+        return await self._first_that_works(ask, may_be_empty=True)
 
     async def list_adapters(self) -> list[ServedAdapter]:
         """The adapters that are served now, by name. Raises `StatusError`."""
@@ -242,10 +239,10 @@ class Upstream:
         """
         answer = _Answer(request, num_prompt_tokens or len(request.token_ids), card)
         retries, asked_s = Retries(len(self._endpoints), request.attempt), time.monotonic()
-        base = card.parent or card.name
+        base, lacking = card.parent or card.name, set[str]()
         with self._using(base):
             while True:
-                num_before, endpoint = len(answer.delivered), self._next_endpoint()
+                num_before, endpoint = len(answer.delivered), self._next_endpoint(lacking)
                 began_s, present = time.monotonic(), endpoint.is_connected
                 span, call = _begin(endpoint, request, shared, metadata, _remaining_s(deadline_s))
                 try:
@@ -271,6 +268,7 @@ class Upstream:
                     raise hopeless
                 if delay_s is None or (not started and self._waited_enough(asked_s)):
                     raise _for_clients(failure) if lost or delay_s is not None else failure
+                lacking = {endpoint.address, *lacking} if failure.reason is Reason.MODEL_NOT_FOUND else set()
                 await self._pause(endpoint, failure, len(answer.delivered), began_s + delay_s)
                 request = answer.resumption(retries.attempt)
 
@@ -296,35 +294,44 @@ class Upstream:
         _LOG.debug("through %s, after %d tokens: %s", endpoint.address, num_delivered, failure.message)
         await asyncio.sleep(max(0.0, until_s - time.monotonic()))
 
-    async def _first_that_works(self, ask: Callable[[Address], Awaitable[_T]], *, may_be_elsewhere: bool = False) -> _T:
+    async def _first_that_works(
+        self, ask: Callable[[Address], Awaitable[_T]], *, may_be_elsewhere: bool = False, may_be_empty: bool = False
+    ) -> _T:
         """The answer of one address, or of the next one while the transport fails. With `may_be_elsewhere`, the next
-        one is also asked for what an address has not. Raises `StatusError`."""
-        for remaining in reversed(range(len(self._endpoints))):
-            endpoint = self._next_endpoint()
+        one is also asked for what an address has not, with `may_be_empty` if an answer is empty. Raises
+        `StatusError`."""
+        asked, addresses = set[str](), {endpoint.address for endpoint in self._endpoints}
+        empty: list[_T] = []
+        while True:
+            endpoint = self._next_endpoint(asked)
+            asked.add(endpoint.address)
             try:
-                return await ask(endpoint)
+                answer = await ask(endpoint)
             except grpc.aio.AioRpcError as error:
                 lost = is_peer_lost(error) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                is_elsewhere = may_be_elsewhere and error.code() is grpc.StatusCode.NOT_FOUND
-                if not (lost or is_elsewhere) or remaining == 0:
-                    raise error_of(error) from error
                 if lost:
                     self._avoid(endpoint, error_of(error))
-        raise AssertionError("there is at least one address")
+                is_elsewhere = may_be_elsewhere and error.code() is grpc.StatusCode.NOT_FOUND
+                if asked != addresses and (lost or is_elsewhere):
+                    continue
+                if not (lost and empty):
+                    raise error_of(error) from error
+            else:
+                if answer or not may_be_empty:
+                    return answer
+                empty.append(answer)
+            if asked == addresses:
+                return empty[0]
 
-    def _next_endpoint(self) -> Address:
-        """The next address in turn, preferably one that seems to work."""
+    def _next_endpoint(self, asked: Collection[str] = ()) -> Address:
+        """The next address in turn, preferably one that seems to work. Those in `asked` come last of all."""
         if self._transport.version != self._version:
             self._renew_channels()
         endpoints = self._endpoints
         if len(endpoints) == 1:
             return endpoints[0]
-        now_s = time.monotonic()
         in_turn = [endpoints[(self._turn + i) % len(endpoints)] for i in range(len(endpoints))]
-        # Reading the state of each address reconnects those that are not connected.
-        connected = [endpoint for endpoint in in_turn if endpoint.is_connected]
-        unsuspected = [endpoint for endpoint in connected or in_turn if endpoint.avoided_until_s <= now_s]
-        chosen = unsuspected[0] if unsuspected else min(in_turn, key=lambda endpoint: endpoint.avoided_until_s)
+        chosen = best_of([endpoint for endpoint in in_turn if endpoint.address not in asked] or in_turn)
         self._turn = (endpoints.index(chosen) + 1) % len(endpoints)
         return chosen
 

@@ -206,6 +206,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.streams: list[Stream] = []
         self._contexts: dict[int, Any] = {}
         self.num_lists = 0
+        self.lacks_tokenizer = False
         self.num_sessions = 0
         self.workers: list[router_pb2.WorkerInfo] = []
         self.redis = router_pb2.REDIS_STATE_UNSPECIFIED
@@ -311,6 +312,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         return router_pb2.ListWorkersResponse(workers=self.workers)
 
     async def GetTokenizer(self, request: Any, context: Any) -> Any:
+        if self.lacks_tokenizer:
+            await abort(context, StatusError(Reason.NOT_FOUND, "no live worker has that tokenizer bundle"))
         kind = worker_pb2.GetTokenizerResponse if self.is_worker else router_pb2.RouterGetTokenizerResponse
         for start in range(0, len(self.bundle), 1000):
             yield kind(chunk=self.bundle[start : start + 1000])

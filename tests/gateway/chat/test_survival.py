@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -13,8 +14,9 @@ import pytest
 
 from headrace.gateway.edge import exchange
 from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.upstream import address
 from headrace.gateway.upstream import retries as upstream
-from headrace.protos.status import Reason, StatusError, abort
+from headrace.protos.status import Reason, StatusError
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
@@ -256,7 +258,7 @@ async def test_a_model_that_one_router_lacks_is_asked_for_at_the_other(
     first.script = lack
     async with asyncio.timeout(20):
         while not (first.streams and second.streams):  # the connections take a moment
-            await text_of_stream(gateway)
+            assert await text_of_stream(gateway) == second.answer
     for _ in range(4):
         assert await text_of_stream(gateway) == second.answer
     assert len(first.streams) >= 3, "it is not avoided for its other models"
@@ -267,16 +269,33 @@ async def test_a_model_that_one_router_lacks_is_asked_for_at_the_other(
 async def test_the_tokenizer_of_a_model_that_one_router_lacks_comes_from_the_other(
     stack: AsyncExitStack, kit: Any, tiny_bundle: bytes
 ) -> None:
-    class Lacking(kit.FakeRouter):  # type: ignore[misc,name-defined]
-        async def GetTokenizer(self, request: Any, context: Any) -> Any:
-            await abort(context, StatusError(Reason.NOT_FOUND, "no live worker has that tokenizer bundle"))
-            yield
-
-    routers = [kit.FakeRouter(tiny_bundle), Lacking(tiny_bundle)]
+    routers = [kit.FakeRouter(tiny_bundle), kit.FakeRouter(tiny_bundle)]
+    routers[1].lacks_tokenizer = True
     addresses = [(await stack.enter_async_context(kit.serving_router(one)))[0] for one in routers]
     for order in (addresses, addresses[::-1]):
         gateway = await stack.enter_async_context(kit.serving_gateway(*order))
         assert [model.name for model in await gateway.models.listed()] == ["tiny"]
+
+
+@pytest.mark.parametrize("kind", ["generation", "tokenizer", "list"])
+async def test_the_other_router_is_asked_while_only_one_is_connected(
+    stack: AsyncExitStack, kit: Any, tiny_bundle: bytes, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, gateway = await two_routers(stack, kit, tiny_bundle)
+
+    async def lack(router: Any, stream: Any, send: Any) -> None:
+        raise StatusError(Reason.MODEL_NOT_FOUND, "no such model", field="model")
+
+    monkeypatch.setattr(address.Address, "is_connected", property(lambda self: self.address == first.address))
+    if kind == "generation":
+        first.script = lack
+        assert await text_of_stream(gateway) == second.answer
+    elif kind == "tokenizer":
+        first.lacks_tokenizer = True
+        assert await gateway.upstream.get_tokenizer(hashlib.sha256(tiny_bundle).hexdigest()) == tiny_bundle
+    else:
+        first.cards = []
+        assert [card.name for card in await gateway.upstream.list_models()] == ["tiny"]
 
 
 async def test_a_router_that_knows_no_workers_yet_does_not_empty_the_list_of_models(
