@@ -502,9 +502,11 @@ async def test_draws_follow_the_distribution_over_what_is_allowed(compiler: Gram
         wanted /= wanted.sum()
         counts = dict.fromkeys(allowed, 0)
         sampler = BatchSampler()
-        for seed in range(4000):
-            request = Request("r", [1], SamplingParams(max_tokens=1, seed=seed, constraint=constraint), 0)
-            counts[sample(sampler, [request], Logits(logits[None].copy()))[0].token_id] += 1
+        for start in range(0, 4000, 16):
+            rows = [SamplingParams(max_tokens=1, seed=start + row, constraint=constraint) for row in range(16)]
+            requests = [Request("r", [1], params, 0) for params in rows]
+            for drawn in sample(sampler, requests, Logits(np.tile(logits, (16, 1)))):
+                counts[drawn.token_id] += 1
         chi_square = sum((counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in zip(allowed, wanted, strict=True))
         assert chi_square <= len(allowed) + 5 * np.sqrt(2 * len(allowed))
 
