@@ -42,8 +42,9 @@ class GrpcCalls:
         async def once() -> AsyncGenerator[_M, None]:
             yield await work()
 
-        async with aclosing(self.streamed(once(), name, method, caller_of(context), context)) as messages:
-            return await anext(messages)
+        # To its end: a call that is left before counts as cancelled.
+        (message,) = [one async for one in self.streamed(once(), name, method, caller_of(context), context)]
+        return message
 
     async def streamed(
         self, answers: AsyncGenerator[_M, None], name: str, method: str, caller: Caller, context: Context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import grpc
@@ -69,6 +70,15 @@ async def test_a_stop_string_ends_a_chat(text: Any, router: Any) -> None:
     params = text_pb2.TextParams(stop=[", w"])
     answers = [a async for a in text.Chat(text_pb2.ChatRequest(messages=HI, params=params))]
     assert "".join(answer.content for answer in answers) == "Hello"
+
+
+async def test_calls_that_were_answered_count_as_ok(text: Any, gateway: Any) -> None:
+    await text.Detokenize(text_pb2.DetokenizeRequest(token_ids=[262]))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await text.Detokenize(text_pb2.DetokenizeRequest(token_ids=[100_000]))
+    page = (await gateway.http.get("/metrics")).text
+    outcomes = re.findall(r'headrace_requests_total\{endpoint="grpc_detokenize",outcome="(\w+)"\}', page)
+    assert sorted(outcomes) == ["invalid_field", "ok"]
 
 
 async def test_failures_have_the_status_and_the_field(text: Any) -> None:
