@@ -90,7 +90,7 @@ class ChatClient:
                     if response.status_code == 401:
                         response.raise_for_status()
                     raise CommandFailed(_message_of(response.text) or f"the server answered {response.status_code}")
-                yield from _chunks(response.iter_lines())
+                yield from _chunks(_lines(response.iter_text()))
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
 
@@ -117,6 +117,15 @@ class ChatClient:
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
             return CommandFailed(f"no server at {self._url}; start one with headrace serve, or name another with --url")
         return CommandFailed(f"the connection to {self._url} broke: {str(error) or type(error).__name__}")
+
+
+def _lines(pieces: Iterator[str]) -> Iterator[str]:
+    """The lines of a stream of events. httpx would also end them at U+2028 and others, which JSON has in texts."""
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from lines
+    yield rest
 
 
 def _chunks(lines: Iterator[str]) -> Iterator[Chunk]:

@@ -56,7 +56,7 @@ def server(cache: Path) -> Iterator[Server]:
             status, message = state.refusal
             respond(handler, status, json.dumps({"error": {"message": message}}).encode())
             return
-        lines = [f"data: {json.dumps(event)}\n\n" for event in state.events(body)]
+        lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in state.events(body)]
         lines += [f"data: {state.invalid}\n\n"] if state.invalid else []
         end = "" if state.break_off else "data: [DONE]\n\n"
         respond(handler, 200, (": keep-alive\n\n" + "".join(lines) + end).encode())
@@ -73,6 +73,11 @@ def test_each_line_of_a_pipe_gets_an_answer_on_standard_output(server: Server) -
     result = chat(server, "abc\n\ndef\n")
     assert (result.exit_code, result.stdout) == (0, "cba\nfed\n")
     assert result.stderr.count("[3 tokens, ") == 2
+
+
+def test_what_separates_lines_elsewhere_is_text_in_an_event(server: Server) -> None:
+    result = chat(server, "a\u2028b\x85c\n")
+    assert (result.exit_code, result.stdout) == (0, "c\x85b\u2028a\n")
 
 
 def test_the_first_model_is_asked_unless_another_is_named(server: Server) -> None:
