@@ -26,6 +26,8 @@ from headrace.gateway.edge.wire import encode
 NDJSON = b"application/x-ndjson"
 KEEP_ALIVE = b" "
 """White space before the next line."""
+# Clients in Python end lines at these too: Ollama's own reads them with httpx. JSON has them in texts only.
+_SEPARATORS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029")
 INVALID_JSON = "INVALID_JSON"
 """Name under which the arguments of a call that was cut off stand as text."""
 
@@ -57,7 +59,10 @@ def time_of(unix_s: float) -> str:
 
 def line(value: dict[str, Any]) -> bytes:
     """A line of a stream."""
-    return bytes(encode(value)) + b"\n"
+    raw = bytes(encode(value))
+    for separator, escaped in _SEPARATORS:
+        raw = raw.replace(separator, escaped)
+    return raw + b"\n"
 
 
 @dataclass(slots=True)

@@ -112,6 +112,12 @@ async def test_a_chat_is_streamed_unless_told_otherwise(ask: Any) -> None:
     assert lines[-1]["eval_count"] == 3
 
 
+async def test_a_line_ends_where_any_client_sees_its_end(ask: Any) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    lines = await ask(text)  # split as httpx does, and so Ollama's client in Python
+    assert "".join(one["message"]["content"] for one in lines) == text
+
+
 async def test_thinking_is_told_apart(ask: Any) -> None:
     answer = await ask("<think>\nHm.\n</think>\n\nParis.", stream=False)
     assert answer["message"] == {"role": "assistant", "content": "Paris.", "thinking": "Hm."}
