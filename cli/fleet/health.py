@@ -27,16 +27,23 @@ _TIMEOUT_S = 2.0
 def health(target: str, service: str, tls_dir: Path | None, join_token_file: Path | None) -> None:
     """Exit with 0 if TARGET serves: a gateway as http(s)://HOST:PORT, a router or worker as HOST:PORT or unix:/path."""
     if target.startswith(("http://", "https://")):
-        parts = urlsplit(target)
-        if parts.hostname is None:
-            raise click.UsageError(f"{target} names no host; write http://HOST:PORT")
-        port = parts.port or (80 if parts.scheme == "http" else 443)
-        asked = http_status(parts.hostname, port, "/health/ready", _TIMEOUT_S, scheme=parts.scheme)
-        serves = asyncio.run(asked) == 200
+        scheme, host, port = _parts_of(target)
+        serves = asyncio.run(http_status(host, port, "/health/ready", _TIMEOUT_S, scheme=scheme)) == 200
     else:
         serves = _grpc_serves(target, service, transport_of(tls_dir, join_token_file))
     click.echo("serving" if serves else "not serving")
     sys.exit(0 if serves else EXIT_FAILED)
+
+
+def _parts_of(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port of a URL. Raises UsageError if it is none."""
+    try:
+        parts = urlsplit(url)
+        if parts.hostname is not None:
+            return parts.scheme, parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)
+    except ValueError:  # a port that is no number, or half of an IPv6 address
+        pass
+    raise click.UsageError(f"{url} is no address; write http://HOST:PORT")
 
 
 def _grpc_serves(target: str, service: str, transport: Transport) -> bool:

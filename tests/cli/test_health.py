@@ -38,5 +38,8 @@ def test_nobody_there_does_not_serve(target: str) -> None:
     assert CliRunner().invoke(health, [target]).exit_code == 1
 
 
-def test_an_address_without_a_host_is_a_usage_error() -> None:
-    assert CliRunner().invoke(health, ["http://"]).exit_code == 2
+@pytest.mark.parametrize("target", ["http://", "http://[::1", "http://host:port", "http://host:99999"])
+def test_an_address_that_is_none_is_a_usage_error(target: str) -> None:
+    result = CliRunner().invoke(health, [target])
+    assert result.exit_code == 2, result.exception
+    assert f"{target} is no address; write http://HOST:PORT" in result.stderr
