@@ -84,6 +84,11 @@ class _LazyGroup(click.Group):
             about = f"{error.filename}: " if error.filename else ""
             click.echo(f"error: {about}{error.strerror or error}", err=True)
             sys.exit(EXIT_FAILED)
+        except UnicodeError as error:  # a line of the input, an argument or a variable; rarely, an answer
+            if not standalone_mode:
+                raise
+            click.echo(f"error: a text that was given or would be shown does not fit its encoding: {error}", err=True)
+            sys.exit(EXIT_REFUSED)
         if standalone_mode:
             sys.exit(status if isinstance(status, int) else 0)
         return status

@@ -64,6 +64,8 @@ def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[
         if (problem := tls_problem(error)) is not None:
             raise CommandFailed(f"{url}: {problem}") from None
         raise CommandFailed(f"no gateway at {url}; name one with --url, or give token ids with --tokens") from None
+    except UnicodeEncodeError:  # of the text, not of the answer
+        raise
     except (ValueError, KeyError, TypeError):
         raise CommandError(f"{url} is not a headrace gateway: its /tokenize is not valid") from None
 

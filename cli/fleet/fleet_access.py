@@ -62,7 +62,10 @@ class ApiAccess:
 
     def client(self, url: str, timeout: httpx.Timeout | float) -> httpx.Client:
         """A client of the server at `url` that sends the key. A server on this host is asked without a proxy. Close the
-        client, or use it in a `with`. Raises CommandError for a bad file or a bad variable."""
+        client, or use it in a `with`. Raises CommandError for a bad key, a bad file or a bad variable."""
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            problem = "has characters that are not printable ASCII; was it copied with quotes or a line break?"
+            raise CommandError(f"the key of --api-key (HEADRACE_API_KEY) {problem}")
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
         return http_client(direct=is_on_this_host(url), timeout=timeout, headers=headers, verify=self._authorities(url))
 

@@ -125,6 +125,15 @@ def test_a_missing_key_is_told_with_the_flag_for_it(server: Server, flags: tuple
     )
 
 
+@pytest.mark.parametrize("key", ["ключ", "hr-0123\n", "hr-\u201c0123\u201d"])
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(server: Server, key: str) -> None:
+    result = chat(server, "a\n", "--api-key", key)
+    assert result.exit_code == 2, result.exception
+    assert result.stderr.startswith("error: the key of --api-key (HEADRACE_API_KEY) has characters that are not")
+    assert "0123" not in result.stderr
+    assert not server.asked
+
+
 def test_a_stream_without_its_end_is_a_failure(server: Server) -> None:
     server.break_off = True
     result = chat(server, "abc\n")

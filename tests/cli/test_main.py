@@ -33,6 +33,21 @@ def test_every_refusal_is_one_line_with_its_remedy(args: tuple[str, ...], senten
     assert not result.stdout
 
 
+@pytest.mark.parametrize(
+    ("args", "lines"),
+    [
+        (("chat", "--url", "http://127.0.0.1:1", "--model", "m"), b"caf\xe9\n"),
+        (("chat", "--url", "http://127.0.0.1:1", "--model", "\udcff"), b"hi\n"),
+        (("explain", "--router", "127.0.0.1:1", "--tokens", "1", "--model", "\udcff"), b""),
+        (("explain", "--router", "127.0.0.1:1", "--url", "http://127.0.0.1:1", "caf\udce9"), b""),
+    ],
+)
+def test_text_that_is_not_utf_8_is_refused_in_one_line(args: tuple[str, ...], lines: bytes, cache: Path) -> None:
+    result = CliRunner().invoke(cli, args, input=lines, prog_name="headrace")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception
+    assert result.stderr.startswith("error: a text that was given or would be shown does not fit its encoding: ")
+
+
 @pytest.mark.parametrize(("args", "named"), [((), "serve"), (("models",), "list"), (("keys",), "revoke")])
 def test_a_group_without_a_command_shows_its_help(args: tuple[str, ...], named: str) -> None:
     result = CliRunner().invoke(cli, args, prog_name="headrace")
