@@ -207,10 +207,7 @@ class ResponseAnswer:
 
     def last_event(self) -> bytes:
         """The event for the end of the response, by its status."""
-        status = self.response["status"]
-        # The API has no event for a cancelled response: its stream ends as failed.
-        kind = f"response.{'failed' if status == 'cancelled' else status}"
-        return self._encoded(kind, {"response": self.response})
+        return ending_event(self.response, self._num_events)
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
@@ -330,12 +327,20 @@ class ResponseAnswer:
         return self._event(kind, item_id=item.item_id, output_index=item.index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        event = self._encoded(kind, fields)
+        event = _encoded(kind, self._num_events, fields)
         self._num_events += 1
         if self._keeps_events:
             self.events.append(event)
         return event
 
-    def _encoded(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        value = {"type": kind, "sequence_number": self._num_events, **fields}
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(value))
+
+def ending_event(response: Mapping[str, Any], number: int) -> bytes:
+    """The last event of a response that has ended, by its status."""
+    status = response["status"]
+    # The API has no event for a cancelled response: its stream ends as failed.
+    return _encoded(f"response.{'failed' if status == 'cancelled' else status}", number, {"response": response})
+
+
+def _encoded(kind: str, number: int, fields: Mapping[str, Any]) -> bytes:
+    value = {"type": kind, "sequence_number": number, **fields}
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(value))

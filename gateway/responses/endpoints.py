@@ -19,7 +19,7 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.failures import HttpError
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.field_names import FieldNames
-from headrace.gateway.responses.answers import ResponseAnswer, response_head
+from headrace.gateway.responses.answers import ResponseAnswer, ending_event, response_head
 from headrace.gateway.responses.background import ResponseRun, ResponseRuns
 from headrace.gateway.responses.items import Turn, input_items, turns_of
 from headrace.gateway.responses.references import resolved
@@ -346,7 +346,9 @@ class _Responses:
         try:
             if stored.response["status"] not in _ENDED:
                 stored = await self._ended(exchange, stored.response["id"])
-            await exchange.write(b"".join((stored.events or [])[position:]), last=True)
+            # The events of a run are stored when it has ended; of one that is lost there is only the end.
+            events = stored.events[position:] if stored.events else [ending_event(stored.response, position)]
+            await exchange.write(b"".join(events), last=True)
         finally:
             keep_alive.cancel()
 

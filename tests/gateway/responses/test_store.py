@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -219,6 +220,24 @@ async def test_a_run_whose_gateway_is_gone_has_failed(pair: Any, server: RedisSe
     run.stored.response["status"] = "in_progress"
     failed = (await other.get(f"{RESPONSES}/{made['id']}")).json()
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+
+
+async def test_the_stream_of_a_run_whose_gateway_is_gone_ends_as_failed(pair: Any, server: RedisServer) -> None:
+    one, other = (gateway.http for gateway in pair.gateways)
+    holding(pair)
+    runs = pair.gateways[0].protocols["responses"].runs
+    async with one.stream("POST", RESPONSES, json={**BODY, "background": True, "stream": True}):
+        response_id = await begun(pair, one)
+        left = await packed(runs.get(response_id).stored)
+        await pair.gateways[0].protocols["responses"].drain(0)
+    server.client().set(f"headrace:response:{response_id}", left)
+    server.client().delete(f"headrace:response:{response_id}:alive")
+    for after, number in ((None, 0), (1, 2)):
+        params = {"stream": "true", **({} if after is None else {"starting_after": str(after)})}
+        text = (await other.get(f"{RESPONSES}/{response_id}", params=params)).text
+        assert text.startswith("event: response.failed\n")
+        event = json.loads(text.partition("data: ")[2])
+        assert (event["sequence_number"], event["response"]["status"]) == (number, "failed")
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
