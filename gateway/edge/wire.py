@@ -16,7 +16,9 @@ from headrace.protos.status import Reason, StatusError
 encode = msgspec.json.encode
 _PADDED_CHARS = 32
 _T = TypeVar("_T")
-_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
+_AT_FIELD = re.compile(r" - at (?P<key>`key` in )?`(?P<path>[^`]*)`$")
+# A message may have the whole value of a caller: its end names the field, its beginning says what is wrong.
+_MAX_PATH_CHARS, _MAX_WHAT_CHARS = 4096, 4096
 _BYTE = re.compile(r"\(byte (\d+)\)")
 
 
@@ -55,16 +57,15 @@ def convert(value: object, kind: type[_T], name: str = "") -> _T:
 
 
 def _wrong_type(message: str) -> StatusError:
-    found = _AT_FIELD.match(message)
-    assert found is not None
-    path = (found["path"] or "").removeprefix("$").removeprefix(".")
-    what = found["what"].replace("`", "'")
+    found = _AT_FIELD.search(message, max(0, len(message) - _MAX_PATH_CHARS))
+    path = "" if found is None else found["path"].removeprefix("$").removeprefix(".")
+    what = message[: len(message) if found is None else found.start()][:_MAX_WHAT_CHARS].replace("`", "'")
     missing = re.search(r"missing required field '([^']+)'", what)
     if missing is not None:
         path = f"{path}.{missing[1]}".removeprefix(".")
         return invalid(path, f"{path} is required")
     if path:
-        place = f"{path}, a key" if found["key"] else path
+        place = f"{path}, a key" if found is not None and found["key"] else path
         return invalid(path, f"{place}: {what[:1].lower()}{what[1:]}")
     return StatusError(Reason.INVALID_FIELD, f"the body is not a request: {what[:1].lower()}{what[1:]}")
 

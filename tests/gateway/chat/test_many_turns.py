@@ -13,8 +13,10 @@ from headrace.gateway.anthropic import types as anthropic
 from headrace.gateway.chat.plain_tools import as_text
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.openai.types import EmbeddingRequest
 from headrace.gateway.responses import types as responses
 from headrace.gateway.responses.items import input_items, turns_of
+from headrace.protos.status import StatusError
 
 NUMBER = 40_000
 TEXT = "x" * 200
@@ -68,6 +70,14 @@ def test_parts_that_become_one_turn_are_joined_once(case: str) -> None:
     began_s = time.process_time()
     assert size(read()) >= NUMBER * len(TEXT)
     assert time.process_time() - began_s < MAX_CPU_S
+
+
+def test_the_error_for_a_very_long_value_costs_no_more_than_reading_it() -> None:
+    body = encode({"input": "a", "encoding_format": "x" * (15 << 20)})
+    began_s = time.process_time()
+    with pytest.raises(StatusError, match="^encoding_format: invalid enum value 'xxx"):
+        decode_body(body, EmbeddingRequest)
+    assert time.process_time() - began_s < MAX_CPU_S / 10
 
 
 def test_names_of_fields_do_not_cost_more_with_every_turn() -> None:
