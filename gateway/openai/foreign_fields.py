@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.checks import unsupported
+from headrace.gateway.checks import is_one_of, unsupported
 
 _KV_CACHE = "the prefix cache needs no such parameters"
 _SAMPLING = "use temperature, top_p, top_k or min_p"
@@ -69,6 +69,6 @@ def check_foreign_fields(body: bytes) -> None:
             value = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError):
             value = raw  # such as 1e999, which the body may have in unknown fields
-        if value is not None and value not in neutral:
+        if value is not None and not is_one_of(value, neutral):
             hint = f"; it may only be {json.dumps(neutral[0])}" if neutral else ""
             raise unsupported(name, f"{name} is not supported{hint}; {instead}")
