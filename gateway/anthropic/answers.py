@@ -24,11 +24,9 @@ INVALID_JSON = "INVALID_JSON"
 """The key for the text of an input that was cut off."""
 
 _ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -41,7 +39,8 @@ class _AnthropicErrors:
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
-        error = {"type": _ERROR_TYPES.get(failure.status, "api_error"), "message": failure.message}
+        other = "invalid_request_error" if failure.status < 500 else "api_error"
+        error = {"type": _ERROR_TYPES.get(failure.status, other), "message": failure.message}
         return encode({"type": "error", "error": error})
 
     def event(self, failure: Failure) -> bytes:

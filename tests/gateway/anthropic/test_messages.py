@@ -471,6 +471,11 @@ async def test_errors_before_the_endpoint_have_its_shape(front: Any, refused: An
     assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+async def test_a_body_that_cannot_be_read_is_the_fault_of_the_request(front: Any) -> None:
+    response = await front.http.post("/v1/messages", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert (response.status_code, response.json()["error"]["type"]) == (415, "invalid_request_error")
+
+
 async def test_thinking_is_refused_where_the_model_has_none(gateway: Any) -> None:
     body = {"model": "tiny", "messages": HI, "max_tokens": 9, "thinking": {"type": "adaptive"}}
     response = await gateway.http.post(MESSAGES, json=body)
