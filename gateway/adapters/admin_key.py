@@ -39,7 +39,8 @@ class AdminKey:
                 "`headrace models` and `headrace adapters`",
             )
         scheme, _, key = exchange.header("authorization").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
+        # The bytes as they were sent.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1").strip(), self._key):
             raise StatusError(Reason.UNAUTHENTICATED, "this needs the admin key, as Authorization: Bearer KEY")
 
 

@@ -67,6 +67,14 @@ async def test_only_operators_may_change_adapters(running: tuple[Any, Any], key:
     assert not router.adapters
 
 
+async def test_a_key_may_have_any_characters(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> None:
+    path, router = tmp_path / "admin.key", kit.FakeRouter(tiny_bundle)
+    path.write_text("schlüssel-für-déjà\n", encoding="utf-8")
+    async with kit.serving_router(router), kit.serving_gateway(router.address, flags={"admin_key_file": path}) as front:
+        headers = {"authorization": "Bearer schlüssel-für-déjà".encode()}
+        assert (await front.http.get("/v1/lora_adapters", headers=headers)).status_code == 200
+
+
 async def test_without_an_admin_key_nobody_may(kit: Any, tiny_bundle: bytes) -> None:
     router = kit.FakeRouter(tiny_bundle)
     async with kit.serving_router(router), kit.serving_gateway(router.address) as front:
