@@ -75,8 +75,9 @@ class Chats:
         self.on_planned: Callable[[Chat | Completion], None] = lambda request: None
         """Called with each request for which a plan was made."""
 
-    async def plan(self, request: Chat) -> ChatPlan:
-        """Check a chat and make its prompt. Raises `StatusError`."""
+    async def plan(self, request: Chat, *, is_trial: bool = False) -> ChatPlan:
+        """Check a chat and make its prompt. `on_planned` does not get a trial, in whose place another chat may be
+        generated. Raises `StatusError`."""
         model, use, conversation, prompt = await self._prompted(request)
         form = self._formats.of(model)
         if use.required and not can_be_held(form):
@@ -90,7 +91,8 @@ class Chats:
         text = predicted_text(request)
         prediction = await self._prompts.of_text(model, text, add_special_tokens=False) if text else ()
         plan = plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids, prediction=prediction)
-        self.on_planned(request)
+        if not is_trial:
+            self.on_planned(request)
         return ChatPlan(model, plan, reading)
 
     async def count(self, request: Chat) -> int:

@@ -24,7 +24,7 @@ from headrace.gateway.responses.background import ResponseRun, ResponseRuns
 from headrace.gateway.responses.items import Turn, input_items, turns_of
 from headrace.gateway.responses.references import resolved
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
-from headrace.gateway.responses.types import MAX_ID_CHARS, ResponsesRequest, chat_of, check_response
+from headrace.gateway.responses.types import MAX_ID_CHARS, ResponseChat, ResponsesRequest, chat_of, check_response
 from headrace.gateway.services import Services
 from headrace.protos.status import Reason, StatusError
 
@@ -161,24 +161,27 @@ class _Responses:
     async def _plan(self, request: ResponsesRequest, turns: Sequence[Turn]) -> tuple[ChatPlan, FieldNames]:
         """The plan; with truncation, of as much of the end of the conversation as there is room for."""
 
-        async def planned(first: int) -> tuple[ChatPlan, FieldNames]:
+        chats = self._services.chats
+
+        async def planned(first: int, *, is_trial: bool) -> tuple[ChatPlan, ResponseChat]:
             chat = chat_of(request, turns[first:])
             with chat.names.in_callers_terms():
-                return await self._services.chats.plan(chat.request), chat.names
+                return await chats.plan(chat.request, is_trial=is_trial), chat
 
         try:
-            return await planned(0)
+            plan, chat = await planned(0, is_trial=False)
+            return plan, chat.names
         except StatusError as error:
             if error.reason is not Reason.CONTEXT_TOO_LONG or request.truncation != "auto":
                 raise
             too_long = error
         # A conversation may begin with any turn of the user. Find the first one that leaves enough room.
         firsts = [i for i, turn in enumerate(turns) if i and turn.message.role == "user"]
-        found: tuple[ChatPlan, FieldNames] | None = None
+        found: tuple[ChatPlan, ResponseChat] | None = None
         while firsts:
             middle = len(firsts) // 2
             try:
-                found = await planned(firsts[middle])
+                found = await planned(firsts[middle], is_trial=True)
                 firsts = firsts[:middle]
             except StatusError as error:
                 if error.reason is not Reason.CONTEXT_TOO_LONG:
@@ -186,7 +189,9 @@ class _Responses:
                 firsts = firsts[middle + 1 :]
         if found is None:
             raise too_long
-        return found
+        plan, chat = found
+        chats.on_planned(chat.request)
+        return plan, chat.names
 
     async def _previous(self, exchange: Exchange, response_id: str) -> StoredResponse:
         stored = await self._stored(exchange, response_id)

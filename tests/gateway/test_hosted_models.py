@@ -307,6 +307,24 @@ async def test_requests_are_split_by_weight_and_copies_go_to_the_shadow(split: S
     assert 0.4 * number < sum(found.values()) < 0.6 * number
 
 
+async def test_a_truncated_response_has_one_copy(kit: Any, tiny_bundle: bytes) -> None:
+    router = kit.FakeRouter(tiny_bundle)
+    router.cards = [router.card(name=name, fingerprint=name * 64) for name in "ac"]
+    aliases = parse_aliases(["gpt=a"], ["gpt=c:100"])
+    async with kit.serving_router(router), kit.serving_gateway(router.address, aliases=aliases) as gateway:
+        items = [{"role": "user", "content": "word " * 10} for _ in range(20)]
+        body = {"model": "gpt", "input": items, "truncation": "auto", "max_output_tokens": 5}
+        answer = await gateway.http.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        system = System(gateway, router, FakeHost())
+        async with asyncio.timeout(BOUND_S):
+            while not await shadowed(system):
+                await asyncio.sleep(0.01)
+        (original,) = [stream.request for stream in router.streams if stream.request.model == "a"]
+        copies = [stream.request for stream in router.streams if stream.request.model == "c"]
+        assert [list(copy.token_ids) for copy in copies] == [list(original.token_ids)]
+
+
 async def test_a_conversation_stays_with_one_model(split: System) -> None:
     for key in ("x", "y", "z"):
         body = {"model": "gpt", "prompt": "hi", "max_tokens": 4, "prompt_cache_key": key}
