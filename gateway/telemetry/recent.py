@@ -19,7 +19,12 @@ NUM_INTERVALS = 150
 MAX_SAMPLES = 256
 """How many times to the first token one interval keeps; the latest, if there are more."""
 
-GENERATING = frozenset({"chat", "completions", "responses", "messages", "grpc_chat", "grpc_complete"})
+GENERATING = frozenset(
+    (
+        *("chat", "completions", "responses", "messages", "ollama_chat", "ollama_generate", "tgi_generate"),
+        *("kserve_infer", "kserve_generate", "grpc_chat", "grpc_complete", "grpc_kserve_infer", "grpc_kserve_stream"),
+    )
+)
 """Endpoints whose requests count: those that generate."""
 FAULTS = frozenset(
     reason.name.lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +68,21 @@ def test_requests_are_told_apart_by_their_outcome() -> None:
     assert (interval.num_answered, interval.num_cancelled, interval.num_refused, interval.num_failed) == (1, 2, 4, 5)
     assert interval.reasons["no_capacity"] == 2
     assert sum(interval.reasons.values()) == 9, "what was refused or failed"
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("chat", "completions", "responses", "messages", "ollama_chat", "ollama_generate", "tgi_generate"),
+        *("kserve_infer", "kserve_generate", "grpc_chat", "grpc_complete", "grpc_kserve_infer", "grpc_kserve_stream"),
+    ],
+)
+def test_requests_of_every_protocol_are_counted(endpoint: str) -> None:
+    clock = Clock()
+    recent = Recent(clock)
+    recent.request_ended(endpoint, "ok")
+    clock.now_s += INTERVAL_S
+    assert [one.num_answered for one in recent.complete()] == [1]
 
 
 def test_requests_that_generate_nothing_are_not_counted() -> None:
