@@ -320,7 +320,7 @@ class Forwarding:
                 if running.abandoned_because is None or _is_cancelled_from_outside():
                     raise
                 if not self._delivery.is_finished:
-                    self._lost_worker(link, life)
+                    self._lost_worker(link, life, has_died=False)
                     raise _AttemptFailedError(running.abandoned_because) from None
             except FencedError as error:
                 log.error("worker %s is fenced: %s", link.worker_id, error)
@@ -351,9 +351,9 @@ class Forwarding:
         if not delivery.is_finished:
             raise _AttemptFailedError(f"worker {placed.link.worker_id} ended the stream without a finish")
 
-    def _lost_worker(self, link: WorkerLink, life: Hashable) -> None:
+    def _lost_worker(self, link: WorkerLink, life: Hashable, *, has_died: bool) -> None:
         load = link.reported.load
-        self._suspects.lost(life, self._delivery, load.num_running + load.num_waiting)
+        self._suspects.lost(life, self._delivery, load.num_running + load.num_waiting, has_died=has_died)
 
     def _judge(self, link: WorkerLink, life: Hashable, error: grpc.aio.AioRpcError) -> Exception:
         verdict = verdict_of(error)
@@ -371,7 +371,7 @@ class Forwarding:
             return _GivenBackError(why) if is_allowed else _AttemptFailedError(why, "full")
         if verdict is Verdict.LOST:
             if was_reached(error):
-                self._lost_worker(link, life)
+                self._lost_worker(link, life, has_died=True)
             link.suspect(f"a call failed: {error.code().name}: {error.details()}")
         elif verdict is Verdict.DRAINING:
             link.draining()

@@ -4,8 +4,11 @@ A worker that dies takes all its requests along, and each of them is resumed els
 next worker dies too, and so on. Therefore a request that has lost too many workers in a row is refused:
 
     lost a worker  -->  resumed  -->  a token: the count begins anew
-                                 -->  lost the next one  -->  2 workers that had nothing else to do, or
+                                 -->  lost the next one  -->  2 workers that died and had nothing else to do, or
                                                               `max_losses` in all: refused for `REMEMBER_S`
+
+A worker that only fell silent counts among all, but never as one that died. It reports from another thread than the
+one that computes, so its silence is more often due to its host than to a request.
 
 What counts is the content, which is the prompt and its parameters without ids and seed. So the choices of one prompt
 count together, and a client that asks again costs no further worker.
@@ -43,7 +46,7 @@ class Running(Protocol):
 
 @dataclass(slots=True)
 class _Losses:
-    """The workers that a content has lost in a row without a token."""
+    """The workers that a content has lost in a row without a token. `num_alone` died and had nothing else."""
 
     last_s: float = 0.0
     num_alone: int = 0
@@ -57,7 +60,7 @@ class Suspects:
         self._max_losses = max_losses
         self._clock = clock
         self._running: dict[Hashable, dict[Running, None]] = {}
-        self._is_alone: OrderedDict[Hashable, bool] = OrderedDict()
+        self._died_alone: OrderedDict[Hashable, bool] = OrderedDict()
         self._losses: OrderedDict[bytes, _Losses] = OrderedDict()
 
     @contextmanager
@@ -72,14 +75,14 @@ class Suspects:
             if not here:
                 self._running.pop(life, None)
 
-    def lost(self, life: Hashable, request: Running, num_reported: int = 0) -> None:
-        """Note that a worker was lost while it had the request. `num_reported` are the requests that it had reported,
-        those of other routers included."""
-        if life not in self._is_alone:
+    def lost(self, life: Hashable, request: Running, num_reported: int = 0, *, has_died: bool = True) -> None:
+        """Note that a worker was lost while it had the request: it has died, or was silent for too long. `num_reported`
+        are the requests that it had reported, those of other routers included."""
+        if life not in self._died_alone:
             here = self._running.get(life, {})
             is_alone = num_reported <= len(here) and all(one.digest == request.digest for one in here)
-            self._is_alone[life] = is_alone
-            _bound(self._is_alone)
+            self._died_alone[life] = is_alone and has_died
+            _bound(self._died_alone)
         losses = self._losses.setdefault(request.digest, _Losses())
         if life in losses.lives:
             return  # lost by another choice of the same prompt
@@ -87,7 +90,7 @@ class Suspects:
             losses.lives.clear()
             losses.num_alone = 0
         losses.lives.add(life)
-        losses.num_alone += self._is_alone[life]
+        losses.num_alone += self._died_alone[life]
         losses.last_s = self._clock()
         self._losses.move_to_end(request.digest)
         _bound(self._losses)

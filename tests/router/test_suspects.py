@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -24,19 +25,13 @@ class Fleet:
         self.suspects = Suspects(4, clock=lambda: self.now_s)
         self._num_lives = 0
 
-    def lose(self, *requests: Request, num_reported: int = 0) -> None:
+    def lose(self, *requests: Request, num_reported: int = 0, has_died: bool = True) -> None:
         self._num_lives += 1
-        if requests:
-            with self.suspects.running(self._num_lives, requests[0]):
-                self._lose(self._num_lives, requests, 1, num_reported)
-
-    def _lose(self, life: int, requests: tuple[Request, ...], position: int, num_reported: int) -> None:
-        if position < len(requests):
-            with self.suspects.running(life, requests[position]):
-                self._lose(life, requests, position + 1, num_reported)
-        else:
+        with ExitStack() as stack:
             for request in requests:
-                self.suspects.lost(life, request, num_reported)
+                stack.enter_context(self.suspects.running(self._num_lives, request))
+            for request in requests:
+                self.suspects.lost(self._num_lives, request, num_reported, has_died=has_died)
 
     def is_refused(self, request: Request) -> bool:
         try:
@@ -71,6 +66,15 @@ def test_requests_of_other_routers_are_company() -> None:
         fleet.lose(request, num_reported=2)
         assert not fleet.is_refused(request)
     fleet.lose(request, num_reported=2)
+    assert fleet.is_refused(request)
+
+
+def test_a_worker_that_only_fell_silent_counts_among_all() -> None:
+    fleet, request = Fleet(), Request()
+    for has_died in (False, True, False):
+        fleet.lose(request, has_died=has_died)
+        assert not fleet.is_refused(request)
+    fleet.lose(request, has_died=False)
     assert fleet.is_refused(request)
 
 
