@@ -146,6 +146,7 @@ class Forwarding:
                 return
             placed = await self._next_place()
             self._metrics.resumes.inc(was_lost)
+            was_lost = False
             try:
                 if await self._close(placed.card):
                     return
@@ -158,7 +159,7 @@ class Forwarding:
                 self._fleet.not_taken(placed)
             except PrefilledError:
                 self._metrics.prefills.inc()
-                num_vain, was_lost = 0, False
+                num_vain = 0
             except _AttemptFailedError as failure:
                 self._failed[placed.link], self._prefilled = placed.link.incarnation, None
                 why, was_lost = str(failure), not failure.refusal

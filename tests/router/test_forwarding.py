@@ -147,6 +147,25 @@ async def test_a_request_that_is_given_back_is_placed_again_with_what_its_worker
     await router.until_idle()
 
 
+async def test_a_request_that_is_given_back_after_a_loss_counts_as_one_that_continued_once(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    lost, *busy = [await start_worker(name) for name in ("lost", "busy", "busy too")]
+    for worker in (lost, *busy):
+        worker.num_watchers = 2
+    router = await start_router(lost, *busy)
+    lost.store(PROMPT)
+    await until(lambda: len(router.fleet.index) == 2)
+    lost.bare_error = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    for worker in busy:
+        worker.gives_back = worker_pb2.GivenBack(load=worker.load)
+    await router.generate(PROMPT)
+    assert len(lost.requests) == 1
+    assert router.metrics.given_back._value.get() == MAX_GIVEN_BACK
+    assert router.metrics.resumes._value.get() == 1
+    await router.until_idle()
+
+
 async def test_a_request_is_not_given_back_for_ever(start_router: StartRouter, start_worker: StartWorker) -> None:
     workers = [await start_worker(name) for name in "ab"]
     for worker in workers:
