@@ -325,7 +325,8 @@ class Forwarding:
                     raise _AttemptFailedError(running.abandoned_because) from None
             except FencedError as error:
                 log.error("worker %s is fenced: %s", link.worker_id, error)
-                raise _AttemptFailedError(f"worker {link.worker_id} is fenced: {error}") from None
+                if not self._delivery.is_finished:
+                    raise _AttemptFailedError(f"worker {link.worker_id} is fenced: {error}") from None
             finally:
                 call.cancel()
 

@@ -73,6 +73,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.start_pos_offset = 0
         self.withhold_finish = False
         self.end_without_finish = False
+        self.talks_on = False  # sends a message after the finish
         self.cached: set[int] = set()
         self.on_disk: list[int] = []
         self.states: list[int] = []
@@ -270,6 +271,8 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         if reason == inference_pb2.FINISH_REASON_STOP:
             finish.stop_token_id = EOS
         yield inference_pb2.GenerateResponse(start_pos=position, finish=finish)
+        if self.talks_on:
+            yield inference_pb2.GenerateResponse(start_pos=position)
 
 
 Worker = Callable[..., Awaitable[FakeWorker]]

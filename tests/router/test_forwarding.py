@@ -311,6 +311,17 @@ async def test_a_stream_that_does_not_fit_is_fenced(
     await router.until_idle()
 
 
+async def test_what_a_worker_sends_after_the_finish_changes_nothing(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.talks_on = True
+    assert (await router.generate(PROMPT))[0] == answer(PROMPT, 20)
+    assert len(worker.requests) == 1
+    await router.until_idle()
+
+
 async def test_a_cancelled_request_is_cancelled_at_the_worker_at_once(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
