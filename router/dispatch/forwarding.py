@@ -355,7 +355,8 @@ class Forwarding:
 
     def _lost_worker(self, link: WorkerLink, life: Hashable, *, has_died: bool) -> None:
         load = link.reported.load
-        self._suspects.lost(life, self._delivery, load.num_running + load.num_waiting, has_died=has_died)
+        num_reported = load.num_running + load.num_waiting + load.num_arrived
+        self._suspects.lost(life, self._delivery, num_reported, has_died=has_died)
 
     def _judge(self, link: WorkerLink, life: Hashable, error: grpc.aio.AioRpcError) -> Exception:
         verdict = verdict_of(error)

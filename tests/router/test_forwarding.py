@@ -400,6 +400,26 @@ async def test_a_request_that_kills_its_workers_does_not_end_the_fleet(
     await router.until_idle()
 
 
+async def test_requests_that_a_worker_has_not_begun_are_company(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "abc"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget = 0
+        worker.report(num_arrived=2)
+    await until(lambda: all(link.reported.load.num_arrived == 2 for link in router.fleet.links()))
+    answered = asyncio.create_task(router.generate(PROMPT))
+    for _ in range(2):
+        await until(lambda: any(worker.is_stuck for worker in workers))
+        victim = next(worker for worker in workers if worker.is_stuck)
+        await victim.kill()
+    for worker in workers:
+        worker.budget = None
+    assert (await answered)[0] == answer(PROMPT, 20)
+    assert sum(len(worker.requests) for worker in workers) == 3
+
+
 async def test_the_choices_of_a_prompt_that_kills_its_workers_count_as_one(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
