@@ -63,7 +63,7 @@ class Fetching:
     @property
     def num_held(self) -> int:
         """Requests that wait for blocks."""
-        return sum(held.request.state is RequestState.WAITING for held in self._held.values())
+        return sum(not fetch.is_given_up for fetch in self._held)
 
     def begin(self, request: Request) -> bool:
         """Hold a new request if it should wait. Else it is to be scheduled at once."""

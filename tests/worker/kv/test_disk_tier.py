@@ -420,6 +420,23 @@ def test_a_disk_that_hangs_costs_the_computation(worker: Worker, monkeypatch: py
     assert worker.pool.num_free_blocks == NUM_BLOCKS
 
 
+def test_a_request_that_no_longer_waits_for_its_blocks_is_not_counted_as_held(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "_LEAST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(fetching, "_PATIENCE", 0.0)
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    assert worker.fetching.begin(worker.request(PROMPT))
+    assert worker.fetching.num_held == 1
+    until(lambda: bool(worker.add_ready()))
+    assert len(worker.under_test.scheduler.waiting) == 1
+    assert worker.fetching.num_held == 0, "the scheduler counts it now"
+    gate.set()
+    until(lambda: worker.fetching.take_ready() == [] and worker.under_test.scheduler.num_fetching == 0)
+
+
 def hanging(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Reads wait for the event."""
     gate = threading.Event()
