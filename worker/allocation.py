@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class Allocation(NamedTuple):
     """The KV cache, the limits of steps that fit it, the slots of states if there are any, the cache that outlives the
-    process if there is one, and the slots of layers with a sliding window if these keep no more than their windows."""
+    process if there is one, and the slots of layers with a sliding window if these keep only their windows."""
 
     num_blocks: int
     region: Region
@@ -78,7 +78,7 @@ def _allocate_cache(
 def _allocate_own(
     config: WorkerConfig, runner: OpenVINOModelRunner, kept: KeptCache | None, draft_bytes: int
 ) -> tuple[int, KVArena]:
-    """Allocate the KV cache. `draft_bytes` more of each block are allocated elsewhere."""
+    """Allocate the KV cache. Another `draft_bytes` of each block are allocated elsewhere."""
     shapes, block_bytes = runner.block_shapes, runner.block_bytes + draft_bytes
     sizing = f"{config.kv_cache_bytes} {config.kv_cache_share} {config.memory_node} {config.kv_cache_node_share}"
     sizing += f" {draft_bytes}" if draft_bytes else ""
@@ -86,7 +86,7 @@ def _allocate_own(
         num_blocks = num_blocks_for(config, block_bytes)
         return num_blocks, runner.allocate(num_blocks, huge_pages=config.huge_pages)
     with kept.memory.sizing():
-        # Available memory varies, and another number of blocks would be another cache.
+        # Available memory varies, and a cache with another number of blocks could not be restored.
         before = kept.num_blocks_for(runner.numerics, sizing, shapes)
         if before is not None and before * block_bytes <= available_bytes() + kept_bytes(kept):
             num_blocks = before - 1

@@ -1,8 +1,7 @@
-"""`python -m headrace.worker.check DIR`: whether a worker can serve the model, or use the heads, in a directory.
+"""`python -m headrace.worker.check DIR`: checks whether a worker can serve the model, or use the heads, in a directory.
 Compiles nothing.
 
-The exit status is 0, or 2 with one line on standard error: `error:` and the message with which a worker would refuse to
-start.
+The exit status is 0, or 2 with one line on standard error: `error:` and the message of a worker that refuses to start.
 """
 
 from __future__ import annotations

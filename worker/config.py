@@ -56,7 +56,7 @@ class WorkerConfig:
     kv_handover_gb: float = 4.0
     cache_eviction: str | None = None
     trims_windows: bool = False
-    """Whether layers with a sliding window keep no more than their windows."""
+    """Whether layers with a sliding window keep only their windows."""
     role: str = "both"
     adapters: tuple[tuple[str, Path], ...] = ()
     """Names and paths of LoRA adapters."""

@@ -87,11 +87,11 @@ class LoadedModel:
         return self.tiers.handover
 
     def close(self) -> None:
-        """End what the model does beside its thread."""
+        """End the model's work outside of its thread."""
         self.tiers.stop()
 
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
-        """The thread that serves the mailbox. Blocks on the disk and of other workers can be used from now on."""
+        """The thread that serves the mailbox. From now on, it can use blocks on the disk and of other workers."""
         self.tiers.start(mailbox.wake)
         fetching, tiers = None, self.tiers
         if tiers.disk is not None or tiers.peers is not None:
@@ -101,8 +101,8 @@ class LoadedModel:
 
 
 def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN) -> LoadedModel:
-    """Make a model ready to serve. This takes seconds to minutes. With `memory` the KV cache is there, with what the
-    process before left in it. `transport` is for calls to other workers.
+    """Make a model ready to serve. This takes seconds to minutes. With `memory`, the KV cache is in that memory and
+    keeps the blocks of the previous process. `transport` is for calls to other workers.
 
     ConfigurationError if the directory holds no model that can be served, or if it does not fit this host.
     """
@@ -157,13 +157,13 @@ def draft_of(
     heads: EagleHeads | MedusaHeads | None,
     threads: int,
 ) -> Draft | None:
-    """What proposes tokens beside the engine; None without a model or heads for it."""
+    """The model or heads that propose tokens; None without one."""
     return None if runner is None else Draft(runner, sampler_for(runner, threads), kind=kind_of_drafts(heads))
 
 
 def sampler_for(runner: OpenVINOModelRunner | EagleRunner | MedusaRunner, threads: int) -> BatchSampler:
     """A sampler for the model's vocabulary."""
-    # Importing OpenVINO takes long, so a wrong directory is refused before.
+    # Importing OpenVINO is slow, so refuse a wrong directory first.
     from headrace.worker.sampling.row_sums import reducer_for
 
     return BatchSampler(reducer_for(runner.vocab_size, threads))
@@ -209,8 +209,8 @@ def log_loaded(
 
 
 def check_memory(config: WorkerConfig, kept_bytes: int = 0) -> None:
-    """Raise ConfigurationError before loading if the requested KV cache cannot fit beside the weights. `kept_bytes` of
-    memory are in use for it already."""
+    """Raise ConfigurationError before loading if the requested KV cache cannot fit beside the weights. The cache
+    already occupies `kept_bytes` of memory."""
     if config.kv_cache_bytes is not None:
         weights = sum(path.stat().st_size for path in _weights_of(config) if path.is_file())
         kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes() + kept_bytes - weights)
@@ -300,8 +300,8 @@ def log_limits(limits: StepLimits, exact_rows: int) -> None:
 
 
 def warm_up(engine: Engine, *, has_adapters: bool = False) -> None:
-    """Run short requests, so that the first caller does not wait for work that is done once. Run them again, to learn
-    what steps cost."""
+    """Run short requests, so that the first caller does not wait for one-time work. Run them again to learn the cost of
+    steps."""
     pool = engine.scheduler.kv_cache.pool
     most = pool.num_blocks * pool.block_size - 2
     sampling = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
@@ -322,8 +322,8 @@ def warm_up(engine: Engine, *, has_adapters: bool = False) -> None:
 
 
 def give_back_weights(config: WorkerConfig) -> None:
-    """Give back the memory of files with weights. The warm-up has made OpenVINO's own copies, in the order that its
-    kernels read."""
+    """Free the memory of files with weights. During the warm-up, OpenVINO has made its own copies in the layout of its
+    kernels."""
     given_back = sum(give_back(path) for path in _weights_of(config))
     given_back += give_back_files()
     log.info(
@@ -342,7 +342,7 @@ def card_of(
     states: StateBudget | None,
     tiers: Tiers,
 ) -> worker_pb2.ModelCard:
-    """The model card, with what routers have to know of the KV cache. ConfigurationError for a --role whose blocks
+    """The model card, with the properties of the KV cache that routers need. ConfigurationError for a --role if blocks
     cannot be sent."""
     card = model_card(
         config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size

@@ -55,7 +55,7 @@ async def serve(config: WorkerConfig) -> None:
     task = task_of(config.model_dir)
     has_memory = config.kv_memory is not None and not task
     memory = open_memory(config.kv_memory or "", config.worker_id) if has_memory else None
-    # A mistake in the flags of this start must not cost what the process before left.
+    # A mistake in the flags must not destroy the cache of the previous process.
     was_kept = config.keep_kv_memory and memory is not None and memory.size_bytes > 0
     try:
         await _serve_until(stop, config, task, memory)
@@ -87,7 +87,8 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     thread.start()
     # Reading the binding and collecting garbage take 0.1 s of a core, so do both before the first request.
     hub.bind(await asyncio.to_thread(read_binding, model.kv_cache))
-    # What exists now lives as long as the process: the garbage collector need not look at it while streams wait.
+    # The objects that exist now live as long as the process, so the garbage collector need not scan them while streams
+    # wait.
     gc.collect()
     gc.freeze()
     background = [
@@ -151,7 +152,7 @@ def _stop_signal() -> asyncio.Event:
 
 
 def _bound_server(config: WorkerConfig, transport: Transport) -> grpc.aio.Server:
-    """A server that holds its port and does not answer yet."""
+    """A server that has bound its port but does not answer yet."""
     transport.refuse_strangers(config.listen, config.insecure)
     server = grpc.aio.server(interceptors=transport.interceptors(), options=SERVER_OPTIONS)
     try:

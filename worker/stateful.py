@@ -1,5 +1,5 @@
 """Models with recurrent layers: divides the memory of the KV cache between blocks and the slots for states, and refuses
-flags that such models cannot have."""
+flags that do not work with such models."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace.worker")
 
-# Saved states take at most this share of what the blocks of their tokens take.
+# Saved states take at most this share of the memory of their tokens' blocks.
 _STATES_PER_KV = 1 / 8
-# A state is saved every few blocks at most, even if it is tiny.
+# At most one state is saved for this many blocks, even if states are tiny.
 _LEAST_BLOCKS = 8
 # The slots of running requests take at most this share of the memory.
 _MOST_FOR_RUNNING = 0.5
@@ -30,7 +30,7 @@ _NO_STATE = "continues only where a state of its recurrent layers is saved, and 
 
 
 class Sizes(NamedTuple):
-    """What a model takes, in bytes: of each block of `block_size` tokens, and of each slot."""
+    """The bytes of each block of `block_size` tokens, and of each slot."""
 
     block_bytes: int
     block_size: int
@@ -61,8 +61,8 @@ def divide_memory(
     config: WorkerConfig, runner: OpenVINOModelRunner, budget: int, limits: StepLimits
 ) -> tuple[int, StateBudget, StepLimits]:
     """Divide `budget` bytes, and allocate the slots. Returns the number of blocks, the slots, and the limits with the
-    number of requests for which there are slots. ConfigurationError if there is no room, or for flags that such a model
-    cannot have."""
+    number of requests for which there are slots. ConfigurationError if there is no room, or for flags that do not work
+    with such a model."""
     refuse_flags(config)
     assert runner.state_tables is not None, "the model has no recurrent layers"
     sizes = Sizes(runner.block_bytes, runner.block_size, runner.state_tables.slot_bytes)
@@ -98,8 +98,8 @@ def most_requests(config: WorkerConfig, budget: int, sizes: Sizes, max_num_seqs:
 
 
 def divide(budget: int, sizes: Sizes, max_num_seqs: int) -> tuple[int, StateBudget]:
-    """The number of blocks in `budget` bytes beside the slots, with one more block for padding. Not above 0 if there is
-    no room."""
+    """The number of blocks in `budget` bytes beside the slots and one block for padding. 0 or less if there is no
+    room."""
     num_blocks_between = max(_LEAST_BLOCKS, -(-sizes.slot_bytes // int(_STATES_PER_KV * sizes.block_bytes)))
     left = budget - (_SLOTS_OF_REQUEST * max_num_seqs + FIRST_STATE_SLOT) * sizes.slot_bytes
     num_blocks = int(left // (sizes.block_bytes + sizes.slot_bytes / num_blocks_between)) - 1

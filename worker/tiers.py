@@ -54,7 +54,8 @@ NO_TIERS = Tiers()
 
 
 def kv_layout(runner: OpenVINOModelRunner, fingerprint: str) -> str:
-    """Identifies all that the bytes of a block depend on. Only processes with the same layout can exchange blocks."""
+    """Identifies everything that the bytes of a block depend on. Only processes with the same layout can exchange
+    blocks."""
     identity = f"{fingerprint} {runner.numerics} {runner.block_size} {runner.block_shapes}"
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
@@ -69,7 +70,7 @@ def tiers_for(
     transport: Transport,
 ) -> Tiers:
     """The tiers that the flags describe. ConfigurationError if the disk cannot be used. None for a model with recurrent
-    layers, whose blocks are of no use without states, and where layers keep no more than their windows."""
+    layers, whose blocks are useless without states, and for layers that keep only their windows."""
     if runner.state_tables is not None or runner.has_parts:
         return NO_TIERS
     contents, disk = runner.block_bytes_of, None

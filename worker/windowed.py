@@ -1,5 +1,5 @@
-"""Models with sliding windows whose layers keep no more than their windows: divides the memory of the KV cache, and
-refuses flags that need whole blocks."""
+"""Models whose layers keep only their sliding windows: divides the memory of the KV cache, and refuses flags that need
+whole blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def hint_at_windows(config: WorkerConfig, runner: OpenVINOModelRunner) -> None:
 def divide_between(
     runner: OpenVINOModelRunner, budget: int, limits: StepLimits, draft_bytes: int
 ) -> tuple[int, WindowBudget]:
-    """Divide `budget` bytes. `draft_bytes` more of each block are allocated elsewhere. Returns the number of blocks,
+    """Divide `budget` bytes. Another `draft_bytes` of each block are allocated elsewhere. Returns the number of blocks,
     and the slots. ConfigurationError if there is no room."""
     sizes = PartSizes(runner.block_bytes + draft_bytes, runner.block_size, runner.part_bytes, runner.windows.num_tokens)
     num_blocks, windows = divide(budget, sizes, limits.max_num_seqs, limits.max_num_batched_tokens)

@@ -1,1 +1,1 @@
-"""Continuous batching: requests, the scheduler, what a step costs, and the thread that runs steps."""
+"""Continuous batching: requests, the scheduler, the cost of steps, and the thread that runs steps."""

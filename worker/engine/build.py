@@ -33,9 +33,9 @@ class Draft(NamedTuple):
     runner: DraftRunner | MedusaHeads
     sampler: DraftSampler
     step_costs: StepCosts | None = None
-    """What is known of its steps so far."""
+    """The learned costs of its steps."""
     kind: Callable[[Any, DraftSampler, KVCacheManager, DraftTimes, int], DraftModel] = DraftModel
-    """What drafts with such a runner."""
+    """Makes the object that drafts with such a runner."""
 
 
 class LearnedDraftTimes:
@@ -88,8 +88,8 @@ def build_engine(
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and the slots of `states` if the
     model has recurrent layers. Such a model cannot speculate. See `build_scheduler`.
 
-    `speculation` is "off", "auto" (as many draft tokens as pay), "ngram" (drafts of a fixed length), or "draft",
-    "eagle3" or "medusa" (as "auto", with a smaller model or heads, which are `draft`).
+    `speculation` is "off", "auto" (as many draft tokens as make the worker faster), "ngram" (drafts of a fixed length),
+    or "draft", "eagle3" or "medusa" (as "auto", with the smaller model or heads in `draft`).
     """
     scheduler = build_scheduler(
         num_blocks,
@@ -156,12 +156,12 @@ def build_scheduler(
     evicts: bool = False,
 ) -> Scheduler:
     """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens. `states` are the
-    slots of recurrent layers, `windows` those of layers with a sliding window. With `evicts`, requests may give up
-    blocks.
+    slots of recurrent layers, `windows` those of layers with a sliding window. With `evicts`, requests may evict their
+    own blocks.
 
-    `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `step_costs` is
-    what is known of steps so far. `journal` is told what blocks hold. ValueError if the limits leave prompts no room
-    beside a full batch.
+    `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `step_costs` has
+    the learned costs of steps. `journal` records the content of blocks. ValueError if the limits leave no room for
+    prompts beside a full batch.
     """
     pool = BlockPool(num_blocks, block_size, journal)
     if states is not None:

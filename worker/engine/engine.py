@@ -1,7 +1,7 @@
 """The heartbeat: schedule, forward, sample, account.
 
-`EngineThread` receives new requests and cancellations between two calls of `Engine.advance`. What need not happen
-before the next step happens while the kernels compute it; see `overlap`.
+`EngineThread` receives new requests and cancellations between two calls of `Engine.advance`. Work that the next step
+does not need runs while the kernels compute it; see `overlap`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from headrace.worker.speculation.acceptance import verify
 
 log = logging.getLogger(__name__)
 
-# A traced request records its first steps. A longer answer adds nothing new.
+# A traced request records only this many steps, because later ones add nothing new.
 MAX_NOTED_STEPS = 128
-# The engine gives up after so many failed steps in a row.
+# The engine gives up after this many failed steps in a row.
 MAX_FAILED_STEPS = 8
 
 
@@ -38,14 +38,14 @@ class EngineFailedError(Exception):
 
 
 class _StepFailedError(Exception):
-    """A step could not be computed. The cause is what was raised."""
+    """A step could not be computed. `__cause__` is the original exception."""
 
 
 class ModelRunner(Protocol):
     """Computes a step: OpenVINO in production, a fake in tests.
 
     `infer_s` is the time that the last step spent in the kernels, in seconds. Decode steps of up to `small_decode`
-    sequences use a graph of their own; 0 if there is none. Decode steps have at least `least_decode` tokens, padding
+    sequences use a second graph; 0 if there is none. Decode steps have at least `least_decode` tokens, padding
     included.
     """
 
@@ -56,7 +56,7 @@ class ModelRunner(Protocol):
     least_decode: int
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
-        """Set the inputs of a step. With `keeps_logits`, those of the step before stay valid while it runs."""
+        """Set the inputs of a step. With `keeps_logits`, the logits of the previous step stay valid while it runs."""
         ...
 
     def run(self) -> Logits:
@@ -86,7 +86,7 @@ class _Step(NamedTuple):
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread makes all calls.
 
-    The runner's KV cache has one block more than the pool, the last, for padding.
+    The runner's KV cache has one more block than the pool, the last one, for padding.
     """
 
     scheduler: Scheduler
@@ -117,17 +117,17 @@ class Engine:
         return outputs
 
     def advance(self, deliver: Deliver) -> bool:
-        """Compute the next step, if there is one, and deliver the outputs of the step before. Returns whether there was
-        a step.
+        """Compute the next step, if there is one, and deliver the outputs of the previous step. Returns whether there
+        was a step.
 
-        If the kernels raise, all requests of the step end with an error, and the engine is as good as before. If the
-        sampler raises, only the request concerned ends. Any other exception, from the scheduler or from `deliver`,
-        leaves the engine unusable. EngineFailedError after `MAX_FAILED_STEPS` failed steps in a row.
+        If the kernels raise, all requests of the step end with an error, and the engine remains usable. If the sampler
+        raises, only the affected request ends. Any other exception, from the scheduler or from `deliver`, leaves the
+        engine unusable. EngineFailedError after `MAX_FAILED_STEPS` failed steps in a row.
         """
         start_s = time.perf_counter()
         is_traced = self.scheduler.num_traced > 0
         if self.scheduler.speculation is not None and self.scheduler.speculation.model_drafts is not None:
-            self._overlap.deliver(deliver)  # nobody should wait for the next drafts
+            self._overlap.deliver(deliver)  # deliver before the next drafts are computed
         output = self.scheduler.schedule()
         if not output.scheduled:
             self._overlap.deliver(deliver)
@@ -149,8 +149,8 @@ class Engine:
 
     def warm_up(self, request: Request) -> None:
         """Run a request to its end before any other, because the first steps of a model are slower. Only the learned
-        costs of steps are kept. A step teaches its cost the second time that its size occurs, so each request has to
-        run twice."""
+        costs of steps are kept. The cost of a step is learned only when its size occurs for the second time, so run
+        each request twice."""
         speculation, self.scheduler.speculation = self.scheduler.speculation, None
         self.scheduler.add(request)
         while self.scheduler.has_requests:
@@ -253,8 +253,8 @@ class Engine:
         return self.scheduler.fail([request for request, _ in output.scheduled], _step_error(error))
 
     def _end_failed(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """End requests whose log-probabilities could not be read, and drop their `outputs`: their error is delivered
-        already."""
+        """End requests whose log-probabilities could not be read, and drop their `outputs`, because their error has
+        been delivered."""
         failed = self._overlap.take_failed()
         if not failed:
             return outputs
@@ -270,7 +270,7 @@ def _note_step(output: SchedulerOutput, step_s: float) -> None:
             request.steps.append(StepNote(start_s, step_s, num_tokens, output.num_tokens, len(output.scheduled)))
 
 
-# Ends requests whose error is delivered already; nobody sees it.
+# Ends requests whose error has been delivered, so no caller sees it.
 _ENDED = StatusError(Reason.INTERNAL, "the request has failed")
 
 

@@ -1,8 +1,8 @@
 """Requests that wait for blocks from the disk or from another worker before they are scheduled.
 
-A request waits if fetching the rest of its cached prefix is expected to take less time than computing it. Its blocks
-are taken from the pool and filled by a tier's thread. When they have come, they are cached blocks like others, and the
-request is scheduled and finds them. If fetching takes much longer than expected, the request is scheduled without.
+A request waits if fetching the rest of its cached prefix is expected to take less time than computing it. It takes
+blocks from the pool, and a tier's thread fills them. They then are cached blocks like others, which the request finds
+when it is scheduled. If fetching takes much longer than expected, the request is scheduled without them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from headrace.worker.request.request import Request, RequestState
 
 # Fetching has to be cheaper than computing by this factor.
 _WORTH = 0.8
-# A request waits so many times as long as computing would take, and at least so long in seconds.
+# A request waits at most this many times as long as computing would take, or this many seconds if that is longer.
 _PATIENCE, _LEAST_PATIENCE_S = 2.0, 0.25
-# It waits so many times as long as the blocks are expected to take, and so many seconds longer, at most.
+# It also waits at most this many times as long as the blocks are expected to take, plus this many seconds.
 _LATENESS, _DELAY_S = 10.0, 5.0
 
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits, the cached blocks that it holds, and when its patience ends."""
+    """A request that waits, the cached blocks that it holds, and the time when it stops waiting."""
 
     request: Request
     prefix: list[int]
@@ -66,13 +66,14 @@ class Fetching:
         return sum(not fetch.is_given_up for fetch in self._held)
 
     def begin(self, request: Request) -> bool:
-        """Hold a new request if it should wait. Else it is to be scheduled at once."""
+        """Hold a new request if it should wait. Otherwise schedule it at once."""
         first = self._scheduler.kv_cache.num_computed_by_now(request) // self._scheduler.kv_cache.block_size
         return self._begin(request, first, *self._best(request, first), self._num_spare)
 
     def _begin_late(self, request: Request, num_free: int) -> bool:
-        """Hold a request that is about to be computed, if it should wait for blocks: there was no room for them when it
-        came, or others have taken them since. It gets `num_free` free ones, which it would take to be computed."""
+        """Hold a request that is about to be computed, if it should wait for blocks: when it arrived there was no room
+        for them, or they have been evicted since. It gets up to `num_free` free blocks, which it would need for its
+        computation anyway."""
         if request.was_fetched_for or request.num_preemptions:
             return False
         cache = self._scheduler.kv_cache
@@ -88,7 +89,7 @@ class Fetching:
         return False
 
     def _begin(self, request: Request, first: int, tier: Tier | None, end: int, count_room: Callable[[], int]) -> bool:
-        """Hold a request for its blocks from `first` to `end`, as far as there is room, if that is worth it."""
+        """Hold a request for its blocks from `first` to `end`, as far as there is room, if that saves time."""
         if tier is None:
             return False
         cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
@@ -121,7 +122,7 @@ class Fetching:
         return False
 
     def take_ready(self) -> list[Request]:
-        """Make the blocks that came findable. Returns the requests that need not wait any more."""
+        """Make the fetched blocks findable. Returns the requests that need not wait any more."""
         ready = []
         if self._takeover is not None:
             self._takeover.advance()
@@ -156,7 +157,7 @@ class Fetching:
         return found
 
     def take_news(self) -> bool:
-        """Whether blocks have come for which no request waits, since the last call."""
+        """Whether blocks for which no request waits have arrived since the last call."""
         has_news = False
         for tier in (self._takeover, self.disk):
             if tier is not None and tier.has_news:
@@ -186,8 +187,8 @@ class Fetching:
             self.num_disk_tokens += num_tokens
 
     def _best(self, request: Request, first: int) -> tuple[Tier | None, int]:
-        """The tier that saves most time for the blocks from `first` on, and the index after the last that it has. None
-        if computing takes less."""
+        """The tier that saves most time for the blocks from `first` on, and the index after its last block. None if
+        computing is faster."""
         best: tuple[Tier | None, int] = None, first
         if request.wants_prompt_logprobs:
             return best
@@ -199,8 +200,8 @@ class Fetching:
         return best
 
     def _offers(self, request: Request, first: int) -> Iterable[tuple[Tier, int]]:
-        """The tiers that may have blocks of the request, and the index after the last one, in one piece from `first`
-        on."""
+        """The tiers that may have consecutive blocks of the request from `first` on, each with the index after its last
+        block."""
         cache = self._scheduler.kv_cache
         last = cache.num_reusable(request) // cache.block_size
         if self.disk is not None:
@@ -212,7 +213,7 @@ class Fetching:
             yield self.peers, min(request.num_source_tokens // cache.block_size, last)
 
     def _hold_prefix(self, request: Request) -> list[int]:
-        """Hold the cached blocks of a request, so that they stay until the others have come. Returns them."""
+        """Hold the cached blocks of a request until the other blocks have arrived. Returns them."""
         cache = self._scheduler.kv_cache
         cache.reuse(request)
         prefix = list(request.block_table)

@@ -1,7 +1,7 @@
-"""Predicts how long a new request would wait for others, and refuses it if that is too long.
+"""Predicts how long a new request would wait for other requests, and refuses it if that is too long.
 
-This is decided in the engine's thread when the request arrives. There everything is known: the running and waiting
-requests and their order, what remains of each prompt, and how much of the new one is cached. Two things count:
+The engine's thread decides this when the request arrives. It knows the running and waiting requests and their order,
+the remaining tokens of each prompt, and how much of the new prompt is cached. Two things count:
 
     places   if the batch or the KV cache is full: waiting requests of higher rank, at the recent rate at which
              requests end; not for a request that overtakes them, because most of it is cached
@@ -30,8 +30,8 @@ _MIN_RETRY_S = 0.1
 # How often waiting requests are checked for those that have waited too long.
 _LOOK_S = 0.25
 _OVERDUE_RETRY_S = 2.0
-# So many prompts are looked up in the prefix cache; others count as not cached. Longer queues are rare, because routers
-# hold requests back until there is room.
+# At most this many prompts are looked up in the prefix cache; others count as not cached. Longer queues are rare,
+# because routers hold requests back until there is room.
 _MAX_LOOKED_UP = 256
 
 
@@ -45,7 +45,7 @@ def too_long_a_wait(wait_s: float, missed_s: float) -> StatusError:
 
 
 def has_waited_too_long(waited_s: float) -> StatusError:
-    """The error for a request that has waited so many seconds, longer than it may."""
+    """The error for a request that has waited longer than it may, for this many seconds."""
     problem = f"the service is busy: the request has waited {waited_s:.1f} s for others; try again later"
     return StatusError(Reason.QUEUE_FULL, problem, retry_after_s=_OVERDUE_RETRY_S)
 
@@ -58,7 +58,7 @@ class _Work(NamedTuple):
 
     @classmethod
     def behind(cls, past: int, tokens: int) -> Self:
-        """`tokens` of one prompt, after `past` that are computed."""
+        """`tokens` of one prompt, after `past` computed ones."""
         return cls(tokens, tokens * (past + tokens / 2))
 
     def plus(self, other: _Work) -> _Work:
@@ -79,7 +79,7 @@ class Forecast:
         self._next_look_s = 0.0
 
     def observe(self) -> None:
-        """Learn how fast requests end. To be called after each step, and when the engine becomes idle."""
+        """Learn how fast requests end. Call it after each step, and when the engine becomes idle."""
         stats = self._scheduler.stats
         num_ended = stats.requests_finished + stats.requests_cancelled + stats.requests_failed
         now_s = self._clock()
@@ -95,7 +95,7 @@ class Forecast:
 
     def refusal(self, request: Request) -> StatusError | None:
         """The error for a request that would wait too long, with the time after which to retry; None if it is accepted.
-        All are accepted while little is known of the cost of steps."""
+        All requests are accepted until the cost of steps is learned."""
         if request.is_resumed or not self._scheduler.step_costs.prompts.is_learned:
             return None
         left_s = request.deadline_s - self._clock()
@@ -113,8 +113,8 @@ class Forecast:
         return too_long_a_wait(wait_s, missed_s)
 
     def overdue(self) -> list[tuple[Request, StatusError]]:
-        """Requests that have waited too long without a step, with the error for each; their prediction was wrong.
-        Checks a few times a second at most."""
+        """Requests that have waited too long for their first step, because their prediction was wrong; with the error
+        for each. Checks at most a few times a second."""
         now_s = self._clock()
         if now_s < self._next_look_s or not self._scheduler.waiting:
             return []
@@ -147,7 +147,7 @@ class Forecast:
         return work.tokens / self._scheduler.prompt_tokens_per_s(int(work.positions / work.tokens))
 
     def _waiting_ahead_of(self, request: Request) -> list[Request]:
-        """The waiting requests that go before it; none if it overtakes all, because most of it is cached."""
+        """The waiting requests that go before it; none if it overtakes all of them, because most of it is cached."""
         if self._overtakes(request):
             return []
         place = rank(request)
@@ -167,8 +167,8 @@ class Forecast:
         return num_ends / self._ended_per_s if self._ended_per_s else 0.0
 
     def _computed(self, request: Request, others: Sequence[Request]) -> dict[Request, int]:
-        """For each request, how many of its tokens are computed or will be by a request that goes before it: the given
-        one, or one with less left to compute."""
+        """For each request, how many of its tokens are computed, or will be computed by a request that goes before it:
+        the given request, or one with fewer remaining tokens."""
         kv_cache = self._scheduler.kv_cache
         behind = [other for other in others if other.num_uncomputed_tokens > 1][:_MAX_LOOKED_UP]
         computed = {other: kv_cache.num_computed_by_now(other) for other in (request, *behind)}
@@ -189,7 +189,7 @@ class Forecast:
         return work
 
     def _work_ahead(self, request: Request, others: Sequence[Request], computed: Mapping[Request, int]) -> _Work:
-        """The work on other prompts before the request's own tokens that are not cached."""
+        """The work on other prompts that comes before the request's own uncached tokens."""
         own = request.num_tokens - computed[request]
         behind = [other for other in others if other.num_uncomputed_tokens > 1]
         first = min(behind, key=rank, default=None)

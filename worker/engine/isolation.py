@@ -1,7 +1,7 @@
 """Sampling in which one request's failure does not affect others.
 
 A step samples all rows together. If that raises, each row is sampled alone: the request whose row raises ends with an
-error, and all others get the tokens that they would have got. This costs nothing unless something raises.
+error, and all others get the same tokens as without the failure. This costs nothing unless something raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sampler(Protocol):
         ...
 
     def forced_tokens(self, request: Request) -> Sequence[int]:
-        """Tokens that the request's grammar is likely to force next."""
+        """Tokens that the request's grammar is likely to require next."""
         ...
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
 
 RETRY_AFTER_S = 1.0
-# The most log-probabilities of prompts that all requests together may store, 8 bytes each.
+# The maximum number of prompt log-probabilities that all requests together may store, 8 bytes each.
 MAX_PROMPT_LOGPROBS_KEPT = 16 << 20
 
 
@@ -98,8 +98,8 @@ class OutputStream:
 
 
 class Mailbox:
-    """Connects one engine thread with one event loop, for at most `capacity` requests at a time. `on_failure` is called
-    if outputs cannot be passed on: streams would have gaps, and watchers wrong information."""
+    """Connects one engine thread with one event loop, for at most `capacity` requests at a time. Calls `on_failure` if
+    outputs cannot be passed on, because streams would have gaps and watchers wrong information."""
 
     def __init__(
         self,

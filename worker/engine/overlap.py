@@ -1,11 +1,12 @@
-"""What overlaps with the kernels: work that the next step does not depend on, done while they compute it.
+"""Work that overlaps with the kernels: the next step does not depend on it, so it runs while the kernels compute that
+step.
 
     engine thread   schedule, build | kernels                           | sample, account
     second thread                   | read log-probabilities of the last
                                     | step and deliver its outputs; record
                                     | what is in new blocks
 
-The kernels release the GIL, so this costs no time as long as it is shorter than they are.
+The kernels release the GIL, so this takes no additional time if it is shorter than the kernels.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Overlap:
 
     def take_failed(self) -> set[Request]:
         """Requests whose log-probabilities could not be read since the last call. Their error has been delivered, so
-        nothing more may be."""
+        deliver nothing more for them."""
         failed, self._failed = self._failed, set()
         return failed
 

@@ -101,9 +101,10 @@ class Scheduler:
     clock: Callable[[], float] = time.monotonic
     num_traced: int = 0
     num_fetching: int = 0
-    """Prompts for which the disk fills blocks that no request here holds."""
+    """Prompts for which a tier fills blocks that no request here holds."""
     fetch_first: Callable[[Request, int], bool] | None = None
-    """Takes a waiting request whose cached blocks are elsewhere, to have them fetched into so many free blocks."""
+    """Takes a waiting request whose cached blocks are elsewhere, to have them fetched into up to this many free
+    blocks."""
     _num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -253,7 +254,8 @@ class Scheduler:
         return promised + missing <= self.kv_cache.pool.num_free_blocks
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that the request lacks for all of its tokens and one more. A draft may have left it one too many."""
+        """Blocks that the request lacks for all of its tokens and one more. After a draft it may have one block too
+        many."""
         return max(0, self.kv_cache.num_blocks_of(request, request.num_tokens + 1) - len(request.block_table))
 
     def _count_cached_tokens(self, request: Request, gained: int) -> None:
@@ -275,7 +277,7 @@ class Scheduler:
         return wanted
 
     def _share_with(self, behind: list[Request], wanted: dict[Request, int]) -> None:
-        """Add to `wanted` what prompts should compute, at least one."""
+        """Add to `wanted` the number of tokens that prompts, at least one, should compute."""
         for request in behind:
             self._count_cached_tokens(request, self.kv_cache.reuse(request))
         first = behind[0]
@@ -306,7 +308,8 @@ class Scheduler:
         begun: set[tuple[int, bytes]] = set()
         for request in served:
             floor = room.for_first if request is first else 0
-            # With less room it might copy and compute nothing. If the step failed, it would live on without its copy.
+            # With less room the request might make a copy and compute nothing. If the step then failed, it would
+            # continue without its copy.
             if floor + left < min(request.num_uncomputed_tokens, MIN_CHUNK_ROOM) or self._is_begun(request, begun):
                 continue
             self._count_cached_tokens(request, self.kv_cache.copy_beginning(request))
@@ -318,8 +321,8 @@ class Scheduler:
                 self._begin(request, num_tokens, begun)
 
     def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
-        """Whether another request computes the same next block in this step. After the step it can be found in the
-        cache."""
+        """Whether another request computes the same next block in this step. After the step, this request finds it in
+        the cache."""
         index, offset = divmod(request.num_computed_tokens, self.kv_cache.block_size)
         if offset != 0 or self.kv_cache.work_on(request, index) not in begun:
             return False

@@ -1,4 +1,5 @@
-"""A thread that serves a mailbox, and what others see of it: whether it works, and where it is."""
+"""A thread that serves a mailbox, and the state that other threads see: whether it works, and its position in the
+code."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class ServingThread(threading.Thread, abc.ABC):
     def __init__(self, name: str, mailbox: Mailbox, on_failure: Callable[[str, BaseException], None]) -> None:
         super().__init__(name=name, daemon=True)
         self.num_turns = 0
-        """Steps or batches that ended, plus the times when there was nothing to do. For `Watchdog`."""
+        """Number of steps or batches that ended, plus the number of times when there was nothing to do. For
+        `Watchdog`."""
         self.is_idle = True
         """Whether there is nothing to do. For `Watchdog`."""
         self._mailbox = mailbox
@@ -41,7 +43,7 @@ class ServingThread(threading.Thread, abc.ABC):
         try:
             self.serve()
         except BaseException as error:
-            if not self._mailbox.is_stopped:  # else nobody is left to deliver to
+            if not self._mailbox.is_stopped:  # if it is stopped, nobody receives this
                 self._on_failure(f"the {self.name} failed", error)
 
     def position(self) -> str:

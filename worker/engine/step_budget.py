@@ -9,7 +9,7 @@ Two kinds of steps have prompts in them:
 - **alone**: only other prompts wait. The fixed cost of a step, and that of reading the computed part of the first
   prompt, are an eighth of its time, or it takes `ALONE_MS`.
 
-Limits in tokens apply as well. Before anything is learned, `step_cost` assumes a large model on few cores, so the first
+Limits in tokens apply as well. Until costs are learned, `step_cost` assumes a large model on few cores, so the first
 steps are small.
 
 Pure.
@@ -32,7 +32,8 @@ ALONE_MS = 80.0
 # and with one set by the user.
 TIMES_WITHOUT_PROMPTS = 1.9
 LEAST_TIMES_WITHOUT_PROMPTS = 1.25
-# What a step of the streams takes is at most so many times what they add to steps with prompts. It is often less.
+# A step of the streams alone takes at most this many times the time that they add to steps with prompts, and often
+# less.
 MOST_TIMES_WITH_PROMPTS = 1.5
 # Share of a step of prompts alone for the fixed cost, and of any step with prompts for reading their computed part.
 STEP_COST_SHARE = 1 / 8
@@ -41,8 +42,8 @@ FIRST_IN_RANK_SHARE = 8
 # With this much room, a prompt of any length makes progress; see chunk_of.
 MIN_CHUNK_ROOM = 3
 # A change in the number of tokens costs time (docs/decisions/0025). So a step that divides prompts keeps the number of
-# the step before, if that is at least this share of what it could have. Otherwise it takes a number of few significant
-# bits.
+# the previous step if that is at least this share of the possible number. Otherwise it takes a number with few
+# significant bits.
 KEPT_SHARE = 0.7
 _BITS = 3
 
@@ -79,7 +80,7 @@ class LogitsRows:
 
 
 class Prompt(NamedTuple):
-    """Tokens of a prompt that are computed, and that are not."""
+    """The computed and the remaining tokens of a prompt."""
 
     past: int
     remaining: int
@@ -102,7 +103,7 @@ class Room(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepBudget:
     """Decides the room for prompts. Steps have at most `max_num_batched_tokens`, and with streams at most
-    `max_num_mixed_tokens` and `target_ms`; None for the default. `num_tokens_before`: tokens of the step before."""
+    `max_num_mixed_tokens` and `target_ms`; None for the default. `num_tokens_before`: tokens of the previous step."""
 
     costs: StepCosts
     max_num_batched_tokens: int
@@ -152,7 +153,8 @@ class StepBudget:
         first_chunk_ms = model.chunk_ms(past, for_first)
         tokens, prompts_ms, is_cut = for_first, first_chunk_ms, False
         for place, (past, remaining) in enumerate(prompts):
-            # The first in rank has begun: it is read from the cache once, whatever it gets.
+            # If the first in rank has begun, its computed part is read from the cache once, however many tokens it
+            # gets.
             begun, begun_ms = (for_first, first_chunk_ms) if place == first else (0, 0.0)
             wanted = remaining - begun
             affordable = model.tokens_for(left_ms - prompts_ms + begun_ms, past) - begun
@@ -169,7 +171,7 @@ class StepBudget:
         return Room(tokens, min(for_first, tokens), base_ms + prompts_ms)
 
     def _kept_total(self, most: int) -> int:
-        """The number of tokens, at most `most`, of a step that divides prompts; that of the step before if it is
+        """The number of tokens, at most `most`, of a step that divides prompts: that of the previous step if it is
         close."""
         if KEPT_SHARE * most <= self.num_tokens_before <= most:
             return self.num_tokens_before

@@ -6,9 +6,9 @@ A `StepShape` has the quantities. The scheduler sizes steps with this model, and
 reported to routers are averages over the same observations. The simulator uses the same shapes.
 
 **Two models.** Steps with prompts and decode steps have a model each (`StepCosts`). They may use different graphs
-(docs/decisions/0029), and the first tokens of a product cost more than later ones. Nearly every step with prompts has
-another size than the one before, so the cost of a change is learned from decode steps only; with prompts it is part of
-the fixed cost.
+(docs/decisions/0029), and the first tokens of a product cost more than later ones. Nearly every step with prompts
+differs in size from the previous one, so the cost of a change is learned from decode steps only; with prompts it is
+part of the fixed cost.
 
 **The fit.** Each term is expressed in the milliseconds that it takes on a reference machine, `REFERENCE`. A weight says
 how many times as much the term costs here; `scale` says the same of whole steps. The weights minimise
@@ -16,17 +16,17 @@ how many times as much the term costs here; `scale` says the same of whole steps
     sum over steps of kept ** age * (predicted / expected - observed / expected) ** 2
     + sum over terms of ridge * (weight / scale - 1) ** 2          where scale / WIDEST <= weight <= scale * WIDEST
 
-Errors are relative, so small steps count as much as large ones. The ridge holds a term that has not been seen at its
+Errors are relative, so small steps count as much as large ones. The ridge keeps a term that has not been seen at its
 share of the reference, scaled to this machine. One step is therefore enough for a first guess of every term. The
 function is strictly convex, so it has one minimum. Each sweep of coordinate descent over the box lowers it.
 
-**Bounds.** Once a model is learned, a step that costs more than `OUTLIER` times its prediction counts as if it cost
-that much; the same holds for cheap steps. The observed costs, as multiples of the reference, bound `scale`, and each
-weight stays in the box around `scale`.
+**Bounds.** Once a model is learned, a step that costs more than `OUTLIER` times its prediction counts as `OUTLIER`
+times; the same holds for cheap steps. The observed costs, as multiples of the reference, bound `scale`, and each weight
+stays in the box around `scale`.
 
 **Changes of speed.** The weight of an observation halves in 350 steps, and faster at first. If the median error of the
-latest steps is large, the machine has become faster or slower. All costs are then multiplied by that error and count
-half, and are forgotten as fast as at first.
+latest steps is large, the machine has become faster or slower. All costs are then multiplied by that error, and earlier
+observations count half and are forgotten as fast as at first.
 
 Pure.
 """
@@ -51,19 +51,19 @@ KEPT_AFTER_CHANGE = 0.5
 # Early observations are forgotten faster: n steps after the first, FORGETTING is at most n / (n + EARLY). So the weight
 # of the first steps, which a busy machine may have disturbed, falls with the square of the number of steps.
 EARLY = 2.0
-# After a change of speed, observations are forgotten as after so many steps.
+# After a change of speed, observations are forgotten as fast as after this many steps.
 AGE_AFTER_CHANGE = 16
-# The speed has changed if the median of log(observed / predicted) over so many steps exceeds this.
+# The speed has changed if the median of log(observed / predicted) over this many steps exceeds this limit.
 _CHANGE_STEPS = 9
 _CHANGE = math.log(1.25)
-# A model counts as learned after so many steps.
+# A model counts as learned after this many steps.
 MIN_STEPS = 8
 OUTLIER = 2.0
 # One for each term. The last term is seldom seen, and a small part of a step in large models.
 RIDGES = (0.05, 0.05, 0.05, 0.05, 0.05, 0.005)
 WIDEST = 100.0
-# The scale before the first step: a model of 7 billion parameters on few cores. If that is too much, the first steps
-# are small, which costs little.
+# The scale before the first step: a model of 7 billion parameters on few cores. If the real scale is smaller, only the
+# first steps are smaller than necessary.
 UNKNOWN_SCALE = 40.0
 _SIZE = len(REFERENCE)
 _FIRST_SWEEPS = 8
@@ -80,7 +80,7 @@ class StepShape(NamedTuple):
     """Positions that new prompt tokens attend to, summed over the tokens: n * p + n * (n + 1) / 2 for n tokens after
     p. The arithmetic of attention."""
     reread: int
-    """Positions of these prompts that were computed before. A chunk reads them from the KV cache once."""
+    """Positions of these prompts that were computed in earlier steps. A chunk reads them from the KV cache once."""
     context: int
     """Positions of the sequences that compute one token. Each reads its own from the KV cache."""
     sequences: int
@@ -88,7 +88,7 @@ class StepShape(NamedTuple):
     prompt_tokens: int = 0
     """Tokens of sequences that compute several."""
     changed: bool = False
-    """Whether the step before had another number of tokens."""
+    """Whether the previous step had another number of tokens."""
 
     @classmethod
     def of(cls, step: Iterable[tuple[int, int]], *, padding: int = 0, changed: bool = False) -> StepShape:
@@ -180,7 +180,7 @@ class StepCostModel:
 
     @property
     def change_ms(self) -> float:
-        """The cost of another number of tokens than in the step before; 0 before the first step."""
+        """The cost of a change in the number of tokens from the previous step; 0 before the first step."""
         return self._weights[5] * REFERENCE[5] if self.num_steps else 0.0
 
     def predict_ms(self, shape: StepShape) -> float:
@@ -209,7 +209,7 @@ class StepCostModel:
         return self._weights[3] * REFERENCE[3] * past / 1000
 
     def _beginning_ms(self, past: int) -> float:
-        """The cost of a chunk without its tokens: it is a sequence, and reads the computed positions."""
+        """The cost of a chunk apart from its tokens: that of a sequence, and of reading the computed positions."""
         return self.reread_ms(past) + self._weights[4] * REFERENCE[4]
 
     def observe(self, shape: StepShape, milliseconds: float) -> None:
@@ -246,7 +246,7 @@ class StepCostModel:
             self._moment[i] = kept * self._moment[i] + left * ratio
 
     def _rescale(self, ratio: float) -> None:
-        """Multiply what every step costs."""
+        """Multiply the cost of every step."""
         least_ms, most_ms = self._least_ratio * self._reference_ms, self._most_ratio * self._reference_ms
         self._observed_ms = KEPT_AFTER_CHANGE * min(max(ratio * self._observed_ms, least_ms), most_ms)
         self._reference_ms *= KEPT_AFTER_CHANGE
@@ -273,8 +273,8 @@ class StepCostModel:
 # The weight of a step in the prefill rate is RATE_KEPT ** n after n such steps: half after 3,500 steps, which is
 # minutes of prefill. A shorter memory would only reflect the length of the latest prompts.
 RATE_KEPT = 0.9998
-# A step that takes more than so many times its prediction counts in the averages as if it took that long: the process
-# was stopped, or the machine slept. One pause would otherwise outweigh hours of steps.
+# In the averages, a step counts at most this many times its prediction. Longer steps mean that the process was stopped
+# or the machine slept, and one pause would otherwise outweigh hours of steps.
 PAUSE = 20.0
 # The weight of the newest decode step in the mean. It is large, because the current batch matters.
 DECODE_WEIGHT = 0.05
@@ -285,7 +285,7 @@ class StepRates:
 
     They are averages rather than predictions, because routers compare workers by them. A prediction for the running
     batch would differ between equal hosts with the length of their contexts, and draw requests away from their cached
-    prefixes. A prediction for a standard prompt ignores the length of prompts; it was tried and gave longer waits
+    prefixes. A prediction for a standard prompt would ignore the length of prompts, and gave longer waits in a test
     (docs/simulation.md).
     """
 
@@ -342,7 +342,7 @@ class StepCosts:
         return self.decode if is_decode else self.prompts
 
     def most_ms(self, shape: StepShape) -> float:
-        """The most that a step of known size can take without a pause; infinite while that is unknown."""
+        """The maximum time of a step of known size without a pause; infinite while that is unknown."""
         model = self.of(is_decode=shape.prompt_tokens == 0)
         return PAUSE * model.predict_ms(shape) if model.is_learned else math.inf
 

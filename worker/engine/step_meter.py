@@ -1,4 +1,4 @@
-"""The size of each step, padding included, and what it costs: predicted before the step, learned from it afterwards.
+"""The size of each step, padding included, and its cost: predicted before the step, learned from it afterwards.
 
 A step with a prompt is padded to MIN_PROMPT_STEP tokens (docs/decisions/0006), and in accuracy mode a decode step to
 two (docs/decisions/0048).
@@ -27,7 +27,7 @@ class StepSize(NamedTuple):
 
 
 class StepMeter:
-    """Measures the steps that a scheduler decides. What it learns is the scheduler's to use."""
+    """Measures the steps that a scheduler decides. The scheduler uses the learned costs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -75,6 +75,6 @@ class StepMeter:
         self.costs.observe(size.shape, 1000 * step_s, is_first=is_first)
 
     def end_warm_up(self) -> None:
-        """Forget everything that depends on the steps so far, except what steps cost and which kernels are built."""
+        """Forget everything that depends on the steps so far, except the cost of steps and which kernels are built."""
         self.costs.rates = StepRates()
         self.longest_expected_step_s = self._longest_step_s = 0.0

@@ -1,7 +1,7 @@
 """The thread that runs the engine: receives commands, computes steps while there is work, delivers outputs.
 
 An exception here leaves the engine in an unknown state, so the process exits. Routers resume its streams on other
-workers, and whoever started the process restarts it.
+workers, and the supervisor restarts the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.worker.request.step import RequestOutput
 
 # The shortest time between two load reports, unless commands came or the engine becomes idle.
 REPORT_INTERVAL_S = 0.02
-# How long to wait while blocks are fetched, in seconds: with other work that needs these blocks, and without.
+# How long to wait for fetched blocks, in seconds: while other work needs these blocks, and otherwise.
 _POLL_S, _LOOK_S = 0.001, 0.1
 # Reading the fields by name is four times as fast as asdict().
 _COUNTERS = tuple(counter.name for counter in fields(SchedulerStats))

@@ -1,8 +1,8 @@
 """Detects an engine that is stuck: there is work, and no step ends.
 
-A stuck worker must not look alive, or its streams would wait forever. While it is stuck, it sends nothing to watchers,
-so that routers resume its streams elsewhere; it reports NOT_SERVING and refuses new requests. If a step ends after all,
-the worker serves again. If none ends for several times as long, the process exits, to be restarted.
+A stuck worker must not look alive, because its streams would then wait forever. While it is stuck, it sends nothing to
+watchers, so that routers resume its streams elsewhere; it reports NOT_SERVING and refuses new requests. If a step ends
+after all, the worker serves again. If none ends for several times as long, the process exits, to be restarted.
 
 The limit is a time, but at least many times the expected time of a step, because large models on few cores take seconds
 for one. Time in which the watchdog itself did not run does not count, because the whole process stood still then.
@@ -20,13 +20,13 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 DEFAULT_STUCK_AFTER_S = 60.0
-# A step may take so many times as long as expected.
+# A step may take this many times as long as expected.
 EXPECTED_STEPS = 20
-# The limit is never more than so many times the configured one, because expectations may be wrong.
+# The limit is at most this many times the configured one, because expectations may be wrong.
 _MOST_BOUNDS = 10
-# The process exits after so many limits.
+# The process exits after this many times the limit.
 GIVE_UP_AFTER = 10
-# Time between two checks, and the most of it that counts, in seconds.
+# Time between two checks, and the longest time between two checks that counts, in seconds.
 LOOK_INTERVAL_S = 0.5
 _MOST_BETWEEN_LOOKS_S = 2 * LOOK_INTERVAL_S
 

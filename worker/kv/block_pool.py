@@ -92,7 +92,7 @@ class BlockPool:
         self.on_eviction: Callable[[int, Content], None] | None = None
         """Called before a cached block is reused and loses its content."""
         self.on_take: Callable[[Sequence[int]], None] | None = None
-        """Called with blocks that are about to get other content."""
+        """Called with blocks whose content is about to change."""
         self._num_unreferenced = num_blocks
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._next = array("i", [*range(1, num_blocks + 1), 0])

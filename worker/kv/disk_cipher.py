@@ -15,8 +15,9 @@ CHECK_BYTES = 16
 
 
 class BlockCipher:
-    """Encrypts and authenticates the blocks of one store. Hashes of blocks are replaced by keyed ones, because a hash
-    tells whether somebody asked a given prompt. `identity` is the store's, so that no two stores have the same keys."""
+    """Encrypts and authenticates the blocks of one store. Hashes of blocks are replaced by keyed ones, because a plain
+    hash would reveal whether somebody sent a given prompt. `identity` is that of the store, so that no two stores have
+    the same keys."""
 
     OVERHEAD_BYTES = _NONCE_BYTES + _TAG_BYTES
 
@@ -34,10 +35,10 @@ class BlockCipher:
         self._cipher = AESGCM(_derived(key, "blocks", identity, 32))
         self._index_key = _derived(key, "index", identity, 32)
         self.check = _derived(key, "check", identity, CHECK_BYTES)
-        """Identifies the key, and does not reveal it."""
+        """Identifies the key without revealing it."""
 
     def name_of(self, block_hash: int) -> int:
-        """The number, not 0, under which a block is in the index."""
+        """The number of a block in the index; never 0."""
         digest = blake2b(block_hash.to_bytes(8, "little"), key=self._index_key, digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1
 

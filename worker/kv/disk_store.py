@@ -36,7 +36,7 @@ from headrace.worker.kv.disk_cipher import CHECK_BYTES, BlockCipher
 
 _PREFIX = "headrace-kv-"
 _PAGE_BYTES = 4096
-# In the choice of the slot to replace, one hit counts as much as a last use that is this many seconds later.
+# When a slot to replace is chosen, one hit counts as much as a last use that is this many seconds later.
 _FOUND_WORTH_S = 600
 _MOST_FOUND = 100
 _ENTRY = np.dtype([("hash", "<u8"), ("used_s", "<u4"), ("found", "<u2"), ("order", "<u2")])
@@ -107,7 +107,7 @@ class DiskStore:
 
     def take_changes(self) -> dict[int, bool]:
         """The hashes that have come to the disk (True) or left it since the last call, as far as this process knows.
-        With a key it knows only blocks that it has written or looked for. Any thread may call it."""
+        With a key, a process knows only blocks that it has written or looked for. Any thread may call it."""
         with self._changing:
             changes, self._changes = self._changes, {}
         return changes
@@ -127,7 +127,7 @@ class DiskStore:
                 self._stamp(slot)
 
     def refresh(self) -> None:
-        """Read the changes of other processes from the index."""
+        """Read the changes that other processes made in the index."""
         now = self._entries["hash"].copy()
         for slot in np.flatnonzero(now != self._seen).tolist():
             before, after = int(self._seen[slot]), int(now[slot])
@@ -218,7 +218,7 @@ class DiskStore:
         self._replace(slot, before, name)
 
     def _replace(self, slot: int, before: int, after: int) -> None:
-        """The slot has another block now; 0 is none."""
+        """Record that the slot now has this block; 0 for none."""
         if self._slot_of.get(before) == slot:
             del self._slot_of[before]
             self._note(before, is_there=False)
@@ -252,7 +252,7 @@ class DiskStore:
         return int(np.argmin((worth << 16) + entries["order"]))
 
     def _reserve(self, directory: Path) -> None:
-        """Reserve the space of both files. A process that did so may have been killed before it was done."""
+        """Reserve the space of both files. An earlier process may have been killed while it did so."""
         wanted, index_bytes = self.num_slots * self._slot_bytes, self.num_slots * _ENTRY.itemsize + CHECK_BYTES
         found, room = os.fstat(self._blocks), os.fstatvfs(self._blocks)
         if found.st_size < wanted and room.f_bavail * room.f_frsize < wanted + index_bytes - 512 * found.st_blocks:
@@ -274,13 +274,13 @@ class DiskStore:
                 raise
 
     def _check_key(self, directory: Path) -> None:
-        """Hold the files to their first key. Raises ConfigurationError."""
+        """Check that the files are used with their first key. Raises ConfigurationError."""
         index_bytes = self.num_slots * _ENTRY.itemsize
         key = bytes(CHECK_BYTES) if self._cipher is None else self._cipher.check
         num_bytes = os.fstat(self._blocks).st_size
         is_damaged = os.fstat(self._index_file).st_size != index_bytes + CHECK_BYTES
         if not num_bytes or (num_bytes == self.num_slots * self._slot_bytes and is_damaged):
-            # It gets its right size last. Others may have mapped it, so it is not emptied before.
+            # Set the right size last. Do not truncate the file first, because others may have mapped it.
             _write(self._index_file, bytes(index_bytes) + key, 0)
             os.ftruncate(self._index_file, index_bytes + CHECK_BYTES)
         found = os.pread(self._index_file, CHECK_BYTES, max(0, os.fstat(self._index_file).st_size - CHECK_BYTES))

@@ -40,7 +40,7 @@ class DiskTier(threading.Thread):
         super().__init__(name="kv-disk", daemon=True)
         self.on_arrival: Callable[[], None] = lambda: None
         self.has_news = False
-        """Whether a report is due because all queued blocks are written. Reset by its reader."""
+        """Whether a report is due because all queued blocks are written. The reader resets it."""
         self.num_written = 0
         self.num_not_written = 0
         self.num_read = 0
@@ -60,7 +60,7 @@ class DiskTier(threading.Thread):
         self._is_stopping = False
         self._num_unflushed = 0
         self._next_write_s = 0.0
-        # After a failure, nothing is written or read until then.
+        # After a failure, nothing is written or read until this time.
         self._no_writes_until_s = self._no_reads_until_s = 0.0
 
     def spill(self, block: int, content: Content) -> None:
@@ -121,8 +121,9 @@ class DiskTier(threading.Thread):
         return ended
 
     def expected_s(self, num_blocks: int) -> float:
-        """Expected seconds until `num_blocks` more blocks are read, including the wait for other fetches. What the disk
-        does at the moment is expected to take as long again: a disk that hangs may hang on."""
+        """Expected seconds until `num_blocks` more blocks are read, including the wait for other fetches. The current
+        operation is expected to take as long again as it has taken so far, because a disk that hangs may continue to
+        hang."""
         reading, busy_since_s = self._reading, self._busy_since_s
         ahead = [*self._fetches, *([reading] if reading is not None else [])]
         queued = sum(len(fetch.wanted) - fetch.num_read for fetch in ahead if not fetch.is_given_up)
@@ -166,7 +167,7 @@ class DiskTier(threading.Thread):
             return None
 
     def _serve(self, fetch: Fetch) -> None:
-        """Read the blocks of a fetch. Whatever fails, the fetch ends: the engine waits for that."""
+        """Read the blocks of a fetch. The fetch ends even if reading fails, because the engine waits for its end."""
         self._reading = fetch
         try:
             self._read(fetch)

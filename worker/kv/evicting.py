@@ -1,8 +1,8 @@
-"""Assigns KV blocks to requests, some of which give up blocks when they become long (docs/decisions/0067).
+"""Assigns KV blocks to requests, some of which evict their own blocks when they become long (docs/decisions/0067).
 
 Until its first eviction such a request is like any other: it shares, finds and publishes blocks. Then it moves to
-blocks of its own, which nobody else finds. A block has a part for each layer, and layers keep different tokens. So each
-layer has a block table of its own over the same blocks:
+private blocks, which no other request finds. A block has a part for each layer, and layers keep different tokens. So
+each layer has its own block table over the same blocks:
 
     blocks of the request   7 12 31 40        table of layer 0   7 12 31 40
                                               evicts 12          7 31 40 12      12 takes the next tokens
@@ -22,7 +22,7 @@ from headrace.worker.kv.manager import KVCacheManager
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import LayerMoves
 
-# At most so many tokens of an answer are computed again in one step, each as a sequence of its own.
+# At most this many tokens of an answer are computed again in one step, each as a separate sequence.
 MAX_REPLAYED = 32
 
 
@@ -45,7 +45,7 @@ class EvictingCacheManager(KVCacheManager):
         return max(of_prompt, min(self.num_blocks_for(num_tokens), most))
 
     def num_reusable(self, request: Request) -> int:
-        """See `KVCacheManager`. Tokens whose attention gives scores are computed."""
+        """See `KVCacheManager`. Tokens whose attention is scored must be computed."""
         if request.eviction is None:
             return super().num_reusable(request)
         if request.eviction.has_begun:
@@ -59,8 +59,8 @@ class EvictingCacheManager(KVCacheManager):
         return super().num_computed_by_now(request)
 
     def chunk_of(self, request: Request, num_tokens: int) -> int:
-        """See `KVCacheManager`. A step computes tokens of the prompt or of the answer, and in the answer it stops
-        where the sequence has to give up blocks."""
+        """See `KVCacheManager`. A step computes tokens either of the prompt or of the answer. In the answer it stops
+        where the sequence has to evict blocks."""
         eviction = request.eviction
         if eviction is None:
             return num_tokens
@@ -101,7 +101,7 @@ class EvictingCacheManager(KVCacheManager):
         return eviction.kept is None or self._move(request, eviction)
 
     def publish(self, request: Request) -> None:
-        """See `KVCacheManager`. Blocks of a request that has lost some are of no use to others."""
+        """See `KVCacheManager`. After a request has evicted blocks, its blocks are useless to others."""
         if request.eviction is None or not request.eviction.has_begun:
             super().publish(request)
 
@@ -120,8 +120,8 @@ class EvictingCacheManager(KVCacheManager):
         return rule.max_cache_size // self.block_size + 1
 
     def _move(self, request: Request, eviction: Eviction) -> bool:
-        """Exchange the request's blocks for its own, and note what is to be copied into them. Its blocks so far are
-        released first: what others can find of them stays in the cache as long as there is room."""
+        """Replace the request's blocks by private ones, and record the copies to make. The old blocks are released
+        first, so that those that others can find stay in the cache as long as there is room."""
         assert eviction.kept is not None
         count, old = self._num_own_blocks(eviction.rule), np.array(request.block_table, np.int32)
         if count > self.pool.num_free_blocks + self.pool.num_held_once(request.block_table):

@@ -1,4 +1,4 @@
-"""Blocks that are brought into the pool from elsewhere: from a disk, or from another worker."""
+"""Blocks that come into the pool from a disk or from another worker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from headrace.worker.kv.block_pool import BlockPool
 
-# Of `LearnedTime`: the weight of the latest measurement, how many times the average it counts at most, and the seconds
-# after which half of what is above the first guess is forgotten.
+# For `LearnedTime`: the weight of the latest measurement; the maximum of a measurement, as a multiple of the average;
+# and the half-life in seconds of the part of the average that exceeds the first guess.
 _NEWEST, _MOST, _HALF_LIFE_S = 0.2, 10.0, 60.0
 
 
@@ -28,8 +28,8 @@ class Wanted(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Fetch:
     """Blocks that are filled in order. A tier's thread counts them in `num_read`, and stops at the first block that it
-    cannot fill, or when `is_given_up` is set. It adds the tokens where they were not known. `source` is the address of
-    a worker, for fetches from there. After `timeout_s` nobody waits for them any more."""
+    cannot fill, or when `is_given_up` is set. It adds tokens that were not known. `source` is the address of a worker,
+    for fetches from another worker. After `timeout_s` no request waits for them."""
 
     wanted: list[Wanted]
     source: str = ""
@@ -39,11 +39,11 @@ class Fetch:
 
 
 def import_blocks(pool: BlockPool, fetch: Fetch, in_front: Sequence[int]) -> list[int]:
-    """Make the blocks that came findable, each after its predecessor, and release all blocks of the fetch and the held
-    ones `in_front` of them. Returns those that became findable.
+    """Make the filled blocks findable, each after its predecessor. Release all blocks of the fetch and the held ones
+    `in_front` of them. Returns the blocks that became findable.
 
-    Where somebody else has computed the same block meanwhile, that one is in the chain. The whole chain is released
-    anew, from its end, so that no block is evicted before its successor.
+    If a request has computed the same block in the meantime, that one is in the chain. The whole chain is released
+    again, from its end, so that no block is evicted before its successor.
     """
     chain, came = list(in_front), list[int]()
     unused = [wanted.block for wanted in fetch.wanted[fetch.num_read :]]
@@ -65,11 +65,11 @@ def import_blocks(pool: BlockPool, fetch: Fetch, in_front: Sequence[int]) -> lis
 
 
 class LearnedTime:
-    """How many seconds something takes: a moving average. Any thread may call it.
+    """How many seconds an operation takes: a moving average. Any thread may call it.
 
     A pause of the disk, the other worker or this process says little about the next time, so no measurement counts more
-    than `_MOST` times the average. What is too slow is not used, so nothing more would be learned of it: while nothing
-    is measured, an average above the first guess returns to it.
+    than `_MOST` times the average. A tier that seems too slow is not used, so it is not measured any more. Therefore an
+    average above the first guess decays to that guess while nothing is measured.
     """
 
     def __init__(self, guess_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,13 +85,13 @@ class LearnedTime:
         return average_s - forgotten * max(0.0, average_s - self._guess_s)
 
     def observe(self, seconds: float) -> None:
-        """It took `seconds` now."""
+        """Add a measurement."""
         average_s = self.seconds
         self._found = average_s + _NEWEST * (min(seconds, _MOST * average_s) - average_s), self._clock()
 
 
 class Tier(Protocol):
-    """Fills blocks in threads of its own. The engine thread calls it."""
+    """Fills blocks in its own threads. The engine thread calls it."""
 
     def fetch(self, fetch: Fetch) -> None:
         """Begin a fetch. `take_ended` returns it when it has ended."""
@@ -149,5 +149,5 @@ class OtherWorkers(Tier, Protocol):
         ...
 
     def is_resting(self, source: str) -> bool:
-        """Whether nothing should be fetched from this worker now."""
+        """Whether to fetch nothing from this worker for the moment."""
         ...

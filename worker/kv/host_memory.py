@@ -58,8 +58,8 @@ class HostMemory:
 
     @property
     def room_bytes(self) -> int | None:
-        """The largest size that the file system has room for, beside what the files of other workers may grow to; None
-        without a limit. Touching a page beyond it ends the process with SIGBUS."""
+        """The largest size for which the file system has room, if the files of other workers grow to their full size;
+        None without a limit. Touching a page beyond it ends the process with SIGBUS."""
         if self.path is None:
             return None
         found = os.fstatvfs(self.descriptor)
@@ -185,7 +185,7 @@ def _locked_file(path: Path) -> int | None:
 
 
 def _promised_bytes(path: Path) -> int:
-    """What the files of other workers in the directory of `path` may still grow by."""
+    """The bytes by which the files of other workers in the directory of `path` may still grow."""
     promised = 0
     for other in path.parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ def _promised_bytes(path: Path) -> int:
 
 
 def _prune(directory: Path, *, keep: str) -> None:
-    """Remove the files of workers that have ended and not come back."""
+    """Remove the files of workers that have ended and not been restarted."""
     for path in directory.glob(f"{_PREFIX}*"):
         if path.name == keep:
             continue

@@ -39,7 +39,7 @@ class HugePages:
 
     def reach(self, block: int) -> int:
         """Prepare for the use of `block`, the highest so far. Returns the block at which to call again."""
-        executor = self._executor  # its thread may set it to None
+        executor = self._executor  # the thread may set it to None
         if executor is None:
             return self._num_blocks
         first, self._asked = self._asked, min(block + 2 * self._ahead, self._num_blocks)

@@ -165,8 +165,8 @@ class KeptCache:
         return [record.block for record in sorted(self._checked, key=lambda record: record.used_ns)]
 
     def restore(self, pool: BlockPool, fingerprint: str) -> None:
-        """Make the previous process's blocks findable, except those overwritten meanwhile. Discard all of them if they
-        belong to a model with another fingerprint."""
+        """Make the previous process's blocks findable, except those that have been overwritten. Discard all of them if
+        they belong to a model with another fingerprint."""
         start_s = time.monotonic()
         self.old_blocks()
         kept = [record for record in self._checked if self.journal.holds(record.block)]

@@ -41,22 +41,23 @@ class KVCacheManager:
         self.pool = pool
         self.block_size = pool.block_size
         self.num_given_up = 0
-        """Blocks that requests have given up so far."""
+        """Number of blocks that requests have evicted themselves."""
         self._copies: list[BlockCopy] = []
 
     @property
     def num_states(self) -> tuple[int, int]:
-        """The slots for states of recurrent layers, and the states that can be found."""
+        """The number of slots for states of recurrent layers, and of states that can be found."""
         return 0, 0
 
     def take_state_changes(self) -> dict[int, bool]:
-        """What changed in the saved states since the last call: hash of the block before one -> whether it is saved."""
+        """The changes of saved states since the last call: hash of the block before a state -> whether the state is
+        saved."""
         return {}
 
     @property
     def num_parts(self) -> tuple[int, int]:
-        """The slots for parts of blocks that belong to layers with a sliding window, and those that running requests
-        hold."""
+        """The number of slots for parts of blocks that belong to layers with a sliding window, and of those that
+        running requests hold."""
         return 0, 0
 
     @property
@@ -74,7 +75,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_of(self, request: Request, num_tokens: int) -> int:
-        """The most blocks that the request holds until it has computed `num_tokens` tokens."""
+        """The maximum number of blocks that the request holds until it has computed `num_tokens` tokens."""
         return self.num_blocks_for(num_tokens)
 
     def num_reusable(self, request: Request) -> int:
@@ -101,7 +102,7 @@ class KVCacheManager:
         if request.num_computed_tokens != len(request.block_table) * size or request.wants_prompt_logprobs:
             return []
         if request.num_findable_blocks < len(request.block_table):
-            return []  # a hash of the request collides with another block's, so no later block can match either
+            return []  # the request's hash collides with another block's, so no later block can match
         last_reusable = self.num_reusable(request) // size
         found: list[int] = []
         for index in range(len(request.block_table), last_reusable):
@@ -133,7 +134,7 @@ class KVCacheManager:
         The request overwrites the rest of the copy as it continues."""
         source, gained = self._find_beginning(request)
         missing = self.num_blocks_of(request, request.num_tokens + 1) - len(request.block_table)
-        # A request that lacks blocks may not be part of this step, and the copy would not be made.
+        # A request that lacks blocks may not be part of this step. Then the copy would not be made.
         if gained < MIN_COPIED_TOKENS or self.pool.num_free_blocks < missing:
             return 0
         # While the source is held, `take` cannot evict it.
@@ -171,11 +172,11 @@ class KVCacheManager:
         return num_tokens
 
     def plan_states(self, scheduled: Sequence[Scheduled]) -> Sequence[StateStep] | None:
-        """What a step does with the states of recurrent layers. None if the model has no such layers."""
+        """The states of recurrent layers that a step reads and writes. None if the model has no such layers."""
         return None
 
     def evict(self, request: Request) -> None:
-        """Let the request give up blocks after a step, if it has too many."""
+        """Let the request evict blocks of its own after a step, if it has too many."""
 
     def take_moves(self) -> Sequence[LayerMoves]:
         """Return and clear the moves of parts of blocks to make before the next step, in order, after its copies."""
@@ -198,12 +199,12 @@ class KVCacheManager:
         return True
 
     def num_repeated(self, request: Request) -> int:
-        """How many tokens a branch of the request's draft computes again: its latest, unless a block ends there."""
+        """How many tokens a branch of the request's draft computes again: the latest one, unless a block ends there."""
         return int(request.num_tokens % self.block_size != 0)
 
     def add_branch(self, request: Request, token_ids: Sequence[int], num_spared: int) -> bool:
-        """Take blocks for a branch, with a copy of what is computed of the first of them. Returns False and changes
-        nothing if fewer than `num_spared` blocks would stay free."""
+        """Take blocks for a branch, and copy the computed part of the first one. Returns False and changes nothing if
+        fewer than `num_spared` blocks would stay free."""
         first = request.num_tokens // self.block_size
         count = self.num_blocks_for(request.num_tokens + len(token_ids)) - first
         if self.pool.num_free_blocks < count + num_spared:
@@ -215,8 +216,8 @@ class KVCacheManager:
         return True
 
     def end_branch(self, request: Request, token_ids: Sequence[int] = ()) -> None:
-        """Release the blocks of the request's branch, if it has one. If the branch begins as `token_ids` do, which
-        follow the request's latest token, its blocks take the place of the draft's."""
+        """Release the blocks of the request's branch, if it has one. `token_ids` follow the request's latest token. If
+        the branch begins with them, its blocks replace those of the draft."""
         branch, request.branch = request.branch, None
         if branch is None:
             return
@@ -291,7 +292,7 @@ class KVCacheManager:
         request.num_findable_blocks = 0
 
     def forget_all(self) -> None:
-        """Forget what blocks hold. None may be in use."""
+        """Forget the content of all blocks. None may be in use."""
         self.pool.forget_all()
 
     def check(self) -> None:

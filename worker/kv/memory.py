@@ -63,12 +63,12 @@ def num_blocks_for(config: WorkerConfig, block_bytes: int, kept_bytes: int = 0, 
 
 
 def budget_for(config: WorkerConfig, kept_bytes: int = 0, room_bytes: int | None = None) -> int:
-    """The memory for the KV cache in bytes. `kept_bytes` are in use for it already, and its file system has
+    """The memory for the KV cache in bytes. The cache already occupies `kept_bytes`, and its file system has
     `room_bytes`. ConfigurationError if the flags ask for more than there is."""
     on_node = available_on_node(config.memory_node) if config.memory_node is not None else None
     most = int((on_node + kept_bytes) * config.kv_cache_node_share) if on_node is not None else None
     available = available_bytes() + kept_bytes
     if room_bytes is not None:
-        # Less what the cache takes beside its blocks.
+        # Subtract the memory that the cache takes beside its blocks.
         most = min(int(0.98 * room_bytes) - (4 << 20), available if most is None else most)
     return kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available, most)

@@ -1,7 +1,7 @@
 """Blocks that a draining worker hands over to this one. No request waits for them.
 
-The router names the blocks, each after its predecessor. They take the place of blocks that no running request can need.
-Their tokens are not known before they come: a block's hash follows from the hash before it and its tokens.
+The router names the blocks, each after its predecessor. They replace blocks that no running request can need. Their
+tokens are not known before they arrive: a block's hash follows from the hash before it and its tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ChainedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Blocks that the worker at address `source` has. `ended` gets the number of blocks that came."""
+    """Blocks that the worker at address `source` has. `ended` gets the number of blocks that arrived."""
 
     source: str
     blocks: Sequence[ChainedBlock]
@@ -35,7 +35,7 @@ class Offer:
 
 
 class _Running(NamedTuple):
-    """An offer whose blocks are fetched, and the blocks in front of them, which are held until then."""
+    """An offer whose blocks are being fetched, and the blocks before them, which are held until the fetch ends."""
 
     offer: Offer
     held: list[int]
@@ -51,7 +51,7 @@ class Takeover:
         """Number of blocks that no running request needs."""
         self.num_taken = 0
         self.has_news = False
-        """Whether there is something to report. Reset by its reader."""
+        """Whether there is something to report. The reader resets it."""
         self._pool = pool
         self._tier = tier
         self._offers: deque[Offer] = deque()
@@ -68,12 +68,12 @@ class Takeover:
         self.wake()
 
     def refresh(self) -> None:
-        """Have the engine report. Any thread may call it."""
+        """Make the engine send a report. Any thread may call it."""
         self.has_news = True
         self.wake()
 
     def advance(self) -> None:
-        """Begin to fetch what was offered."""
+        """Begin to fetch the offered blocks."""
         while self._offers:
             self._begin(self._offers.popleft())
 

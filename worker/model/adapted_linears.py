@@ -1,7 +1,8 @@
-"""Finds the linear layers of a model's graph by the names that adapters use for them.
+"""Finds the linear layers of a model's graph by the names that adapters give them.
 
 An exporter names a product after its module: `__module.model.layers.0.self_attn.q_proj/aten::linear/MatMul`. A model
-converted from GGUF has no such names. Its converter writes one structure only, so each product is known by its place:
+converted from GGUF has no such names. Its converter always writes the same structure, so each product is identified by
+its place:
 
     query, key, value -> attention -> o_proj -> gate_proj, up_proj -> down_proj
 
@@ -25,8 +26,8 @@ _ACTIVATIONS = {"Swish", "Gelu"}
 
 
 def find_linears(model: ov.Model) -> list[Linear]:
-    """The linear layers of a model with PagedAttention whose products are not fused yet, in the graph's order. Nothing
-    if the model has neither names nor the known structure. The product that gives the logits is not among them."""
+    """The linear layers of a model with PagedAttention whose products are not fused yet, in the graph's order. Empty if
+    the model has neither names nor the known structure. The product that gives the logits is not included."""
     products = [node for node in model.get_ordered_ops() if _is_linear(node)]
     last = products[-1].get_friendly_name() if products else ""
     exported = [(match["module"], node) for node in products if (match := _EXPORTED.match(node.get_friendly_name()))]
@@ -50,7 +51,7 @@ def _linear(name: str, node: ov.Node) -> Linear:
 
 
 def _by_structure(model: ov.Model, products: Sequence[ov.Node]) -> Iterator[tuple[str, ov.Node]]:
-    """Names and products of a converted model; nothing if it has another structure. `products` are those of layers."""
+    """Names and products of a converted model; empty if it has another structure. `products` are those of layers."""
     attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
     of_attention = [[projection(node.input_value(index)) for index in range(3)] for node in attentions]
     if any(node is None for nodes in of_attention for node in nodes):
@@ -71,7 +72,7 @@ def _by_structure(model: ov.Model, products: Sequence[ov.Node]) -> Iterator[tupl
 
 
 def _mlp(products: Sequence[ov.Node]) -> list[ov.Node] | None:
-    """The products of an MLP as gate, up and down; None if they have no gate."""
+    """The products of an MLP in the order gate, up, down; None if there is no gate."""
     first, second, down = products
     gated = [node for node in (first, second) if _users(node) & _ACTIVATIONS]
     if len(gated) != 1 or source_of(first) != source_of(second):
@@ -80,7 +81,7 @@ def _mlp(products: Sequence[ov.Node]) -> list[ov.Node] | None:
 
 
 def source_of(product: ov.Node) -> tuple[str, int]:
-    """Where the states that a product multiplies come from, equal for products of the same states."""
+    """The source of the states that a product multiplies. Products of the same states have the same source."""
     source = product.input_value(0)
     return source.get_node().get_friendly_name(), source.get_index()
 

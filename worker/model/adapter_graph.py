@@ -2,7 +2,7 @@
 
 An adapter changes a linear layer's `y = x W` to `y + (x A) B`, with A `[inputs, rank]` and B `[rank, outputs]`.
 Adapters are in slots, and each token of a step belongs to one slot or to none. The tokens of a slot are gathered, so
-each is multiplied with its own adapter only:
+each token is multiplied only with its own adapter:
 
     x [tokens, inputs] --gather by `adapter_rows`--> [slots, rows, inputs]
                        --multiply with A [slots, inputs, rank], then with B [slots, outputs, rank]-->
@@ -52,14 +52,14 @@ def add_adapters(model: ov.Model, linears: Sequence[Linear], *, is_bfloat16: boo
 
 
 class _End(NamedTuple):
-    """A product, perhaps fused, and the output that has what one linear layer gives."""
+    """A product, perhaps fused, and the output that has the result of one linear layer."""
 
     product: ov.Node
     output: ov.Output
 
 
 def _ends(nodes: dict[str, ov.Node]) -> dict[str, _End]:
-    """For the name of each product, fused or not, where its result is."""
+    """For the name of each product, fused or not, the place of its result."""
     found = {}
     for name, node in nodes.items():
         if node.get_type_name() == "MatMul":

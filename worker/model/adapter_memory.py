@@ -1,8 +1,8 @@
 """The memory of the adapters' weights: the inputs that `adapter_graph` gives a model, with a slot for each adapter.
 
-A step reads the slots up to the highest one that it uses, so its inputs are the beginnings of these arrays. Nothing is
-copied for a step. A slot that no running request uses may be written while a step is computed: no token's result comes
-from it. The arrays lie in a file in memory, so that another process can write them.
+A step reads the slots up to the highest one that it uses, so its inputs are the beginnings of these arrays. A step
+copies nothing. A slot that no running request uses may be written while a step is computed, because no token's result
+comes from it. The arrays lie in a file in memory, so that another process can write them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AdaptedGroup(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one linear layer: `a` `[rank, inputs]` and `b` `[outputs, rank]`, scaled."""
+    """The matrices that an adapter adds to one linear layer: `a` `[rank, inputs]` and `b` `[outputs, rank]`, scaled."""
 
     a: FloatArray | BfloatArray
     b: FloatArray | BfloatArray
@@ -67,7 +67,7 @@ class LowRank(NamedTuple):
 
 class AdapterMemory:
     """Weights of `num_slots` adapters of up to `rank` ranks, zero at first. A slot takes memory once it is written.
-    `fd` is the file of the weights; another process that has it can make this object for the same weights."""
+    `fd` is the file of the weights; another process can use it to access the same weights."""
 
     def __init__(
         self, groups: Sequence[AdaptedGroup], num_slots: int, rank: int, *, is_bfloat16: bool, fd: int | None = None
@@ -135,7 +135,7 @@ class AdapterMemory:
 
     def tensors(self, num_slots: int) -> dict[str, ov.Tensor]:
         """The model's inputs with the first slots. The arrays own the tensors' memory."""
-        # The command imports this module before memory is bound, and OpenVINO starts threads.
+        # The command imports this module before memory is bound, and importing OpenVINO starts threads.
         import openvino as ov
 
         kind = ov.Type.bf16 if self.is_bfloat16 else ov.Type.f32
@@ -203,6 +203,7 @@ def rows_of(slots: npt.NDArray[np.int32], num_slots: int) -> AdapterRows:
 
 
 def _rounded(length: int) -> int:
-    """Row counts are rounded up, to an eighth of them at most, so that steps have fewer shapes: each needs kernels."""
+    """Round a row count up by at most an eighth, so that steps have fewer shapes, because each shape needs its own
+    kernels."""
     step = max(4, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step

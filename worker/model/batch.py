@@ -12,10 +12,10 @@ For two sequences, the first with 40 cached tokens and 1 new one, the second wit
     sampled_tokens_indices [ 0, 3 ]               rows whose logits are wanted
 
 The tokens of a draft, and tokens of an answer that a request with eviction computes again, are sequences of one token
-each, over the blocks of their request. The operator stores the keys
-and values of a step before it computes any attention, so each token also sees the draft before it. It has the bits that
-it would have if it were computed alone (docs/decisions/0048). The tokens of a branch come after those of the draft,
-over a copy of the last block (docs/decisions/0069).
+each, over the blocks of their request. The operator stores the keys and values of a step before it computes any
+attention, so each token also sees the draft before it. So it has the same bits as if it were computed alone
+(docs/decisions/0048). The tokens of a branch come after those of the draft, over a copy of the last block
+(docs/decisions/0069).
 
 Source of the layout: the operator's description in OpenVINO's paged_attention_extension.
 """
@@ -52,8 +52,8 @@ class Batch:
     request with a draft has more than one row: `ahead` says how many draft tokens are before each row of `sampled`; it
     is None if there are no drafts. The sampled token of a row of `later` also depends on whether the draft before it
     was accepted. `copies` of KV blocks are made before anything is computed. `adapter_slots` `[tokens]` is the slot of
-    each token's adapter, -1 for none; None if no token has one. `sums` says what is computed besides the logits;
-    nothing if there are `prompts`, which may have many rows.
+    each token's adapter, -1 for none; None if no token has one. `sums` says which sums are computed besides the logits;
+    none if there are `prompts`, which may have many rows.
     """
 
     input_ids: LongArray
@@ -72,13 +72,14 @@ class Batch:
     sums: Sums
     adapter_slots: IntArray | None = None
     block_tables: IntArray | None = None
-    """The block indices of each layer, `[layers, blocks]`, if a request has given up blocks; then only these count."""
+    """The block indices of each layer, `[layers, blocks]`, if a request has evicted blocks; they then replace the
+    common ones."""
     scored: Sequence[Scored] = ()
     """Sequences whose attention decides which blocks are evicted."""
     moves: Sequence[LayerMoves] = ()
     """Made after `copies`."""
     states: StateInputs | None = None
-    """Which slots the recurrent layers read and write; None if the model has no such layers."""
+    """The slots that recurrent layers read and write; None if the model has no such layers."""
 
     @property
     def is_decode(self) -> bool:
@@ -179,8 +180,8 @@ def build_batch(
 
 
 def _add_branch(sequences: _Sequences, sampled: _SampledRows, request: Request, branch: Branch) -> None:
-    """Add the tokens of a branch, over its own blocks. If the first of them has the place of the request's latest
-    token, this is computed there too."""
+    """Add the tokens of a branch, over its own blocks. If the first block includes the place of the request's latest
+    token, that token is computed there too."""
     past = request.num_tokens - 1
     table = request.block_table[: branch.first_block] + array("i", branch.blocks)
     if past // sequences.block_size == branch.first_block:
@@ -191,8 +192,8 @@ def _add_branch(sequences: _Sequences, sampled: _SampledRows, request: Request, 
 
 
 class _SampledRows(NamedTuple):
-    """The rows that are sampled together, with their requests and how far they are ahead of them; and the rows that
-    are sampled later, because they depend on the tokens before them."""
+    """The rows that are sampled together, with their requests and their distance ahead of these; and the rows that are
+    sampled later, because they depend on the tokens before them."""
 
     rows: list[int]
     requests: list[Request]
@@ -235,7 +236,7 @@ def one_by_one(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
 
 
 def depends_on_tokens(sampling: SamplingParams) -> bool:
-    """Whether sampling depends on the tokens of the answer other than through the model's logits."""
+    """Whether sampling depends on the tokens of the answer in other ways than through the model's logits."""
     return sampling.has_penalties or sampling.has_edits
 
 
@@ -266,7 +267,8 @@ class _Sequences:
         self._max_context_len = max(self._max_context_len, end)
 
     def _add_evicting(self, request: Request, eviction: Eviction, past: int, num_tokens: int) -> int:
-        """Note whose attention counts, and the tables of the layers. Returns how many of the tokens before are left."""
+        """Record the sequence whose attention is scored, and the tables of the layers. Returns how many of the earlier
+        tokens remain."""
         number, num_prompt = len(self._past_lens), request.num_prompt_tokens
         num_queries = 1 if past >= num_prompt else eviction.num_scored(past, num_tokens, num_prompt)
         if num_queries:

@@ -1,4 +1,4 @@
-"""Decides whether decode steps of few sequences get a graph of their own, with a second copy of the weights.
+"""Decides whether decode steps of few sequences get a second graph, with a second copy of the weights.
 
 On CPUs with AMX, OpenVINO decompresses weights to bfloat16 tiles before it multiplies. This makes prompts fast, but for
 few rows most of the time goes into decompression. The kernels for CPUs without AMX multiply 8-bit integers and take two
@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.common.model_files.networks import weights_in
 from headrace.worker.config import ConfigurationError
 
-# The most sequences for which it pays: with 24 it takes 0.92 of the time, with 32 0.96.
+# The largest number of sequences for which the graph is worth it: with 24 it takes 0.92 of the time, with 32 0.96.
 SMALL_DECODE = 24
 # By default, the copy of the weights may take at most this share of the available memory.
 _MOST_MEMORY = 0.1
@@ -29,8 +29,8 @@ def wants_decode_graph(
     available: int,
     root: Path = Path("/"),
 ) -> bool:
-    """Whether to make the graph: as `asked`, or if that is None, as suits this host. `available` is memory in bytes.
-    ConfigurationError if the flags contradict each other. `root` is "/" except in tests."""
+    """Whether to make the graph: as `asked`, or if that is None, by the host's properties. `available` is memory in
+    bytes. ConfigurationError if the flags contradict each other. `root` is "/" except in tests."""
     fits = execution_mode == "performance" and kv_precision == _SHARED_PRECISION
     if asked and not fits:
         raise ConfigurationError(

@@ -33,7 +33,7 @@ CONFIG = "config.json"
 UNKNOWN_CONTEXT_TOKENS = 2048
 # Names of the layers that see a part of the context. Llama 4's see chunks of it.
 _IN_WINDOWS = {"sliding_attention", "local", "chunked_attention"}
-# Names of the length of the context: in most models, GPT-2, MPT, BLOOM and ChatGLM, others.
+# Names of the length of the context: in most models; in GPT-2; in MPT; in BLOOM and ChatGLM; in others.
 _CONTEXT_NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -44,7 +44,7 @@ _CONTEXT_NAMES = (
 )
 _MOST_DIGITS = 20
 _LARGEST_UINT32 = (1 << 32) - 1
-# The recommended values that are taken, as requests may have them. A top_k of -1 stands for all tokens.
+# The recommended values that are used, with the ranges of requests. A top_k of -1 means all tokens.
 _RANGES = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-6, 1.0),
@@ -58,8 +58,8 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class ModelDir:
-    """The content of a model's files. `sampling` is the recommended sampling: those of temperature, top_p, top_k,
-    min_p, repetition_penalty and max_tokens that the files have."""
+    """The content of a model's files. `sampling` has the recommended values that the files contain: temperature, top_p,
+    top_k, min_p, repetition_penalty and max_tokens."""
 
     path: Path
     tokenizer_bundle: bytes
@@ -160,7 +160,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def context_of(config: Mapping[str, Any], path: Path) -> int:
-    """The longest context: that of the model, or the part for which the first set of its rotary factors is made."""
+    """The longest context: that of the model, or the part that its first set of rotary factors covers."""
     for source in (config, text_part(config)):
         longest = next((value for name in _CONTEXT_NAMES if _is_length(value := source.get(name))), 0)
         if longest:
@@ -185,7 +185,7 @@ def context_of(config: Mapping[str, Any], path: Path) -> int:
 
 
 def uses_alibi(config: Mapping[str, Any]) -> bool:
-    """Whether attention tells positions by ALiBi."""
+    """Whether attention encodes positions with ALiBi."""
     config = text_part(config)
     kind, attention = config.get("model_type"), config.get("attn_config")
     is_in_attention = isinstance(attention, dict) and attention.get("alibi", kind == "mpt") is True

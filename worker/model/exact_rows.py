@@ -2,9 +2,9 @@
 
 OpenVINO multiplies compressed weights by kernels that it chooses by the number of rows. Two kernels add up in different
 orders, so a token's keys, values and logits then depend on how many other tokens its step has. On CPUs with AVX2 and
-without VNNI there is such a seam between 80 rows and 81; docs/decisions/0031 has the list. No property of OpenVINO
-reports it. A small product with weights of the model's type, compiled like the model, shows it, because the seam does
-not depend on the size of a product.
+without VNNI, the kernel changes between 80 rows and 81; docs/decisions/0031 has the list. No property of OpenVINO
+reports it. But it does not depend on the size of a product, so a small product with weights of the model's type,
+compiled like the model, shows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 
 # The largest step that is tried. Larger ones count as not exact.
 MOST_ROWS = 1024
-# Large enough that kernels cut the sum into parts.
+# Large enough that kernels divide the sum into parts.
 _INPUTS, _OUTPUTS, _GROUP = 1024, 64, 32
 _COMPRESSED = {ov.Type.u4, ov.Type.i4, ov.Type.u8, ov.Type.i8}
 
@@ -49,8 +49,8 @@ def _stored_types(weights: ov.Output) -> Iterator[ov.Type]:
 
 
 def _rows_alike(core: ov.Core, kind: ov.Type, properties: Mapping[str, object]) -> int:
-    """The largest count of equal rows whose products are equal too. A seam between two counts that are looked at is
-    found by bisection."""
+    """The largest count of equal rows whose products are equal too. A change between two tested counts is found by
+    bisection."""
     request = core.compile_model(_product(kind), "CPU", dict(properties)).create_infer_request()
     row = np.random.default_rng(0).standard_normal(_INPUTS).astype(np.float32)
 
@@ -77,8 +77,8 @@ def _rows_alike(core: ov.Core, kind: ov.Type, properties: Mapping[str, object]) 
 
 
 def _product(kind: ov.Type) -> ov.Model:
-    """A product with weights of a type, as exporters store them: groups with a scale each, and a zero point each where
-    the type has no sign."""
+    """A product with weights of a type, as exporters store them: in groups, each with a scale, and with a zero point if
+    the type is unsigned."""
     rng = np.random.default_rng(1)
     shape = (_OUTPUTS, _INPUTS // _GROUP, _GROUP)
     weights = opset13.convert(_integers(rng, kind, shape), "f16")

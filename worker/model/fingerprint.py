@@ -3,7 +3,7 @@
     SHA-256( network || size of its weights || SHA-256(piece 0) || SHA-256(piece 1) || ... || next network || ... )
 
 Every byte counts, because two fine-tunes of a model have the same sizes and may differ in a single layer. Several
-threads hash the pieces while the model is compiled. So nothing needs to be cached between starts, which could be
+threads hash the pieces while the model is compiled. So no hash needs to be cached between starts, where it could become
 outdated. Reading also brings the file into the page cache, from which it is loaded.
 """
 

@@ -4,7 +4,7 @@ Each product of a step costs about 20 us besides its arithmetic: its input is qu
 twice. In a small model that is a large part of a decode step. docs/decisions/0027 has measurements, and says why gates
 are not fused.
 
-Weights are concatenated as they are stored, so all numbers and scales stay the same.
+Weights are concatenated in their stored form, so all numbers and scales stay the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.worker.weights.file_memory import FileMemory
 # Operations that decompress weights. Others may mix rows.
 _ELEMENTWISE = {"Subtract": opset13.subtract, "Multiply": opset13.multiply}
 _QUERY_KEY_VALUE = range(3)
-# What splits the result of a fused product is named after the products that it replaces, in the order of its outputs.
+# The node that splits the result of a fused product is named after the replaced products, in the order of its outputs.
 NAME_SEPARATOR = " | "
 
 
@@ -76,7 +76,7 @@ def is_constant(output: ov.Output) -> bool:
 
 
 def _likeness(product: ov.Node) -> object:
-    """Equal for products of the same states with weights that are stored in the same way."""
+    """A key that is equal for products of the same states whose weights are stored in the same way."""
     source = product.input_value(0)
     return source.get_node().get_friendly_name(), source.get_index(), _storage(product.input_value(1))
 
@@ -156,7 +156,7 @@ def _stacked_constants(constants: Sequence[ov.Node], axis: int, memory: FileMemo
         return None
     parts = [np.asarray(constant.data).reshape(-1).view(np.uint8) for constant in constants]
     if not shapes[0] or all(shape[axis] == 1 for shape in shapes):
-        # One number for all rows can stay if all graphs have the same.
+        # A number for all rows can stay if it is the same in all graphs.
         is_same = all(np.array_equal(part, parts[0]) for part in parts)
         return constants[0] if is_same else None
     if any(shape[axis] == 1 for shape in shapes):

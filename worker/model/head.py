@@ -5,8 +5,8 @@
                                       +-> sums                            in a second graph
                                       +-> sums at temperature 1           in the same, if needed
 
-The sums are in a second graph, which runs after the model's in steps that need them, because a graph cannot skip work.
-It reads the logits where they were written.
+The sums are in a second graph, because a graph cannot skip work. It runs after the model's graph in steps that need
+sums, and reads the logits where they were written.
 
 Writing to memory outside the caches costs more than the arithmetic. So bfloat16 logits stay bfloat16 (converting all of
 them would take 2 % of a step), and the sums are computed for a few rows at a time, whose float32 values stay in the
@@ -33,7 +33,7 @@ from headrace.worker.sampling.logits import Logits, floats_of
 from headrace.worker.sampling.reduction import FloatArray, Reduction, run_length, weigh_runs
 from headrace.worker.sampling.row_sums import RowSums, maxima_of, without_lowest
 
-# Up to so many logits, numpy is faster than starting a graph: 3 rows of 49k, 1 of 152k. It adds up in another order.
+# Up to this many logits, numpy is faster than starting a graph: 3 rows of 49k, 1 of 152k. It adds in another order.
 _MOST_FOR_NUMPY = 160_000
 # The CPU plugin keeps nodes with this attribute in bfloat16 after the last product. It converts others to float32, with
 # a copy of all logits for each.
@@ -102,8 +102,8 @@ class InputTensors:
         self._arrays: dict[str, npt.NDArray[np.generic]] = {}
 
     def set(self, name: str, values: npt.NDArray[np.generic]) -> None:
-        """Set an input. If the shape is that of the step before, as in successive decode steps, the tensor is reused,
-        which takes a tenth of the time of binding a new one."""
+        """Set an input. If the shape is that of the previous step, as in successive decode steps, the tensor is reused.
+        This takes a tenth of the time of binding a new one."""
         kept = self._arrays.get(name)
         if kept is not None and kept.shape == values.shape:
             kept[...] = values

@@ -1,7 +1,7 @@
-"""Gives a model's graph PagedAttention, or refuses the model with the reason.
+"""Gives a model's graph PagedAttention, or refuses the model with an explanation.
 
-Only in attention may a token see others. A step holds tokens of many sequences in one row, so any other operation over
-its tokens would mix sequences. `settle_positions` looks for such operations.
+A token may see other tokens only in attention. A step has the tokens of many sequences in one row, so any other
+operation over them would mix sequences. `settle_positions` looks for such operations.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class PagedModel(NamedTuple):
 def read_paged(
     core: ov.Core, model_dir: Path, max_context_tokens: int | None = None, *, evicts: bool = False
 ) -> PagedModel:
-    """Read the model and give it PagedAttention, for contexts of up to `max_context_tokens`, or of the length that
-    config.json says. With `evicts`, its sequences may give up KV blocks (see `eviction.graph`). Compiles nothing.
-    Raises ConfigurationError if the model cannot be served."""
+    """Read the model and give it PagedAttention, for contexts of up to `max_context_tokens`, or of the length in
+    config.json. With `evicts`, its sequences may evict KV blocks (see `eviction.graph`). Compiles nothing. Raises
+    ConfigurationError if the model cannot be served."""
     config = read_config(model_dir)
     model, *embeddings = [_read(core, path) for path in networks_in(model_dir)]
     try:

@@ -1,4 +1,4 @@
-"""Finds operations outside of attention that depend on the positions of a step's tokens, and mends or refuses them.
+"""Finds operations outside of attention that depend on the positions of a step's tokens, and replaces or refuses them.
 
 A step holds tokens of many sequences. An operation over all of them would let one sequence change another:
 
@@ -7,7 +7,8 @@ A step holds tokens of many sequences. An operation over all of them would let o
 - Positions that the graph counts itself, from one past length for all sequences: the position input takes their place.
 - Other sums, maxima and the like over the tokens of a step: the model is refused.
 
-Positions beyond a table of learned positions would read its last row, so the context must not exceed the table.
+Positions beyond the end of a table of learned positions would read its last row, so the context must not exceed the
+table.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 _REDUCTIONS = {"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2"}
 _ALONG_AN_AXIS = {"CumSum", "Softmax", "LogSoftmax"}
 _MOVES = {"Unsqueeze", "Squeeze", "Reshape", "Convert", "Transpose"}
-# Which input of an operator that takes a part of a tensor has the axes.
+# The index of the input with the axes, for operators that take a part of a tensor.
 _PARTS = {"Slice": 4, "Gather": 2}
 
 _POSITIONS = "position_ids"
@@ -119,7 +120,7 @@ def _kind_of(node: ov.Node, kinds: dict[str, _Kind]) -> _Kind:
 
 def _takes_all_tokens(node: ov.Node, kind: _Kind) -> bool:
     """Whether one output value is computed from several tokens. Integers other than positions count tokens for experts;
-    they decide where a token is computed but not its result."""
+    they determine where a token is computed, but not its result."""
     name = node.get_type_name()
     if name == "Range":
         is_dynamic = kind is not _Kind.CONSTANT and node.get_output_partial_shape(0).is_dynamic
@@ -136,8 +137,8 @@ def _takes_all_tokens(node: ov.Node, kind: _Kind) -> bool:
 
 
 def _numbers_elements(numbers: ov.Node) -> bool:
-    """Whether a range numbers all elements of a tensor, only to say which of each token's elements an assignment to a
-    part of the tensor replaces."""
+    """Whether a range numbers all elements of a tensor for the only purpose of an assignment to a part of each token's
+    elements."""
     end = numbers.input_value(1).get_node()
     if end.get_type_name() != "ReduceProd":
         return False
@@ -160,7 +161,7 @@ def _numbers_elements(numbers: ov.Node) -> bool:
 
 
 def _keeps_tokens(node: ov.Node) -> bool:
-    """Whether a node takes a part of each token's elements, or arranges all in another way."""
+    """Whether a node takes a part of each token's elements, or rearranges all of them."""
     name = node.get_type_name()
     if name in _MOVES:
         return True

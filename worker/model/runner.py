@@ -47,7 +47,7 @@ from headrace.worker.windows.graph import WINDOW_BLOCK_INDICES, add_window_table
 IntArray = npt.NDArray[np.int32]
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _UNQUANTISED = {"bf16", "f32"}
-# In the graph of small decode steps, products then quantise their inputs to 8 bits in groups.
+# With this, products in the graph of small decode steps quantise their inputs to 8 bits in groups.
 _FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
@@ -65,16 +65,17 @@ class StateReader(Protocol):
 
 class OpenVINOModelRunner:
     """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `num_kv_heads`, `vocab_size` and
-    `kv_precision` are read from it; `allocate` must come before `bind`. Decode steps of up to `small_decode` sequences
-    are computed by a graph of their own; 0 without `decode_graph`. Prompts are exact in steps of up to `exact_rows`
-    tokens (see `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`).
-    `adapters` is the memory of `max_adapters` adapters of the `linears`; None without any.
+    `kv_precision` are read from it; `allocate` must come before `bind`. A second graph computes decode steps of up to
+    `small_decode` sequences; 0 without `decode_graph`. Prompts are exact in steps of up to `exact_rows` tokens (see
+    `exact_rows`). `depends_on_context`: answers depend on `max_context_tokens` (see `positions`). `adapters` is the
+    memory of `max_adapters` adapters of the `linears`; None without any.
 
     Decode steps have at least `least_decode` tokens and sampled rows: two in accuracy mode and with `speculates`,
     because other kernels compute a single one. A token then does not depend on how many others its step has, in
     performance mode only on some CPUs (docs/decisions/0048). `states` reads hidden states of every step. With `evicts`,
-    requests may give up KV blocks. With `has_parts`, layers with a sliding window have parts of blocks in slots of
-    their own, of `part_bytes` bytes: `part_slots` says which. `block_bytes` are then those of the other layers.
+    requests may evict their own KV blocks. With `has_parts`, the parts of blocks that belong to layers with a sliding
+    window are in separate slots of `part_bytes` bytes: `part_slots` says which. `block_bytes` then counts only the
+    other layers.
     """
 
     _batch: Batch | None = None
@@ -109,7 +110,8 @@ class OpenVINOModelRunner:
         # Its states would have another precision.
         of_decode = model.clone() if decode_graph and not has_states(model) else None
         of_adapters = model.clone() if max_adapters else None
-        # Without this, OpenVINO gives states no precision in accuracy mode, and sums over all tokens bfloat16.
+        # Without this, OpenVINO uses no defined precision for states in accuracy mode, and bfloat16 for sums over all
+        # tokens.
         needs_float32 = has_states(model) and (execution_mode == "accuracy" or has_sums(model))
         asked = _Asked(threads, kv_precision, execution_mode, needs_float32)
         # In accuracy mode it is "dynamic": that of the model, float32.
@@ -123,7 +125,7 @@ class OpenVINOModelRunner:
             decode = _Graph(core, of_decode, asked, is_bfloat16=False, states=states, properties=_FLOAT32)
             self._graphs[Graph.SMALL_DECODE] = decode
         self.adapters: AdapterMemory | None = None
-        """The weights of adapters. May be replaced between two calls of `bind`, by any thread."""
+        """The weights of adapters. Any thread may replace it between two calls of `bind`."""
         if of_adapters is not None:
             self._make_adapters(core, of_adapters, asked, max_adapters, is_bfloat16=is_bfloat16)
         self.small_decode = 0 if of_decode is None else SMALL_DECODE
@@ -137,7 +139,7 @@ class OpenVINOModelRunner:
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
-        # The same, of layers with whole blocks, and of those whose parts are in slots.
+        # The same for layers with whole blocks, and for layers whose parts are in slots.
         self._divided_views: tuple[list[npt.NDArray[np.uint8]], ...] = ([], [])
         caches = self._caches = main.caches
         self.state_tables = main.state_tables
@@ -223,14 +225,14 @@ class OpenVINOModelRunner:
         return arena
 
     def touch(self) -> None:
-        """Take the first page of each cache. The kernel clears pages as they are taken, huge ones for milliseconds.
-        Their content stays: it may come from the previous process."""
+        """Touch the first page of each cache. The kernel clears new pages when they are touched, which takes
+        milliseconds for huge ones. Existing content stays, because it may come from the previous process."""
         for cache in self._cache_views:
             cache[0, 0] = cache[0, 0]
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of the next step. With `keeps_logits`, the logits of the last step stay valid while it runs.
-        Alternating requests for that costs 2 % of a step of one sequence."""
+        This alternates two inference requests, and costs 2 % of a step of one sequence."""
         for copy in batch.copies:
             self._copy(*copy)
         for sources, destinations in batch.moves:
@@ -280,7 +282,7 @@ class OpenVINOModelRunner:
         self.adapters = AdapterMemory(groups, max_adapters, RANK_STEP, is_bfloat16=is_bfloat16)
 
     def _bind_adapters(self, slot: _Slot, adapter_slots: npt.NDArray[np.int32]) -> None:
-        """Set the inputs of adapters. Those with weights only change if other slots are needed than before."""
+        """Set the inputs of adapters. The inputs with weights change only if other slots are needed than before."""
         assert self.adapters is not None
         memory, num_slots = self.adapters, int(adapter_slots.max()) + 1
         if slot.adapters is not memory or not num_slots <= slot.num_adapters <= 2 * num_slots:
@@ -293,7 +295,7 @@ class OpenVINOModelRunner:
 
     def run(self) -> Logits:
         """Compute the step. Returns logits `[rows, vocab_size]` for the rows of the batch. They are views that the next
-        run overwrites, or the run after it if the next step keeps them. Releases the GIL."""
+        run overwrites, or the run after that if the next step keeps them. Releases the GIL."""
         head = self._slot.head
         start_s = time.perf_counter()
         head.run()
@@ -389,7 +391,7 @@ def _compile(core: ov.Core, model: ov.Model, asked: _Asked, more: Mapping[str, o
     properties = {**asked.properties, **more}
     try:
         compiled = core.compile_model(model, "CPU", properties)
-        # The attention kernels are chosen with the first request. An unsupported combination fails here.
+        # OpenVINO chooses the attention kernels for the first request. An unsupported combination fails here.
         compiled.create_infer_request()
         return compiled
     except RuntimeError as error:

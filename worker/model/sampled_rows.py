@@ -94,7 +94,7 @@ def _is_row_wise(node: ov.Node) -> bool:
 
 
 def _keeps_rows(reshape: ov.Node) -> bool:
-    """Whether a Reshape copies its first dimension, so that only what is in a row gets another form."""
+    """Whether a Reshape copies its first dimension, so that it changes only the form of each row."""
     pattern = reshape.input_value(1).get_node()
     if not reshape.get_attributes()["special_zero"] or pattern.get_type_name() != "Constant":
         return False

@@ -13,7 +13,7 @@ MIN_PROMPT_STEP = 8
 # The logits of a step for log-probabilities of prompts, and those for draft tokens. OpenVINO keeps the memory of the
 # largest step, twice in each graph, and the KV cache takes most of the rest.
 MAX_LOGITS_BYTES = 128 << 20
-# If exact steps must be smaller than this, they would cost too much, so prompts are not exact by default.
+# If exact steps would have to be smaller than this, they would cost too much, so prompts are not exact by default.
 _LEAST_EXACT_STEP = 64
 
 
@@ -44,5 +44,5 @@ def step_limits(
 
 
 def max_logits_rows(vocab_size: int) -> int:
-    """Rows of logits in `MAX_LOGITS_BYTES`, as float32. Never fewer than a step with a prompt computes anyway."""
+    """Rows of logits in `MAX_LOGITS_BYTES`, as float32. At least as many as a step with a prompt computes anyway."""
     return max(MIN_PROMPT_STEP, MAX_LOGITS_BYTES // (4 * vocab_size))
